@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ucudnn.backends import open_backend
-from ucudnn.backends.torch_cpu.machine import LoadMeter, describe_allocator
+from ucudnn.backends.torch_cpu.processor import LoadMeter, describe_allocator
 from ucudnn.system.version import own_version
 
 LOAD_S = 0.5

@@ -64,9 +64,6 @@ class BatchAxis(AbstractAxis):
     >>> axis = BatchAxis(Problem("fprop", 6, 4, 4, (9,), (3,)))
     >>> axis.extent, axis.part(2).batch, axis.sizes("powers-of-two")
     (6, 2, (1, 2, 4, 6))
-
-    Args:
-        problem: the kernel at its largest batch.
     """
 
     problem: Problem
@@ -114,9 +111,6 @@ class RowAxis(AbstractAxis):
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
     >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
     (14, (1, 2, 4, 6, 8), (8, 9))
-
-    Args:
-        problem: the kernel at its largest batch.
     """
 
     problem: Problem

@@ -33,15 +33,6 @@ def check(
     >>> plan = Plan((), backend.device(), backend.software(), backend.conditions(), Config())
     >>> {finding.about: finding.is_true for finding in check(plan)}
     {'device': True, 'versions': True, 'conditions': True, 'build': True, 'canary': None}
-
-    Args:
-        plan: to check.
-        canaries: number of kernels to time again, in turn with torch's own convolution: those with
-            the largest savings according to the plan.
-        on_finding: called with each finding as soon as it is known.
-
-    Raises:
-        ConfigError: canaries is negative.
     """
     if canaries < 0:
         raise ConfigError(f"canaries must be at least 0, got {canaries}")

@@ -52,25 +52,15 @@ _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 class Setting(NamedTuple):
     """A row of the table of settings, from which `Config`, its variables, flags and docs are made.
-
-    Args:
-        default: value where neither an argument nor the environment gives one.
-        check: makes the value of a name and what was given for it.
-        help: what it sets, in whole sentences, of which the first is what `--help` says.
-        metavar: placeholder of the flag's value; "" for a switch.
-        choices: words allowed; empty if it is no choice.
-        is_of_plan: it is part of what a plan is: False for where a process looks and for what
-            tuning may cost.
-        page: page of the documentation that says more.
     """
 
     default: Any
-    check: Callable[[str, Any], Any]
-    help: str
-    metavar: str = ""
+    check: Callable[[str, Any], Any]  # makes the value of a name and what was given for it
+    help: str  # whole sentences, of which `--help` says the first
+    metavar: str = ""  # "" for a switch
     choices: tuple[str, ...] = ()
-    is_of_plan: bool = True
-    page: str = ""
+    is_of_plan: bool = True  # False for where a process looks, and for what tuning may cost
+    page: str = ""  # of the documentation
 
     @property
     def summary(self) -> str:
@@ -390,9 +380,6 @@ class Config:
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
-
-        Raises:
-            ConfigError: a field is missing, or is none of a plan.
         """
         if odd := {name for name, one in SETTINGS.items() if one.is_of_plan} ^ set(values):
             raise ConfigError(f"the settings of a plan lack or must not have {quoted(min(odd))}")
@@ -410,9 +397,6 @@ def require_config(config: object) -> Config:
 
     >>> require_config(None) == Config()
     True
-
-    Raises:
-        ConfigError: something else was given.
     """
     if config is None:
         return Config()
@@ -429,9 +413,6 @@ def settings_here(config: Config) -> Config:
 
     >>> settings_here(Config(unplanned="error")).unplanned
     'error'
-
-    Args:
-        config: the plan's settings.
     """
     given = _settings().get("unplanned")
     return config if given is None else replace(config, unplanned=given)
@@ -451,9 +432,6 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
     >>> read_environment({"UCUDNN_BATCH_SIZE_POLICY": "powerOfTwo"})
     {'policy': 'powers-of-two'}
-
-    Raises:
-        ConfigError: a variable of mu-cuDNN (2018) that has no equivalent, or a bad value of one.
     """
     for name, reason in _MUCUDNN_REFUSED.items():
         if name in environment:
@@ -470,20 +448,12 @@ def check_environment() -> None:
     """Warn of UCUDNN_* variables that are not settings; refuse mu-cuDNN's without an equivalent.
 
     >>> check_environment()
-
-    Raises:
-        ConfigError: as from `read_environment`.
     """
     _settings()
 
 
 class Startup(NamedTuple):
-    """Files that a process takes part in from its start, without a line of code.
-
-    Args:
-        plan: plan to follow, None for none.
-        record: table of layers to write the convolutions of the process to, None for none.
-    """
+    """Files that a process takes part in from its start, without a line of code."""
 
     plan: str | None = None
     record: str | None = None
@@ -525,9 +495,6 @@ def ranks_per_device() -> int:
 
     >>> ranks_per_device()
     1
-
-    Raises:
-        ConfigError: the variable holds no number above 0.
     """
     text = os.environ.get(RANKS_PER_DEVICE) or "1"
     if not text.isdecimal() or int(text) < 1:
@@ -540,10 +507,6 @@ def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dic
 
     >>> rank_variables(2, limit_bytes=1024)
     {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}
-
-    Args:
-        ranks_per_device: number of ranks that share its device.
-        limit_bytes: its workspace limit, where the script sets none.
     """
     limit = {} if limit_bytes is None else {"UCUDNN_WORKSPACE_LIMIT": str(limit_bytes)}
     return {RANKS_PER_DEVICE: str(ranks_per_device), **limit}
@@ -559,11 +522,7 @@ def progress_folder() -> str | None:
 
 
 def share_device(ranks: int) -> None:
-    """Note, for this process and those that it starts, how many ranks share its device.
-
-    Args:
-        ranks: their number.
-    """
+    """Note, for this process and those that it starts, how many ranks share its device."""
     os.environ[RANKS_PER_DEVICE] = str(ranks)
 
 

@@ -17,12 +17,11 @@ from ucudnn import nn as planned_nn
 from ucudnn.config import Config, Startup, settings_here
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.channels_last import lay_out_, restore_layout_
-from ucudnn.execution.compiling import original_of
+from ucudnn.execution.compiling import original_of, untraced
 from ucudnn.execution.micro_batching import require_modules, segment_, unsegment_
+from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
-from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, is_followed
-from ucudnn.execution.untraced import untraced
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
@@ -160,19 +159,12 @@ def convert_(
 
 
 class _Found(NamedTuple):
-    """Convolutions of a model beside a plan.
+    """Convolutions of a model beside a plan."""
 
-    Args:
-        convolutions: modules that can be swapped, by name.
-        matched: the layers of those that the plan covers.
-        unplanned: names of the others.
-        otherwise: names of planned modules that cannot be swapped.
-    """
-
-    convolutions: Mapping[str, Any]
-    matched: Mapping[str, Layer]
-    unplanned: tuple[str, ...]
-    otherwise: tuple[str, ...]
+    convolutions: Mapping[str, Any]  # modules that can be swapped, by name
+    matched: Mapping[str, Layer]  # the layers of those that the plan covers
+    unplanned: tuple[str, ...]  # names of the others
+    otherwise: tuple[str, ...]  # names of planned modules that cannot be swapped
 
 
 def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]) -> _Found:
@@ -397,12 +389,6 @@ def follow_startup(files: Startup) -> None:
 
     A plan is held against the device at the first convolution that it may be for: a script sets
     its threads and picks its GPU after it has imported torch.
-
-    Args:
-        files: the plan, or the table to write; where there are both, convolutions are recorded.
-
-    Raises:
-        PlanError: the plan cannot be read.
     """
     if _started:
         return

@@ -50,16 +50,6 @@ def read_layers(
     """Read layers from a CSV file, one problem per layer and op.
 
     The columns are those of `read_rows`.
-
-    Args:
-        path: the file.
-        ops: which of "fprop", "dgrad", "wgrad".
-        dtype: as for `read_rows`.
-        layout: as for `read_rows`.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks a column, or has an impossible line, which the
-            message names.
     """
     return [(row.name, row.problem) for row in read_rows(path, ops, dtype, layout)]
 
@@ -76,20 +66,8 @@ def read_rows(
     """Read the convolutions of a table with their counts.
 
     Without a column `rank` a layer whose depth and kernel depth are 1 is two-dimensional, any
-    other three-dimensional.
-
-    Args:
-        path: a file with the columns name, n, c, d, h, w, k, kd, kh, kw, pad_*, stride_*, dil_*
-            and groups, and any of rank, dtype, layout, math, ops, bias and count.
-        ops: which of "fprop", "dgrad", "wgrad", as far as the table has them.
-        dtype: of all problems; default: the table's, or float32.
-        layout: of all problems; default: the table's, or nchw.
-        math: of all float32 problems; default: the table's, or by `has_tf32`.
-        has_tf32: float32 problems of which nothing is said may use TF32.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks a column, a line is impossible, or a value is
-            given that the table has, too.
+    other three-dimensional. `has_tf32` is for float32 problems of which neither an argument nor the
+    table says anything.
     """
     lines = _lines(path)
     given = {"dtype": dtype, "layout": layout, "math": math}
@@ -243,12 +221,7 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
 
 
 def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()) -> list[Row]:
-    """Rows of a list of calls: equal ones are one row with their count.
-
-    Args:
-        layers: the name of a layer and its problem, once per call.
-        biased: of the problems those to whose result a layer adds a bias.
-    """
+    """Rows of a list of calls: equal ones are one row with their count."""
     counts = Counter(layers)
     return [
         Row(name, problem, count, problem in biased) for (name, problem), count in counts.items()
@@ -256,12 +229,7 @@ def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] =
 
 
 def format_rows(rows: Iterable[Row]) -> str:
-    """The text of a table with all columns, which `read_rows` reads.
-
-    Raises:
-        ConfigError: the padding of a problem is not the same at both ends, for which there is no
-            column.
-    """
+    """The text of a table with all columns, which `read_rows` reads."""
     # The passes of one layer that are called equally often share a line.
     lines: dict[tuple[str, Problem, int], list[Row]] = {}
     for row in rows:

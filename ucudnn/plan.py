@@ -102,7 +102,9 @@ class Plan:
             )
         names = [one.module for one in self.segments]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise PlanError(f"a module can be a segment once, got {twice} more often; leave one out")
+            raise PlanError(
+                f"a module can be a segment once, got {twice} more often; leave one out"
+            )
         most = max((kernel.problem.batch for kernel in self.kernels), default=None)
         # What was found by tuning may have more samples than any convolution, such as windows.
         sizes = {one.module: one.micro_batch for one in self.segments if one.training is None}

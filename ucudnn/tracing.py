@@ -39,8 +39,13 @@ from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.execution.randomness import same_random_states, same_settings
-from ucudnn.execution.stepping import parts_of, run_step, tensors_of
+from ucudnn.execution.stepping import (
+    parts_of,
+    run_step,
+    same_random_states,
+    same_settings,
+    tensors_of,
+)
 from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem
 from ucudnn.segment import WHOLE, Division
@@ -93,15 +98,10 @@ def trace(
 
 
 class Traced(NamedTuple):
-    """The convolutions of a model's step.
+    """The convolutions of a model's step."""
 
-    Args:
-        layers: each problem with the name of the module that computes it, once per call.
-        biased: problems to whose result a layer adds a bias.
-    """
-
-    layers: list[tuple[str, Problem]]
-    biased: frozenset[Problem] = frozenset()
+    layers: list[tuple[str, Problem]]  # with the name of the module that computes it, once per call
+    biased: frozenset[Problem] = frozenset()  # those to whose result a layer adds a bias
 
 
 def trace_layers(
@@ -116,15 +116,7 @@ def trace_layers(
 ) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 
-    Args:
-        model: as for `trace`.
-        example_inputs: as for `trace`.
-        passes: some of "fprop", "dgrad" and "wgrad": forward, gradients of inputs and of weights.
-        real: as for `trace`.
-        device_type: as for `trace`.
-        memory_format: "keep", or "channels_last": as if `convert_` had put the model into this
-            layout.
-        division: how the step is divided.
+    With "channels_last" as if `convert_` had put the model into this layout.
     """
     recorder = _Recorder(passes, device_type)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]

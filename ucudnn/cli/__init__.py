@@ -25,7 +25,6 @@ from ucudnn.cli.console import (
     say,
     show_warning,
 )
-from ucudnn.cli.launch import launch
 from ucudnn.cli.options import common
 from ucudnn.cli.tune import tune
 from ucudnn.config import Startup, set_startup
@@ -86,7 +85,7 @@ app.command()(common(machine.doctor))
 app.command()(common(plans.check))
 app.command()(common(plans.compare))
 # What follows the script's name are the script's options.
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(context_settings={"allow_interspersed_args": False})(scripts.launch)
 app.add_typer(cache.app, name="cache")
 
 

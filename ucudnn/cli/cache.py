@@ -205,11 +205,7 @@ def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Fail where the cache cannot be written, which tuning only warns of: this is all there is.
-
-    Raises:
-        CacheError: what was to be added is only in memory.
-    """
+    """Fail where the cache cannot be written, which tuning only warns of: this is all there is."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         try:

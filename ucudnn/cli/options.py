@@ -184,11 +184,7 @@ CacheOption = _of_setting("cache")[0]
 
 
 def takes_model(argument: Any) -> Callable[[Command], Command]:
-    """Give a command with a parameter `recipe` the flags that describe a model.
-
-    Args:
-        argument: type of the positional argument MODEL.
-    """
+    """Give a command with a parameter `recipe` the flags that describe a model."""
 
     def changed(command: Command) -> Command:
         def call(**values: Any) -> None:
@@ -203,11 +199,7 @@ def takes_model(argument: Any) -> Callable[[Command], Command]:
 
 
 def takes_settings(names: Iterable[str]) -> Callable[[Command], Command]:
-    """Give a command with a parameter `given` the flags of settings: their values by name.
-
-    Args:
-        names: names of the settings.
-    """
+    """Give a command with a parameter `given` the flags of settings: their values by name."""
     wanted = list(names)
 
     def changed(command: Command) -> Command:
@@ -264,11 +256,7 @@ def _with_flags(command: Command, call: Command, flags: Flags) -> Command:
 
 
 def _read_config(path: Path) -> Config:
-    """Read settings from a JSON file whose names are the fields of `Config`.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
+    """Read settings from a JSON file whose names are the fields of `Config`."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -287,11 +275,7 @@ def _read_config(path: Path) -> Config:
 
 
 def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
-    """Settings from a file or the environment, overridden by flags.
-
-    Raises:
-        ConfigError: a value is not allowed; the message names the flag, if it is from one.
-    """
+    """Settings from a file or the environment, overridden by flags."""
     config = _read_config(file) if file else Config()
     try:
         return replace(config, **given)
@@ -303,11 +287,7 @@ def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def with_passes(given: Mapping[str, Any], infer: bool) -> dict[str, Any]:
-    """Settings with the passes to plan by --ops and --infer.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
+    """Settings with the passes to plan by --ops and --infer."""
     if not infer:
         return dict(given)
     if given.get("ops", "fprop") != "fprop":

@@ -105,11 +105,7 @@ def _show_segments(plan: Plan) -> None:
 
 
 def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
-    """Print every batch of the kernels of one number or layer.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Print every batch of the kernels of one number or layer."""
     from ucudnn.reports.text import kernel_table
 
     for kernel in (plan.kernels[index] for index in _chosen(plan, wanted)):
@@ -129,11 +125,7 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
 
 
 def _chosen(plan: Plan, wanted: str) -> list[int]:
-    """The kernels of one number or layer, by their numbers.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The kernels of one number or layer, by their numbers."""
     # A layer has several kernels, one per pass, so its name may choose more than one.
     found = [
         index

@@ -25,24 +25,14 @@ if TYPE_CHECKING:
 
 
 class TableFlags(NamedTuple):
-    """Flags that complete a table of layers, None where they are not given.
-
-    Args:
-        dtype: of all layers.
-        memory_format: layout of all layers, nchw or nhwc.
-        math: of all float32 layers.
-    """
+    """Flags that complete a table of layers, None where they are not given."""
 
     dtype: str | None
     memory_format: str | None
     math: str | None
 
     def require_right(self, recipe: Recipe) -> None:
-        """Refuse flags that have no effect on what is named.
-
-        Raises:
-            ConfigError: there is one, or `memory_format` is no layout.
-        """
+        """Refuse flags that have no effect on what is named."""
         if recipe.is_table:
             recipe.require_table()
         for name, value in zip(self._fields, self, strict=True):
@@ -59,17 +49,7 @@ class TableFlags(NamedTuple):
 
 
 def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type: str) -> Traced:
-    """The convolutions of a table of layers, as a trace of a model has them.
-
-    Args:
-        path: the table.
-        flags: that complete it.
-        ops: passes to read.
-        device_type: where they will be computed: TF32 exists on GPUs only.
-
-    Raises:
-        ConfigError: the table or a flag is wrong.
-    """
+    """The convolutions of a table of layers, as a trace of a model has them."""
     from ucudnn.tracing import Traced
 
     has_tf32 = device_type == "cuda"
@@ -156,7 +136,7 @@ def enumerate_(
     flags = TableFlags(dtype, memory_format, math)
     flags.require_right(recipe)
     # Imports the cuDNN backend, for which --help need not wait.
-    from ucudnn.backends.cudnn.enumeration import enumerate_candidates, parse_batches
+    from ucudnn.backends.cudnn.offline import enumerate_candidates, parse_batches
     from ucudnn.backends.cudnn.profile import DeviceProfile
 
     start = time.monotonic()

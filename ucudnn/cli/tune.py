@@ -63,11 +63,7 @@ def tune(
 def _require_sense(
     recipe: Recipe, config: Config, given: Mapping[str, Any], output: Path | None
 ) -> None:
-    """Refuse what would have no effect, or be lost.
-
-    Raises:
-        ConfigError: a flag is one of these.
-    """
+    """Refuse what would have no effect, or be lost."""
     # Only as a flag: a file or the environment may be for models, too.
     if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
@@ -84,11 +80,7 @@ def _require_sense(
 
 
 def _require_steps(recipe: Recipe, config: Config) -> None:
-    """Refuse to compile steps where none are timed.
-
-    Raises:
-        ConfigError: none are, or steps are profiled that must not be compiled.
-    """
+    """Refuse to compile steps where none are timed."""
     reason = ""
     if recipe.is_table:
         reason = "a table has none; leave it out"

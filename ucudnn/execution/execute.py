@@ -58,34 +58,19 @@ def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of a split: its problem, and its views of the whole tensors.
+    """One step of a split: its problem, and its views of the whole tensors."""
 
-    Args:
-        problem: at the chunk's batch and rows; None if the result is zero for any operands.
-        algorithm: the algorithm that computes it.
-        executable: built for it.
-        a: the part of the first operand: x for fprop and wgrad, dy for dgrad.
-        b: the part of the second: w for fprop and dgrad, dy for wgrad.
-        out: the part of the result.
-    """
-
-    problem: Problem | None
+    problem: Problem | None  # None if the result is zero for any operands
     algorithm: str
     executable: Executable
-    a: Slices
-    b: Slices
+    a: Slices  # of x for fprop and wgrad, of dy for dgrad
+    b: Slices  # of w for fprop and dgrad, of dy for wgrad
     out: Slices
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A split bound to the executables that compute its steps.
-
-    Args:
-        problem: what to compute, with the batch that the split divides.
-        split: steps along the batch or along the outermost spatial axis.
-        chunks: one per step.
-    """
+    """A split bound to the executables that compute its steps."""
 
     problem: Problem
     split: Split
@@ -94,11 +79,8 @@ class Call:
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the problem; every split of it gives the same sums.
 
-        Args:
-            a: x for fprop and wgrad, dy for dgrad; contiguous in the problem's layout.
-            b: w for fprop and dgrad, dy for wgrad; likewise.
-            bias: one element per channel of the result of fprop or dgrad. It is added chunk by
-                chunk: by the executable, or while the chunk is in the cache.
+        Operands are contiguous in the problem's layout. A bias (fprop, dgrad) is added chunk by
+        chunk: by the executable, or while the chunk is in the cache.
         """
         if len(self.chunks) == 1:
             (only,) = self.chunks
@@ -133,11 +115,7 @@ class Call:
 
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Build the executables of a split; chunks that differ only in their place share one.
-
-    Raises:
-        UnsupportedError: an algorithm of the split does not compute a chunk on this backend.
-    """
+    """Build the executables of a split; chunks that differ only in their place share one."""
     chunks = []
     # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
     built: dict[tuple[Problem | None, str], Executable] = {}
@@ -161,12 +139,7 @@ def _require_slab(backend: AbstractBackend, problem: Problem, algorithm: str) ->
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Like `bind`, and check that every step can run, which some backends find out late.
-
-    Raises:
-        UnsupportedError: a step cannot run, for example because the plan was made for other
-            versions or threads.
-    """
+    """Like `bind`, and check that every step can run, which some backends find out late."""
     call = bind(backend, problem, split)
     # Chunks of the same problem and algorithm need one trial build; dict.fromkeys also keeps their
     # order, so that the error names the first step that fails.

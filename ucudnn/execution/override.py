@@ -12,7 +12,7 @@ from torch.library import Library
 from ucudnn.backends import aten
 from ucudnn.backends.registry import entry_for_device
 from ucudnn.execution.autograd import Geometry
-from ucudnn.execution.untraced import untraced
+from ucudnn.execution.compiling import untraced
 from ucudnn.system.forking import ForkSafeLock
 
 # Guards the lists of open plans: threads may install and close plans at the same time.

@@ -33,16 +33,9 @@ Watched = list[ReferenceType[Tensor]]
 def without_strays(model: nn.Module) -> Iterator[Watched]:
     """Take out of globals, classes and caches the fake tensors that are alive at the end.
 
-    Where a name of a module or class of the model had another value before, it gets that back.
-
-    Args:
-        model: the original; a copy of it is traced within the context.
-
-    Yields:
-        A list to which references of all fake tensors are added.
-
-    Raises:
-        ConfigError: one was found in an unexpected place; it was taken out there, too.
+    Where a name of a module or class of the model had another value before, it gets that back. A
+    tensor in an unexpected place is taken out, too, and named in an error. References of all fake
+    tensors must be added to the list that the context yields.
     """
     names = [*_names_of(model)]
     watched: Watched = []

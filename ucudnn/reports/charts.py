@@ -458,12 +458,7 @@ class _Mark(NamedTuple):
 
 
 def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
-    """Time over workspace of one kernel at a time, which is chosen from a list in the chart.
-
-    Args:
-        plan: a plan with at least one kernel.
-        rationales: what else is known of its kernels, in their order.
-    """
+    """Time over workspace of one kernel at a time, which is chosen from a list in the chart."""
     rows = rows_of(plan)
     drawn = [_front_of(plan, row, rationales[row.number]) for row in rows]
     # Traces of all kernels, each with the place of its kernel; those of one are visible at a time.

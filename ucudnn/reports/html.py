@@ -89,14 +89,6 @@ def report(
     """Draw a plan as one HTML page that loads nothing from elsewhere.
 
     >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
-
-    Args:
-        plan: the plan to draw.
-        rationales: what else is known of its kernels, in their order; None: nothing.
-        remarks: further sentences for the top.
-
-    Raises:
-        UcudnnError: plotly is not installed.
     """
     try:
         from plotly.io import to_html
@@ -119,18 +111,7 @@ def write_report(
     rationales: Sequence[Rationale] | None = None,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Write the report of a plan; readers see the old file or the new one, never a part.
-
-    Args:
-        plan: the plan to draw.
-        path: name of the file.
-        rationales: as for `report`.
-        remarks: as for `report`.
-
-    Raises:
-        PlanError: the file cannot be written.
-        UcudnnError: plotly is not installed.
-    """
+    """Write the report of a plan; readers see the old file or the new one, never a part."""
     write(path, report(plan, rationales, remarks).encode(), "the report")
 
 

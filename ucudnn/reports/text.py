@@ -29,11 +29,6 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
     """One row per kernel: torch's default beside the plan, both measured in the same rounds.
 
     A predicted time, in a plan made from a recording, is marked with "~".
-
-    Args:
-        plan: the plan to show.
-        width: characters in a line; below 110, a workspace is printed under its time, below 76
-            everything under the kernel.
     """
     table = Table(
         title=f"{_limits(plan)}, {plan.device}, {counted(plan.conditions.threads, 'thread')}, "
@@ -299,12 +294,7 @@ def _saved_ns(kernel: KernelPlan) -> int:
 
 
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
-    """Number of steps after which the plan has saved the time of tuning; None if it saves none.
-
-    Args:
-        plan: with the default and the plan of every kernel, each measured.
-        seconds: duration of tuning.
-    """
+    """Number of steps after which the plan has saved the time of tuning; None if it saves none."""
     # Kernels that stay torch's own are left out: their two times differ by noise.
     saved_ns = sum(
         _saved_ns(kernel) for kernel in plan.kernels if kernel.default and not kernel.is_default
@@ -358,12 +348,7 @@ _PAIR = ("the one", "the other")
 
 
 def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
-    """One row per kernel that two plans compute differently; times are from different runs.
-
-    Args:
-        found: the two plans.
-        names: of both, such as their files.
-    """
+    """One row per kernel that two plans compute differently; times are from different runs."""
     table = Table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned",
@@ -393,12 +378,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
 
 
 def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> list[str]:
-    """Sentences on how many kernels two plans decide alike, and on the totals of each plan.
-
-    Args:
-        found: the two plans.
-        names: of both, such as their files.
-    """
+    """Sentences on how many kernels two plans decide alike, and on the totals of each plan."""
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
         verdict = f"Both compute all {same} kernels alike"
@@ -416,12 +396,7 @@ def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> lis
 
 
 def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
-    """One kernel by `_COLUMNS`: times in ns, workspaces in bytes, None for what is not known.
-
-    Args:
-        number: of the kernel in the plan, from 0.
-        kernel: with its split at the largest planned batch.
-    """
+    """One kernel by `_COLUMNS`: times in ns, workspaces in bytes, None for what is not known."""
     split, default, timing = kernel.split(kernel.problem.batch), kernel.default, kernel.timing
     gain = None if default is None else round(default.time_ns / timing.time_ns, 4)
     values = (

@@ -9,9 +9,9 @@ from time import monotonic
 from torch import nn
 
 from ucudnn.execution.compiling import is_compiled, replays_graphs
+from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.stepping import STEP_ERRORS, Steps
-from ucudnn.execution.watching import Watcher
 from ucudnn.outcomes import Compilation
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem

@@ -9,7 +9,7 @@ from itertools import chain
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
+from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.cache.base import explain, key_texts
 from ucudnn.config import Config
 from ucudnn.errors import PlanError

@@ -50,11 +50,6 @@ class EngineExecutable(Executable):
     A plan is for certain numbers of samples, strides and alignments, and is built when these first
     occur. If cuDNN does not support the strides or the alignment, operands are copied to supported
     ones.
-
-    Args:
-        runtime: builds and launches.
-        problem: the problem; its number of samples does not matter.
-        identity: the engine and its knobs.
     """
 
     def __init__(self, runtime: Runtime, problem: Problem, identity: str) -> None:
@@ -65,17 +60,14 @@ class EngineExecutable(Executable):
         self._built: dict[Hashable, _Built | None] = {}
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
         return self._new(a, b)
 
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        """Compute the result plus a bias of one element per channel (fprop, dgrad)."""
         if not self._adds_bias:
             return super().alone_biased(a, b, bias)
         return self._new(a, b, bias=bias)
 
     def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        """Compute the result plus a bias into a slice of an existing result (fprop, dgrad)."""
         if not self._adds_bias:
             super().write_biased(a, b, out, bias)
         else:
@@ -92,18 +84,15 @@ class EngineExecutable(Executable):
         return out
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result to which others are added; float32 for half precision (wgrad)."""
         if a.dtype.itemsize >= 4:
             return self._new(a, b)
         scale = _headroom(a)
         return self._new(a, b, alpha=1.0 / scale).float().mul_(scale)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Compute into a slice of an existing result (fprop, dgrad)."""
         self._run(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Add to an existing result, in its precision (wgrad)."""
         if out.dtype == a.dtype:
             self._run(a, b, out, beta=1.0)
             return
@@ -280,11 +269,9 @@ class DefaultExecutable(Executable):
         )
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
         return self._compute(a, b, None)
 
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        """Compute the result plus a bias as torch does (fprop), or add it afterwards (dgrad)."""
         if self._problem.op != "fprop":
             return super().alone_biased(a, b, bias)
         return self._compute(a, b, bias)

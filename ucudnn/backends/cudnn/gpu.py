@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any, TypeVar
@@ -36,45 +35,6 @@ _SLOWDOWNS = {
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class GpuState:
-    """Conditions that may perturb a measurement, at one moment; unknown numbers are 0.
-
-    Args:
-        sm_clock_mhz: clock of the multiprocessors.
-        temperature_c: of the chip.
-        power_w: drawn now.
-        slowdowns: why the clock is lower than it could be, such as "sw_power_cap".
-        processes: that have a context on the GPU, this one included.
-    """
-
-    sm_clock_mhz: int = 0
-    temperature_c: int = 0
-    power_w: int = 0
-    slowdowns: tuple[str, ...] = ()
-    processes: int = 0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The state as notes of a measurement.
-
-        >>> GpuState(1755, 61, 640, ("sw_power_cap",), 1).notes
-        ('sm_clock_mhz=1755', 'temperature_c=61', 'power_w=640', 'throttled=sw_power_cap')
-        """
-        numbers = {
-            "sm_clock_mhz": self.sm_clock_mhz,
-            "temperature_c": self.temperature_c,
-            "power_w": self.power_w,
-        }
-        # 0 stands for a number that NVML does not tell, and is left out.
-        said = [f"{name}={value}" for name, value in numbers.items() if value]
-        said += [f"throttled={reason}" for reason in self.slowdowns]
-        # One of them is this process.
-        if self.processes > 1:
-            said.append(f"processes={self.processes}")
-        return tuple(said)
 
 
 def slowdowns(reasons: int) -> tuple[str, ...]:
@@ -122,22 +82,27 @@ def cuda_software(cudnn: str) -> Software:
     )
 
 
-def gpu_state(index: int) -> GpuState:
-    """Clock, temperature, power and processes of a GPU now; does not wait for kernels."""
+def gpu_notes(index: int) -> tuple[str, ...]:
+    """Clock, temperature, power, throttling and other processes of a GPU now, as far as known.
+
+    It does not wait for kernels.
+    """
     gpu = _gpu(index)
     if gpu is None:
-        return GpuState()
-    clock = _ask(partial(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM), 0)
+        return ()
     sensor = pynvml.NVML_TEMPERATURE_GPU
-    return GpuState(
-        sm_clock_mhz=clock,
-        temperature_c=_ask(partial(pynvml.nvmlDeviceGetTemperature, gpu, sensor), 0),
-        power_w=round(_ask(partial(pynvml.nvmlDeviceGetPowerUsage, gpu), 0) / 1000),
-        slowdowns=slowdowns(
-            _ask(partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu), 0)
-        ),
-        processes=len(_ask(partial(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu), ())),
-    )
+    numbers = {
+        "sm_clock_mhz": _ask(partial(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM), 0),
+        "temperature_c": _ask(partial(pynvml.nvmlDeviceGetTemperature, gpu, sensor), 0),
+        "power_w": round(_ask(partial(pynvml.nvmlDeviceGetPowerUsage, gpu), 0) / 1000),
+    }
+    # 0 stands for a number that NVML does not tell.
+    said = [f"{name}={value}" for name, value in numbers.items() if value]
+    reasons = _ask(partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu), 0)
+    said += [f"throttled={reason}" for reason in slowdowns(reasons)]
+    processes = len(_ask(partial(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu), ()))
+    # One of them is this process.
+    return (*said, f"processes={processes}") if processes > 1 else tuple(said)
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:
@@ -186,13 +151,7 @@ def _cupy() -> Any:
 
 
 def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new contiguous tensor in separate memory, which is freed with the tensor.
-
-    Args:
-        shape: its sizes, all above 0.
-        dtype: any of torch's.
-        device: a GPU.
-    """
+    """A new contiguous tensor in separate memory, which is freed with the tensor."""
     cupy = _cupy()
     if cupy is None:
         return torch.empty(shape, dtype=dtype, device=device)

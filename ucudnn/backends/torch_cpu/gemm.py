@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, empty
-from ucudnn.backends.torch_cpu.machine import product_dtype
-from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost, taps
+from ucudnn.backends.torch_cpu.algorithm import (
+    AbstractAlgorithm,
+    OpsExecutable,
+    columns_bytes,
+    direct_cost,
+    empty,
+    taps,
+)
+from ucudnn.backends.torch_cpu.processor import product_dtype
 from ucudnn.problem import Problem
 
 _ALL = slice(None)
@@ -22,17 +28,17 @@ class Gemm(AbstractAlgorithm):
     """One matrix product per sample or chunk for 1x1 filters: no temporary copy at stride 1."""
 
     name = "gemm"
+    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse filters larger than 1x1, padding, and groups in channels-last."""
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
             return "it computes filters of size 1 without padding only"
-        return places_refusal(problem) if problem.layout == "nhwc" else None
+        return _places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
         """Cost of the products; strided or half operands are copied, one sample at a time."""
         if problem.layout == "nhwc":
-            return places_cost(problem)
+            return _places_cost(problem)
         x_sample, y_sample = (
             prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
         )
@@ -47,14 +53,7 @@ class Gemm(AbstractAlgorithm):
         return direct_cost(problem)._replace(workspace_bytes=workspace)
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
-        return PlacesGemm(problem) if problem.layout == "nhwc" else _Gemm(problem)
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: its products and sums have a fixed order."""
-        del problem
-        return True
-
+        return _PlacesGemm(problem) if problem.layout == "nhwc" else _Gemm(problem)
 
 class Im2colGemm(AbstractAlgorithm):
     """One matrix product per chunk over the columns of the whole chunk.
@@ -64,17 +63,17 @@ class Im2colGemm(AbstractAlgorithm):
     """
 
     name = "im2col_gemm"
+    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse 1x1 filters without padding, which gemm computes, and groups in channels-last."""
         if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):
             return "a filter of size 1 needs no columns; gemm computes it"
-        return places_refusal(problem) if problem.layout == "nhwc" else None
+        return _places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
         """Cost of the product, padding included; columns are written once and read once."""
         if problem.layout == "nhwc":
-            return places_cost(problem)
+            return _places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
         # the product has channels before samples, which is another order where there are several
         y = 0
@@ -87,14 +86,7 @@ class Im2colGemm(AbstractAlgorithm):
         return Cost(problem.flops, direct.traffic_bytes + 2 * columns, workspace)
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
-        return PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: its products and sums have a fixed order."""
-        del problem
-        return True
-
+        return _PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:
     """Shape of the part of x that a 1x1 filter reads: every stride-th position."""
@@ -256,10 +248,10 @@ class _Im2colGemm(OpsExecutable):
 # With channels last, tensors are matrices of positions by channels: a 1x1 convolution at stride 1
 # is one product of the operands themselves, for the whole chunk. Other filters take columns: for
 # each output the channels of every input that its filter covers.
-def needs_columns(problem: Problem) -> bool:
+def _needs_columns(problem: Problem) -> bool:
     """True unless each output reads only the input at its own position.
 
-    >>> needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
+    >>> _needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
     False
     """
     # Padding and a stride may cancel out in the size of the output, but not in its places.
@@ -267,7 +259,7 @@ def needs_columns(problem: Problem) -> bool:
     return moves or prod(problem.kernel_size) > 1
 
 
-def places_refusal(problem: Problem) -> str | None:
+def _places_refusal(problem: Problem) -> str | None:
     """Reason why the products do not compute a channels-last problem; None if they do."""
     # In channels-last the other groups' channels lie between the rows of one group's matrix.
     if problem.groups > 1:
@@ -275,39 +267,36 @@ def places_refusal(problem: Problem) -> str | None:
     return None
 
 
-def places_cost(problem: Problem) -> Cost:
+def _places_cost(problem: Problem) -> Cost:
     """Cost of the product with padding; columns, if any, are written and read once."""
     direct = direct_cost(problem)
-    if not needs_columns(problem):
+    if not _needs_columns(problem):
         return direct
     columns = columns_bytes(problem)
     return Cost(problem.flops, direct.traffic_bytes + 2 * columns, columns)
 
 
-class PlacesGemm(OpsExecutable):
+class _PlacesGemm(OpsExecutable):
     """One matrix product over columns of the shape (N, *output_size, *kernel_size, C)."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._dtype = product_dtype(problem)
         self._taps = tuple(taps(problem))
-        self._needs_columns = needs_columns(problem)
+        self._needs_columns = _needs_columns(problem)
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        """y from x and w."""
         y = empty(self.problem, (x.shape[0], *self.problem.y_shape[1:]))
         # y = columns * filters^T: (places, taps * channels) by (taps * channels, channels out).
         self._product(self._columns(x), self._filters(w).t(), y)
         return y
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
-        """dx from dy and w."""
         dx = empty(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
         self._write_dx(dy, w, dx)
         return dx
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dw from x and dy."""
         problem = self.problem
         # dw = dy^T * columns, which sums over all places of all samples in one product.
         dw = torch.mm(self._matrix(dy).t(), self._columns(x)).to(x.dtype)
@@ -315,7 +304,6 @@ class PlacesGemm(OpsExecutable):
         return dw.view(problem.out_channels, *problem.kernel_size, channels).movedim(-1, 1)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Compute into a slice of an existing result (fprop, dgrad)."""
         if self.problem.op == "fprop":
             self._product(self._columns(a), self._filters(b).t(), out)
         else:
