@@ -550,7 +550,6 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 
 def _of_mucudnn(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings given by variables of mu-cuDNN (2018)."""
     found: dict[str, Any] = {
         ours: parse_bytes(environment[name], name)
         for name, ours in _MUCUDNN_BYTES.items()

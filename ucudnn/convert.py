@@ -188,14 +188,12 @@ def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, Layer]:
-    """The layers of those convolutions that the plan covers."""
     planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
     layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
     return {name: layer for name, layer in layer_by_name.items() if layer in planned}
 
 
 def _changed_layers(plan: Plan, config: Config) -> set[Layer]:
-    """The layers of which at least one pass is not torch's own convolution."""
     # With unplanned="error" these are all layers, because torch's own refuse no shape.
     return {
         Layer.of(kernel.problem)
@@ -236,7 +234,6 @@ def _require_some(plan: Plan, found: _Found) -> None:
 
 
 def _require_all(found: _Found) -> None:
-    """Refuse to leave convolutions to torch."""
     if found.unplanned:
         raise PlanError(
             f"unplanned='error' runs only what is planned, and these convolutions are not: "
@@ -256,7 +253,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _warn_of(otherwise: Sequence[str]) -> None:
-    """Warn of what is planned and cannot be swapped."""
     if otherwise:
         warn(
             f"planned, but no torch.nn convolution that could be swapped: {_listed(otherwise)}; "

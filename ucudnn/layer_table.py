@@ -113,7 +113,6 @@ def _refuse_twice(path: object, columns: Collection[str], given: Mapping[str, st
 
 
 def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str]) -> list[Row]:
-    """The problems of one line."""
     # A row that is too short has None for what it lacks.
     listed = _split(row.get("ops")) or OPS
     biased = _split(row.get("bias"))
@@ -174,7 +173,6 @@ def _along(axes: Sequence[str], value: Mapping[str, int], prefix: str) -> tuple[
 
 
 def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
-    """The columns of a row but its name, which are ints."""
     value = {}
     for column in COLUMNS[1:]:
         try:

@@ -40,6 +40,7 @@ from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.execution.stepping import (
+    MODEL_ERRORS,
     parts_of,
     run_step,
     same_random_states,
@@ -58,11 +59,6 @@ _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad
 _VIEW = torch.ops.aten.view.default
 # Attributes of `nn.Module` that hold its hooks; torch has no public name for all of them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# What a model's own code raises when it does not like its input.
-_MODEL_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(NotImplementedError, RuntimeError, TypeError, ValueError),
-)
 
 
 def trace(
@@ -191,7 +187,7 @@ def _trace_one(
             _run(model, inputs, recorder, fake_mode, memory_format, division)
     except UnsupportedError as error:
         raise ConfigError(f"no step can be traced: {error}") from error
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
         # The first line is the sentence; torch may add hints and C++ frames below it.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -251,7 +247,7 @@ def _lenient(hook: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
-        except _MODEL_ERRORS as error:
+        except MODEL_ERRORS as error:
             warn(
                 f"a hook of {type(args[0]).__name__} was left out of tracing, because it does not "
                 f"run on fake tensors ({error}); use real=True if it computes convolutions",
@@ -276,7 +272,6 @@ class _Recorder(TorchDispatchMode):
         self._forward_names: dict[Problem, list[str]] = {}
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Add tensors to those that must be gone when the trace is over."""
         if self.watched is not None:
             self.watched += map(ref, tensors)
 

@@ -103,7 +103,6 @@ def main() -> None:
 
 
 def _command() -> scripts.ScriptCall | None:
-    """Run a command; returns the script that it asks to run, if it does."""
     with _printable_names():
         try:
             # It puts `showwarning` back at the end, for a caller that goes on after `main`.
@@ -120,7 +119,6 @@ def _command() -> scripts.ScriptCall | None:
 
 
 def _status(error: UcudnnError) -> int:
-    """The exit status of an error that a command ends with."""
     # A full disk is no fault of whoever named the file.
     if isinstance(error, (ConfigError, ProblemError, PlanFileError, TableError)):
         return USAGE

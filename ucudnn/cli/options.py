@@ -39,7 +39,6 @@ def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> 
 
 
 def _switch(name: str, meaning: str, panel: str | None = None) -> Any:
-    """Type of an option without a value."""
     return Annotated[bool, typer.Option(name, help=meaning, rich_help_panel=panel)]
 
 
@@ -233,7 +232,6 @@ def common(command: Command) -> Command:
 
 
 def _own(command: Command, *without: str) -> dict[str, tuple[Any, Any]]:
-    """The parameters of a command as flags."""
     hints = get_type_hints(command, include_extras=True)
     return {
         name: (hints[name], parameter.default)
@@ -256,7 +254,6 @@ def _with_flags(command: Command, call: Command, flags: Flags) -> Command:
 
 
 def _read_config(path: Path) -> Config:
-    """Read settings from a JSON file whose names are the fields of `Config`."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -272,6 +269,12 @@ def _read_config(path: Path) -> Config:
         return Config(**values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def require_file(output: Path) -> None:
+    """Refuse an --output that could not be written."""
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
 
 
 def settings(file: Path | None, given: Mapping[str, Any]) -> Config:

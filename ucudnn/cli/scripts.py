@@ -24,6 +24,7 @@ from typing import Annotated
 import typer
 
 from ucudnn.cli.console import SAYS_NO, fail, say, say_error
+from ucudnn.cli.options import require_file
 from ucudnn.config import Startup, set_startup, startup
 from ucudnn.errors import ConfigError, RankError, UcudnnError, quoted
 from ucudnn.layer_table import read_rows
@@ -80,8 +81,7 @@ def record(
 
     Example: ucudnn record -o layers.csv -- train.py --epochs 1
     """
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    require_file(output)
     path, words = output.resolve(), _checked(script)
     # Processes add to the table that they find.
     path.unlink(missing_ok=True)
@@ -197,7 +197,6 @@ def _own(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _torch_calls_us() -> bool:
-    """True if torch will call ucudnn when the script imports it."""
     # torch's own switch, and its own default.
     if os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False

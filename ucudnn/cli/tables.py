@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ucudnn.cli import options
-from ucudnn.cli.console import bar, say
+from ucudnn.cli.console import bar, print_json, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.errors import ConfigError, quoted
@@ -153,7 +152,7 @@ def enumerate_(
     document: dict[str, Any] = asdict(found)
     seconds = round(time.monotonic() - start, 3)
     if as_json:
-        print(json.dumps({**document, "seconds": seconds, "output": str(output)}))
+        print_json({**document, "seconds": seconds, "output": str(output)})
         return
     for sentence in (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."):
         say(sentence)

@@ -87,17 +87,15 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     tensors, such as those that FSDP2 has sharded, or if they share their memory; the latter with a
     warning.
     """
-    if not (parameters and all(type(one) in _PLAIN for one in model.parameters())):
-        restore_layout_(model)
-        _follow_in_convolutions(model)
-        return
-    changes = _changes(model, _last_strides)
+    is_kept = not (parameters and all(type(one) in _PLAIN for one in model.parameters()))
+    changes = [] if is_kept else _changes(model, _last_strides)
     reason = _why_not(model, changes)
     if reason is not None:
         warn(
             f"parameters and buffers keep their strides, because {reason}; each convolution "
             f"converts its operands to channels_last instead, which takes time"
         )
+    if is_kept or reason is not None:
         restore_layout_(model)
         _follow_in_convolutions(model)
         return
@@ -149,7 +147,6 @@ def restore_layout_(model: nn.Module) -> None:
 
 
 def _forget(model: nn.Module) -> None:
-    """Remove the recorded strides and the hooks."""
     for module in model.modules():
         vars(module).pop(_STRIDES, None)
         # Found by type, not by a handle kept from before, because a copied or unpickled model has
@@ -186,7 +183,6 @@ def _follow_in_convolutions(model: nn.Module) -> None:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and buffers with four or five axes."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and type(tensor) in _PLAIN and tensor.dim() in _RANKS:
@@ -263,7 +259,6 @@ def _that_follow(changed: dict[int, _Change]) -> Iterator[_Change]:
 
 
 def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
-    """Reason why the memory of these tensors must stay theirs; None without one."""
     moving = [one for one in changes if one.moves]
     if not moving:
         return None

@@ -188,7 +188,6 @@ class _Values:
         self._cells: dict[int, CellType] = {}
 
     def renew(self) -> None:
-        """Replace these values wherever a copy holds one."""
         seen = {id(self._memo)}  # under which the originals are kept alive
         while left := [(key, one) for key, one in self._memo.items() if key not in seen]:
             seen.update(key for key, _ in left)

@@ -150,7 +150,6 @@ def _frozen(
     output_padding: list[int],
     groups: int,
 ) -> Geometry:
-    """The dispatcher's arguments as a hashable value."""
     return Geometry(
         tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups
     )

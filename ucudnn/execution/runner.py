@@ -77,7 +77,6 @@ class Runner(AbstractRunner):
 
     @property
     def _refuses(self) -> bool:
-        """True if nothing may be left to torch."""
         return self.config.unplanned == "error"
 
     # The backend and the bound calls hold handles of this process; a copy makes its own.
@@ -158,7 +157,6 @@ class Runner(AbstractRunner):
             return None
 
     def _decline(self, problem: Problem, sentence: str) -> None:
-        """Leave a shape to torch with a warning, or refuse to."""
         if self._refuses:
             raise PlanError(f"unplanned='error' refuses {problem} without its plan: {sentence}")
         self._warn(problem, sentence)

@@ -31,11 +31,18 @@ from ucudnn.segment import WHOLE, Division
 
 _SEED = 0
 _CUDNN_FLAGS = ("enabled", "benchmark", "deterministic")
-# What a step may raise where it was traced but cannot be computed here.
-STEP_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
-    *(NotImplementedError, RuntimeError, TypeError, ValueError, UcudnnError),
+# What a model's own code raises when it does not like its input.
+MODEL_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
+# What a step may raise where it was traced but cannot be computed here.
+STEP_ERRORS = (*MODEL_ERRORS, MemoryError, UcudnnError)
 
 
 def run_step(
@@ -176,6 +183,8 @@ class Steps:
 
     def results(self, nudge: float = 0.0) -> Results:
         """Compute all steps of a new copy, with random numbers that are the same in every layout.
+
+        A nudge changes each weight by this fraction of itself, up or down at random.
         """
         model, examples = self._copied()
         if nudge:

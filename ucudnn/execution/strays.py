@@ -95,7 +95,6 @@ class _Names(NamedTuple):
     delete: Callable[[Any], object]
 
     def put_back(self, strays: set[int]) -> None:
-        """Give what leads to strays the earlier values."""
         for name, value in [*self.now.items()]:
             if not _leads_to(value, strays):
                 continue
@@ -167,7 +166,6 @@ def _remove(holder: Any, ids: set[int]) -> None:
 
 
 def _keep(holder: Any, is_kept: Callable[[Any], bool]) -> None:
-    """Remove from a list, a set or a deque what is not kept."""
     kept = [one for one in holder if is_kept(one)]
     if len(kept) < len(holder):
         holder.clear()

@@ -164,7 +164,6 @@ def _bars(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
 
 
 def _series(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
-    """Common settings of the marks of one series in a chart."""
     named = "torch's default" if arm == "default" else "plan"
     return {
         "name": f"{named}, {'predicted' if predicted else 'measured'}",
@@ -176,7 +175,6 @@ def _series(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
 
 
 def _details(row: Row, timing: Timing, arm: str) -> str:
-    """Description of one mark, in lines."""
     taken = f"~{format_ns(timing.time_ns)} a call, predicted"
     if not timing.is_predicted:
         taken = (
@@ -247,7 +245,6 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
 
 
 def _splits(every: Sequence[Row]) -> Iterator[Chart]:
-    """The chunks of the kernels that are not torch's own; nothing if there are none."""
     kept = [row for row in every if not row.split.is_default]
     if not kept:
         return
@@ -329,6 +326,17 @@ def _over(xaxis: dict[str, Any], yaxis: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _bytes_from_zero(title: str, most: int) -> dict[str, Any]:
+    """A linear axis of bytes, with about ten ticks at multiples of a power of two."""
+    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
+    return {
+        "title": {"text": title},
+        "range": [0, most * 1.05],
+        "tickvals": [*ticks],
+        "ticktext": [*map(format_bytes, ticks)],
+    }
+
+
 class _Call(NamedTuple):
     """A convolution of a step, with the time of all before it, and what is live beside it."""
 
@@ -369,12 +377,8 @@ def _timeline(plan: Plan) -> Iterator[Chart]:
             traces.append(_allocated(f"workspace of {op}", color, chosen, sizes))
     for name, size, color in levels:
         traces.append(_limit(f"{name} {format_bytes(size)}", [0, end], [size, size], color))
-    most = max(size for _, size, _ in levels)
-    # About ten multiples of a power of two.
-    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
     xaxis = {"title": {"text": "time of convolutions"}, **_SECONDS, "range": [0, end]}
-    yaxis = {"title": {"text": "allocated"}, "range": [0, most * 1.05]}
-    yaxis |= {"tickvals": [*ticks], "ticktext": [*map(format_bytes, ticks)]}
+    yaxis = _bytes_from_zero("allocated", max(size for _, size, _ in levels))
     caption = (
         "Convolutions of a step by the plan, in their order: memory that is allocated beside the "
         "workspace of each, and its workspace on top. The time axis adds up the convolutions; "
@@ -413,10 +417,7 @@ def _ways(plan: Plan) -> Iterator[Chart]:
     budget = memory.budget_bytes
     slowest = max(way.time_ns for way in known) / 1e9
     traces.append(_limit(f"budget {format_bytes(budget)}", [budget, budget], [0, slowest]))
-    most = max(budget, *(way.peak_bytes for way in known))
-    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
-    axis = {"title": {"text": "peak of a step"}, "range": [0, most * 1.05]}
-    axis |= {"tickvals": [*ticks], "ticktext": [*map(format_bytes, ticks)]}
+    axis = _bytes_from_zero("peak of a step", max(budget, *(way.peak_bytes for way in known)))
     caption = (
         "Each mark is a step that was run, as large dots, or estimated from the parts of such "
         "steps. Further left is less memory, further down is faster."
@@ -500,7 +501,6 @@ def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
 def _front_of(
     plan: Plan, row: Row, rationale: Rationale
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Traces of one kernel, and the axes that show them."""
     marks, limit = _near_marks(row.kernel, rationale), plan.limit_bytes(row.kernel)
     front = rationale.front
     sizes = [size for size, _ in front] + [one.workspace_bytes for one in marks]

@@ -153,7 +153,6 @@ def _missing(heading: str) -> str:
 
 
 def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
-    """The charts of all kernels and of the step."""
     found = {chart.name: chart for chart in charts(plan)}
     for name in ("Times", "Workspaces", "Splits", "Timeline"):
         if name not in found:

@@ -25,18 +25,19 @@ _COLUMNS = (
 _NARROW = 76
 
 
+def simple_table(title: str | None = None, caption: str | None = None) -> Table:
+    """A table with lines at its headings only."""
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def plan_table(plan: Plan, width: int = 120) -> Table:
     """One row per kernel: torch's default beside the plan, both measured in the same rounds.
 
     A predicted time, in a plan made from a recording, is marked with "~".
     """
-    table = Table(
-        title=f"{_limits(plan)}, {plan.device}, {counted(plan.conditions.threads, 'thread')}, "
-        f"torch {plan.software.torch}",
-        caption=_caption(plan),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    threads = counted(plan.conditions.threads, "thread")
+    title = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
+    table = simple_table(title, _caption(plan))
     if width < _NARROW:
         return _narrow(table, plan)
     # In narrower lines columns of workspaces would leave no room for kernel and split.
@@ -106,7 +107,6 @@ def _limits(plan: Plan) -> str:
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:
-    """Time and workspace, in two columns or one; `instead` replaces the time."""
     if timing is None:
         return ("-", "-") if wide else ("-",)
     cells = (instead or _time(timing), format_bytes(timing.workspace_bytes))
@@ -246,12 +246,7 @@ def as_sentence(said: str) -> str:
 
 def ways_table(memory: StepMemory) -> Table:
     """One row per way to run a step, by falling peak."""
-    table = Table(
-        title="Ways to run a step",
-        caption="~: estimated from the parts of steps that were run",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = simple_table("Ways to run a step", "~: estimated from the parts of steps that were run")
     for heading in ("way", "peak", "step"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for way in sorted(memory.ways, key=lambda way: -way.peak_bytes):
@@ -268,12 +263,7 @@ def layout_table(layouts: LayoutRace) -> Table:
         what, caption = "sum of kernels", "sums of kernels, no steps were run"
     if not all(one.is_allowed for one in layouts.contestants):
         caption += "; over the limit: torch's own, of more workspace than allowed, never chosen"
-    table = Table(
-        title="Layout of the model",
-        caption=f"{caption}; *: what the plan is for",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = simple_table("Layout of the model", f"{caption}; *: what the plan is for")
     for heading in ("", "by", what, "ratio to torch", "peak", ""):
         table.add_column(heading, justify="right" if heading in (what, "peak") else "left")
     for index, one in enumerate(layouts.contestants):
@@ -349,11 +339,9 @@ _PAIR = ("the one", "the other")
 
 def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
     """One row per kernel that two plans compute differently; times are from different runs."""
-    table = Table(
+    table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
-        "a faster or slower day; gain: over torch's default in the same run; -: not planned",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        "a faster or slower day; gain: over torch's default in the same run; -: not planned"
     )
     table.add_column("kernel", overflow="fold", min_width=16)
     for heading in ("time", "workspace", "gain"):

@@ -55,7 +55,6 @@ def _is_deterministic() -> bool:
 
 
 def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
-    """The backend of the same GPU and settings in another process."""
     torch.cuda.set_device(index)
     settings.apply()
     return CudnnBackend()
@@ -72,7 +71,6 @@ def _runtime(library: Path) -> Runtime:
 
 
 def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """An operand in the problem's layout, in memory that torch does not count."""
     if problem.layout == "nchw":
         return empty_raw(shape, torch_dtype(problem), device)
     batch, channels, *spatial = shape

@@ -152,7 +152,6 @@ class _Reader:
         return engine
 
     def knobs(self, config: Descriptor) -> Iterator[tuple[int, int]]:
-        """Each knob's type and value."""
         for knob in config.read_into(self._knobs, Attribute.ENGINECFG_KNOB_CHOICES):
             kind = knob.get_enum(Attribute.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE)
             yield kind, knob.get_int64(Attribute.KNOB_CHOICE_KNOB_VALUE)

@@ -233,7 +233,6 @@ def _require_one_kind(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor]) 
 
 
 def _as_xwy(problem: Problem, a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands and result in the order x, w, y."""
     if problem.op == "fprop":
         return a, b, out
     return (out, b, a) if problem.op == "dgrad" else (a, out, b)

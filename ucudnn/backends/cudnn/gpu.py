@@ -142,7 +142,6 @@ def _board(gpu: Any) -> Any:
 
 @cache
 def _cupy() -> Any:
-    """CuPy, None if it is not installed."""
     try:
         import cupy
     except ImportError:

@@ -341,7 +341,6 @@ def _allowed_listings(
     library: Path,
     on_progress: Callable[[int, int], None] | None,
 ) -> dict[Problem, Listing]:
-    """The configurations of each problem that PyTorch's rules on float32 allow."""
     listings: dict[Problem, Listing] = {}
     for done, listing in enumerate(list_configurations(problems, profile, library), start=1):
         allowed = (one for one in listing.configurations if one.is_allowed(listing.problem))

@@ -364,5 +364,4 @@ class _PlacesGemm(OpsExecutable):
         return matrix.to(self._dtype)
 
     def _filters(self, w: Tensor) -> Tensor:
-        """A matrix of channels out by (*kernel_size, channels in)."""
         return w.movedim(1, -1).reshape(w.shape[0], -1).to(self._dtype)

@@ -74,7 +74,6 @@ class Phases(AbstractAlgorithm):
 
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
-    """The inner algorithm that computes a phase; None if there is none."""
     # Phases are small, so that filters may hang over them, see `cramped_refusal`.
     if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
         return _INNER[0]

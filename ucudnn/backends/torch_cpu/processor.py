@@ -237,7 +237,6 @@ def roofline(dtype: str) -> Roofline:
 
 @lru_cache
 def _operations_per_s(dtype: str, threads: int) -> float:
-    """Operations per second of the faster of two matrix products."""
     best = 0.0
     for side, rows_per_thread in _PRODUCTS:
         rows = min(rows_per_thread * threads, _MOST_ROWS)
