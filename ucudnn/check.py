@@ -55,7 +55,6 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
         said = f"it lacks {some}, or some batches of {'them' if count > 1 else 'it'}; tune again"
         yield Finding("complete", None, said)
     yield from findings_without_running(plan, backend)
-    # Another device has other times.
     if backend.device() == plan.device:
         yield from _canaries(plan, backend, canaries)
 

@@ -151,7 +151,6 @@ def convert_(
     # Nothing was changed so far. The layout, for which memory may not suffice, changes all or none.
     # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
-    # From here nothing fails.
     segment_(original, plan.segments)
     swapped, left = _swap(found, changed, runner)
     segments = tuple(one.module for one in plan.segments)

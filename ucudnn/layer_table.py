@@ -122,13 +122,14 @@ def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str])
                 f"{path} line {line}: {name} names some of {', '.join(OPS)}, joined by +, got "
                 f"{shortened(repr(row[name]))}"
             )
-    count = row.get("count") or "1"
-    if not _is_int(count) or int(count) < 1:
+    count = _int(row.get("count") or "1")
+    if count is None or count < 1:
         raise ConfigError(
-            f"{path} line {line}: count is an int of at least 1, got {shortened(repr(count))}"
+            f"{path} line {line}: count is an int of at least 1, got "
+            f"{shortened(repr(row['count']))}"
         )
     return [
-        Row(row["name"], _problem(path, line, row, op), int(count), op in biased)
+        Row(row["name"], _problem(path, line, row, op), count, op in biased)
         for op in ops
         if op in listed
     ]
@@ -173,26 +174,24 @@ def _along(axes: Sequence[str], value: Mapping[str, int], prefix: str) -> tuple[
 
 
 def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
-    value = {}
+    values = {}
     for column in COLUMNS[1:]:
-        try:
-            value[column] = int(row[column])
-        # A row with too few fields has None for the others, hence TypeError.
-        except (TypeError, ValueError):
+        value = _int(row[column])
+        if value is None:
             raise ConfigError(
                 f"{path} line {line}: every column but name holds an int; "
                 f"{shortened(f'{column} is {row[column]!r}')}"
-            ) from None
-    return value
+            )
+        values[column] = value
+    return values
 
 
-def _is_int(text: str | None) -> bool:
+def _int(text: str | None) -> int | None:
     try:
-        # None, of a row that is too short, is no int either.
-        int(text or "")
+        # A row that is too short has None.
+        return int(text or "")
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:

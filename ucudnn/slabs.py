@@ -117,7 +117,6 @@ def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
     last = (end - 1) * stride - before + _extent(problem)  # one past it
     # Rows outside the tensor are padding, which stays padding of this slab.
     rows = max(first, 0), min(last, problem.input_size[0])
-    # It reads padding alone, so its result is zero and nothing is computed.
     if rows[0] >= rows[1]:
         return Slab(None, (0, 0), (begin, end))
     part = _part(problem, rows, (rows[0] - first, last - rows[1]))

@@ -73,7 +73,6 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
         for label in ("problems", "notes"):
             for sentence in getattr(report, label):
                 say(f"{label}: {sentence}")
-    # With --json as well: scripts look at the status.
     if not report.clean:
         raise typer.Exit(SAYS_NO)
 
@@ -192,7 +191,6 @@ def explain(
         print_json({"found": found.found, "entries": found.entries, "said": str(found)})
     else:
         say(str(found))
-    # The answer is no, which is the exit status that scripts test for.
     if not found.found:
         raise typer.Exit(SAYS_NO)
 

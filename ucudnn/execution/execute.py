@@ -96,7 +96,7 @@ class Call:
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
             if result is None:
-                first = run_first(chunk.executable, a[chunk.a], b[chunk.b])
+                first = chunk.executable.begin(a[chunk.a], b[chunk.b])
                 # an algorithm may lay its result out by a view's strides; the next one adds to it
                 result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
@@ -211,15 +211,6 @@ class _Zero(Executable):
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Add nothing."""
-
-
-def run_first(executable: Executable, x: Tensor, dy: Tensor) -> Tensor:
-    """dw of the first chunk, in the precision in which later chunks are added.
-
-    Half-precision sums are kept in float32, because rounding every partial sum would lose small
-    gradients.
-    """
-    return executable.begin(x, dy)
 
 
 def empty_result(problem: Problem, like: Tensor) -> Tensor:

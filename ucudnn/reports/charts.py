@@ -100,7 +100,6 @@ def charts(plan: Plan) -> tuple[Chart, ...]:
 def rows_of(plan: Plan) -> list[Row]:
     """The kernels, by the time of torch's default over all calls, the longest first."""
 
-    # False sorts before True; the longest time comes first.
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
         kernel = numbered[1]
         timing = kernel.default or kernel.timing
@@ -189,7 +188,6 @@ def _details(row: Row, timing: Timing, arm: str) -> str:
             lines.append(f"predicted sum of the parts over measured: {ratio:.2f}")
     layers = textwrap.shorten(", ".join(row.kernel.layers), 180, placeholder=" ...")
     lines.append(f"calls: {row.calls} ({layers})")
-    # plotly does not break lines
     wrapped = [plain(part) for line in lines for part in textwrap.wrap(line, 90)]
     return "<br>".join([f"<b>{row.number}  {plain(str(row.kernel.problem))}</b>", *wrapped])
 

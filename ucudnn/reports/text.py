@@ -312,7 +312,6 @@ def kernel_table(kernel: KernelPlan) -> Table:
     table.add_column("split")
     table.add_column("")
     every = range(1, kernel.problem.batch + 1)
-    # Some batches may have no split within the limit.
     rows = [(n, kernel.split(n)) for n in every if kernel.covers(n)]
     for lone, group in groupby(rows, lambda row: _lone_algorithm(kernel, row[0])):
         entries = list(group)
@@ -350,7 +349,6 @@ def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table
         table.add_column(f"split of {name}", overflow="fold", min_width=14)
     for pair in found.changed:
         kernels = (pair.one, pair.other)
-        # A cell has two lines, one per plan.
         cells = zip(*(_compared(kernel) for kernel in kernels), strict=True)
         splits = (str(kernel.split(kernel.problem.batch)) if kernel else "-" for kernel in kernels)
         name = str(pair.problem).replace(" at batch ", " N=")

@@ -202,7 +202,6 @@ class Descriptor(AbstractClosable):
         """Destroy the object; a second call does nothing."""
         if self.pointer:
             self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
-            # Cleared, so that `__del__` does not destroy it again.
             self.pointer = c_void_p()
             self._parts = ()
 

@@ -297,7 +297,6 @@ def enumerate_candidates(
     # Found once, so that the summary names the library that answered.
     library = find_library()
     listings = _allowed_listings(distinct, profile, library, on_progress)
-    # Written by layer, though cuDNN was asked by distinct problem.
     rows = _write(target, ((name, listings[chunk]) for name, chunk in chunks))
     return Enumeration(
         rows=rows,
@@ -372,11 +371,9 @@ def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
                 problem = listing.problem
                 key = (name, problem.op, problem.dtype, problem.layout, problem.batch)
                 for one in listing.configurations:
-                    # The comma separates the columns.
                     notes = "+".join(one.notes)
                     facts = (one.identity, one.workspace_bytes, one.mode, one.rank, notes)
                     table.writerow((*key, *facts))
-                # Counted as written: layers that are alike repeat their candidates.
                 rows += len(listing.configurations)
     except OSError as error:
         raise ConfigError(f"cannot write the candidates to {path}: {error.strerror}") from error

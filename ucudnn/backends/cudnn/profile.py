@@ -125,7 +125,6 @@ class DeviceProfile:
         try:
             return device.finalize()
         except CudnnError as error:
-            # A failure of the library says nothing about the profile.
             if not error.is_refusal:
                 raise
             known = json.loads(self.text)
@@ -142,7 +141,6 @@ class DeviceProfile:
 
 
 def _require_deviceless(cudnn: Cudnn) -> None:
-    # Older releases have no descriptor of device properties.
     if cudnn.version < DEVICELESS_SINCE:
         raise UnsupportedError(
             f"device profiles need cuDNN 9.8 or newer, {cudnn.path} is {cudnn.version_text}; "
