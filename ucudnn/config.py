@@ -51,8 +51,7 @@ _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 
 class Setting(NamedTuple):
-    """A row of the table of settings, from which `Config`, its variables, flags and docs are made.
-    """
+    """A row of the table from which `Config`, its variables, flags and docs are made."""
 
     default: Any
     check: Callable[[str, Any], Any]  # makes the value of a name and what was given for it

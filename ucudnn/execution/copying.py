@@ -135,7 +135,7 @@ class _Unavailable:
 
 
 class _Real(TorchFunctionMode):
-    """Copies tensors that are results of autograd, too, and of a part of memory only that part."""
+    """Also copies results of autograd; of a tensor that is a part of its memory, only that part."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -149,8 +149,7 @@ class _Real(TorchFunctionMode):
 
 
 class _Fake(TorchFunctionMode):
-    """Copies tensors as fake ones; of others than parameters, buffers and inputs values are kept.
-    """
+    """Copies parameters, buffers and inputs as fake tensors; other tensors keep their values."""
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, inputs: Any) -> None:
         super().__init__()

@@ -227,8 +227,7 @@ def _is_left_out(problem: Problem, plan: Plan) -> bool:
 
 
 def is_followed(plan: Plan, config: Config) -> bool:
-    """Decide whether a plan is followed here; False, with a warning, if it is for another device.
-    """
+    """Whether a plan is followed here; False, with a warning, if it is for another device."""
     if config.unplanned == "error":
         require_valid(plan)
         return True

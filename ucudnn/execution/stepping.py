@@ -220,8 +220,7 @@ def _nudge_(model: nn.Module, nudge: float) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Compute steps of a model within the context; it restores random states and torch's settings.
-    """
+    """Context in which steps of a model are computed; random states and settings are restored."""
     with (
         # Tensors made inside inference mode cannot take part in autograd, even after it is left.
         torch.inference_mode(False),

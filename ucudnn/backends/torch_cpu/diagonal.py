@@ -67,6 +67,7 @@ class DiagonalGemm(AbstractAlgorithm):
     def executable(self, problem: Problem) -> Executable:
         return _DiagonalGemm(problem)
 
+
 class _RowTap(NamedTuple):
     """Rows of x and dy that a filter row combines, numbered as in the copies."""
 

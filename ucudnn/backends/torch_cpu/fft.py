@@ -49,6 +49,7 @@ class Fft(AbstractAlgorithm):
     def executable(self, problem: Problem) -> Executable:
         return _Fft(problem)
 
+
 def transform_sizes(problem: Problem) -> list[int]:
     """Sizes of the transforms along each axis.
 

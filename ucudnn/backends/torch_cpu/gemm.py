@@ -55,6 +55,7 @@ class Gemm(AbstractAlgorithm):
     def executable(self, problem: Problem) -> Executable:
         return _PlacesGemm(problem) if problem.layout == "nhwc" else _Gemm(problem)
 
+
 class Im2colGemm(AbstractAlgorithm):
     """One matrix product per chunk over the columns of the whole chunk.
 
@@ -87,6 +88,7 @@ class Im2colGemm(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         return _PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
+
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:
     """Shape of the part of x that a 1x1 filter reads: every stride-th position."""

@@ -159,6 +159,7 @@ class OneDnnNhwc(AbstractAlgorithm):
     def executable(self, problem: Problem) -> Executable:
         return _lifted(problem, _nhwc)
 
+
 class SlowConv2d(AbstractAlgorithm):
     """aten's own im2col and GEMM per sample, parallel over the batch."""
 
@@ -181,6 +182,7 @@ class SlowConv2d(AbstractAlgorithm):
         forward = partial(_slow_conv2d, is_last=is_last)
         backward = partial(_slow_conv2d_backward, is_last=is_last)
         return _lifted(problem, partial(_Aten, forward=forward, backward=backward))
+
 
 def _is_both(shape: tuple[int, ...]) -> bool:
     """True if a shape has the same order of elements in channels-first and channels-last."""
