@@ -392,11 +392,7 @@ Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTIN
 
 
 def require_config(config: object) -> Config:
-    """The settings that a public function was given, or the default ones.
-
-    >>> require_config(None) == Config()
-    True
-    """
+    """The settings that a public function was given, or the default ones."""
     if config is None:
         return Config()
     if not isinstance(config, Config):
@@ -408,21 +404,13 @@ def require_config(config: object) -> Config:
 
 
 def settings_here(config: Config) -> Config:
-    """The settings to run a plan by: its own, but for UCUDNN_UNPLANNED where that is set.
-
-    >>> settings_here(Config(unplanned="error")).unplanned
-    'error'
-    """
+    """The settings to run a plan by: its own, but for UCUDNN_UNPLANNED where that is set."""
     given = _settings().get("unplanned")
     return config if given is None else replace(config, unplanned=given)
 
 
 def is_strict() -> bool:
-    """True if UCUDNN_UNPLANNED asks for errors, whatever the other variables say.
-
-    >>> is_strict()
-    False
-    """
+    """True if UCUDNN_UNPLANNED asks for errors, whatever the other variables say."""
     return os.environ.get("UCUDNN_UNPLANNED") == "error"
 
 
@@ -444,10 +432,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_environment() -> None:
-    """Warn of UCUDNN_* variables that are not settings; refuse mu-cuDNN's without an equivalent.
-
-    >>> check_environment()
-    """
+    """Warn of UCUDNN_* variables that are not settings; refuse mu-cuDNN's without an equivalent."""
     _settings()
 
 
@@ -458,16 +443,11 @@ class Startup(NamedTuple):
     record: str | None = None
 
     def __bool__(self) -> bool:
-        """True if there is one."""
         return self.plan is not None or self.record is not None
 
 
 def startup() -> Startup:
-    """The files that UCUDNN_PLAN and UCUDNN_RECORD name.
-
-    >>> startup()
-    Startup(plan=None, record=None)
-    """
+    """The files that UCUDNN_PLAN and UCUDNN_RECORD name."""
     # Empty counts as unset, as for settings.
     return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
 
@@ -481,20 +461,12 @@ def set_startup(files: Startup) -> None:
 
 
 def environment_without_startup() -> dict[str, str]:
-    """The environment for a process that measures: what it times must be torch's own.
-
-    >>> "UCUDNN_PLAN" in environment_without_startup()
-    False
-    """
+    """The environment for a process that measures: what it times must be torch's own."""
     return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
 
 
 def ranks_per_device() -> int:
-    """Number of processes that share this one's device, as `ucudnn launch` tells them.
-
-    >>> ranks_per_device()
-    1
-    """
+    """Number of processes that share this one's device, as `ucudnn launch` tells them."""
     text = os.environ.get(RANKS_PER_DEVICE) or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {quoted(text)}")
@@ -512,11 +484,7 @@ def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dic
 
 
 def progress_folder() -> str | None:
-    """Folder where ranks count their samples, None outside of a trial.
-
-    >>> progress_folder() is None
-    True
-    """
+    """Folder where ranks count their samples, None outside of a trial."""
     return os.environ.get(PROGRESS)
 
 

@@ -64,7 +64,8 @@ class RecordedBackend(AbstractBackend):
     """
 
     def __init__(self, measurements: Iterable[Measurement], device: str | None = None) -> None:
-        listed = [entry for entry in measurements if _is_of(entry.key.device, device)]
+        part = (device or "").lower()
+        listed = [entry for entry in measurements if part in entry.key.device.name.lower()]
         groups = {_group(entry): None for entry in listed}
         if len(groups) != 1:
             raise ConfigError(_not_one(list(groups), device))
@@ -224,10 +225,6 @@ def _group(entry: Measurement) -> _Group:
     key = entry.key
     # The role belongs to the chunk, not to the machine, so it must not tell recordings apart.
     return _Group(key.device, key.software, replace(key.conditions, role=Role.ALONE), key.protocol)
-
-
-def _is_of(device: Device, name: str | None) -> bool:
-    return name is None or name.lower() in device.name.lower()
 
 
 def _not_one(groups: Sequence[_Group], device: str | None) -> str:

@@ -198,20 +198,15 @@ class _Marked(NamedTuple):
     def _copied(
         self, x: Tensor, w: Tensor, operands: Mapping[str, tuple[Tensor, ...]]
     ) -> Mapping[Problem, int]:
-        found = {op: problem_of(op, x, w, *self.geometry) for op in operands}
-        return {
-            problem: sum(map(_bytes, (one for one in operands[op] if not _lies_in(one, problem))))
-            for op, problem in found.items()
-            if problem is not None
-        }
-
-
-def _lies_in(tensor: Tensor, problem: Problem) -> bool:
-    return tensor.is_contiguous(memory_format=memory_format(problem))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        copied = {}
+        for op, tensors in operands.items():
+            problem = problem_of(op, x, w, *self.geometry)
+            if problem is not None:
+                form = memory_format(problem)
+                copied[problem] = sum(
+                    one.nbytes for one in tensors if not one.is_contiguous(memory_format=form)
+                )
+        return copied
 
 
 class KernelTimer:

@@ -86,10 +86,7 @@ td.number, th.number {{ text-align: right; white-space: nowrap;
 def report(
     plan: Plan, rationales: Sequence[Rationale] | None = None, remarks: Sequence[str] = ()
 ) -> str:
-    """Draw a plan as one HTML page that loads nothing from elsewhere.
-
-    >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
-    """
+    """Draw a plan as one HTML page that loads nothing from elsewhere."""
     try:
         from plotly.io import to_html
     except ImportError as error:

@@ -205,7 +205,8 @@ def build(
         plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
         # `finalize` is where cuDNN decides whether the engine takes these knobs for this graph.
         plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
-        return _finalized(target, plan, identity, _uids(problem, bias))
+        uids = (*_OPERAND_UIDS[problem.op], *([BIAS_UID] if bias else []))
+        return _finalized(target, plan, identity, uids)
 
 
 @contextmanager
@@ -249,10 +250,6 @@ def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:
         [(int(kind), int(value)) for kind, value in knobs],
         bool(match["bias"]),
     )
-
-
-def _uids(problem: Problem, bias: bool) -> tuple[int, ...]:
-    return (*_OPERAND_UIDS[problem.op], *([BIAS_UID] if bias else []))
 
 
 def _engine(target: Target, graph: Descriptor, index: int) -> Descriptor:

@@ -52,8 +52,10 @@ def cuda_device(index: int) -> Device:
     gpu = _gpu(index)
     limit, name = 0, ""
     if gpu is not None:
-        # The power limit decides the clock under load; it belongs to the board, not to a slice.
-        limit = _ask(partial(pynvml.nvmlDeviceGetEnforcedPowerLimit, _board(gpu)), 0)
+        # The power limit decides the clock under load; it belongs to the board, not to a slice. A
+        # whole GPU is its own board.
+        board = _ask(partial(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, gpu), gpu)
+        limit = _ask(partial(pynvml.nvmlDeviceGetEnforcedPowerLimit, board), 0)
         name = _ask(partial(pynvml.nvmlDeviceGetName, gpu), "")
     # NVML's name of a slice contains its profile, as in "... MIG 1g.10gb".
     profile = re.search(r"\bMIG (\S+)", name)
@@ -67,11 +69,6 @@ def cuda_device(index: int) -> Device:
         power_limit_w=round(limit / 1000),
         mig=profile[1] if profile else "",
     )
-
-
-def cuda_uuid(index: int) -> str:
-    """Product UUID of the GPU with this number in this process."""
-    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def cuda_software(cudnn: str) -> Software:
@@ -128,16 +125,11 @@ def _gpu(index: int) -> Any:
     """NVML's handle, found by UUID, because CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
     # torch gives the UUID without the prefix by which NVML tells a whole GPU from a slice.
     for kind in ("GPU", "MIG") if _nvml() else ():
-        uuid = f"{kind}-{cuda_uuid(index)}"
+        uuid = f"{kind}-{torch.cuda.get_device_properties(index).uuid}"
         found = _ask(partial(pynvml.nvmlDeviceGetHandleByUUID, uuid), None)
         if found is not None:
             return found
     return None
-
-
-def _board(gpu: Any) -> Any:
-    """The board of a MIG slice; a whole GPU is its own board."""
-    return _ask(partial(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, gpu), gpu)
 
 
 @cache

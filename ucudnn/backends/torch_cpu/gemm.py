@@ -39,9 +39,9 @@ class Gemm(AbstractAlgorithm):
         """Cost of the products; strided or half operands are copied, one sample at a time."""
         if problem.layout == "nhwc":
             return _places_cost(problem)
-        x_sample, y_sample = (
-            prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
-        )
+        # A 1x1 filter reads every stride-th place of x: as many as the output has.
+        x_sample = problem.in_channels * prod(problem.output_size)
+        y_sample = prod(problem.y_shape[1:])
         workspace = 0
         # x and dy of a sample in float32, and the excess of a float32 sum over a half dw.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
@@ -88,11 +88,6 @@ class Im2colGemm(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         return _PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
-
-
-def _sampled_shape(problem: Problem) -> tuple[int, ...]:
-    """Shape of the part of x that a 1x1 filter reads: every stride-th position."""
-    return (problem.batch, problem.in_channels, *problem.output_size)
 
 
 class _Gemm(OpsExecutable):

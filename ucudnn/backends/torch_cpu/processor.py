@@ -312,10 +312,7 @@ def filling() -> Filling:
 
 
 def give_back_free_blocks() -> None:
-    """Let glibc's malloc return the blocks that are free to the system.
-
-    >>> give_back_free_blocks()
-    """
+    """Let glibc's malloc return the blocks that are free to the system."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
