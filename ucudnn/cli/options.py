@@ -141,7 +141,8 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[
             int,
             typer.Option(
-                *("-v", "--verbose"),
+                "-v",
+                "--verbose",
                 count=True,
                 show_default=False,
                 help="Say more; -vv: details.",

@@ -294,7 +294,9 @@ class _Values:
         fresh = [cell for cell in cells if id(cell) not in self._cells]
         self._cells.update({id(cell): CellType() for cell in fresh})
         again = FunctionType(
-            *(function.__code__, function.__globals__, function.__name__),
+            function.__code__,
+            function.__globals__,
+            function.__name__,
             closure=tuple(self._cells[id(cell)] for cell in cells),
         )
         # Before its variables are copied: one of them may be the function.

@@ -134,9 +134,8 @@ def _leads_to(value: object, strays: set[int]) -> bool:
 
 
 def _is_followed(value: object) -> bool:
-    return isinstance(value, (*_CONTAINERS, tuple)) or type(value).__name__ in (
-        *("_lru_cache_wrapper", "_lru_list_elem"),
-    )
+    is_container = isinstance(value, (*_CONTAINERS, tuple))
+    return is_container or type(value).__name__ in ("_lru_cache_wrapper", "_lru_list_elem")
 
 
 def _take_out(strays: list[Tensor]) -> list[str]:

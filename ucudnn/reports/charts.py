@@ -31,7 +31,7 @@ _COLORS = {
 _COLOR_BY_OP = {"fprop": "#56b4e9", "dgrad": "#e69f00", "wgrad": "#009e73"}
 _COLOR_BY_WAY = {"torch": "#8c8c8c", "segments": "#009e73", "loop": "#e69f00", "plan": "#0072b2"}
 # Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
-_PALETTE = ("#c4c4c4", *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00"))
+_PALETTE = ("#c4c4c4", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00")
 _PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
 # For a light page and a dark one: the page decides about the colour of text.
 _GRID = {"gridcolor": "rgba(128,128,128,.25)", "zeroline": False}

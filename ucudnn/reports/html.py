@@ -180,9 +180,12 @@ def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], st
     for row in rows_of(plan):
         timing, known = row.kernel.timing, rationales[row.number].alternatives
         plans = Alternative(
-            *(row.split, timing.time_ns, timing.workspace_bytes, None),
-            not timing.is_predicted,
-            "the plan",
+            row.split,
+            timing.time_ns,
+            timing.workspace_bytes,
+            error=None,
+            is_measured=not timing.is_predicted,
+            reason="the plan",
         )
         for one in (plans, *known):
             table.add_row(str(row.number), names[row.number], *one.cells)

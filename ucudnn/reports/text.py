@@ -382,24 +382,33 @@ def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> lis
 
 
 def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
-    """One kernel by `_COLUMNS`: times in ns, workspaces in bytes, None for what is not known."""
+    """One kernel, with the fields of `_COLUMNS`; None for what is not known."""
     split, default, timing = kernel.split(kernel.problem.batch), kernel.default, kernel.timing
     gain = None if default is None else round(default.time_ns / timing.time_ns, 4)
-    values = (
-        *(number, str(kernel.problem), kernel.problem.op, kernel.problem.batch),
-        *(len(kernel.layers), " ".join(dict.fromkeys(kernel.layers)), str(split)),
-        None if default is None else default.time_ns,
-        None if default is None else default.workspace_bytes,
-        *(timing.time_ns, timing.spread_ns, timing.workspace_bytes, timing.samples),
-        *(kernel.predicted_time_ns, 1.0 if split.is_default else gain),
-    )
-    return dict(zip(_COLUMNS, values, strict=True))
+    return {
+        "number": number,
+        "kernel": str(kernel.problem),
+        "op": kernel.problem.op,
+        "batch": kernel.problem.batch,
+        "calls": len(kernel.layers),
+        "layers": " ".join(dict.fromkeys(kernel.layers)),
+        "split": str(split),
+        "default_ns": None if default is None else default.time_ns,
+        "default_workspace_bytes": None if default is None else default.workspace_bytes,
+        "plan_ns": timing.time_ns,
+        "plan_spread_ns": timing.spread_ns,
+        "plan_workspace_bytes": timing.workspace_bytes,
+        "samples": timing.samples,
+        "predicted_ns": kernel.predicted_time_ns,
+        "gain": 1.0 if split.is_default else gain,
+    }
 
 
 def plan_csv(plan: Plan) -> str:
     """The kernels as CSV; what is not known is empty."""
-    rows = [_kernel_row(number, kernel).values() for number, kernel in enumerate(plan.kernels)]
-    return csv_table(_COLUMNS, [["" if cell is None else cell for cell in row] for row in rows])
+    rows = [_kernel_row(number, kernel) for number, kernel in enumerate(plan.kernels)]
+    cells = [["" if row[name] is None else row[name] for name in _COLUMNS] for row in rows]
+    return csv_table(_COLUMNS, cells)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

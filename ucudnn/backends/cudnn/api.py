@@ -117,9 +117,8 @@ class Cudnn:
         library.cudnnBackendDestroyDescriptor.argtypes = [c_void_p]
         library.cudnnBackendFinalize.argtypes = [c_void_p]
         library.cudnnBackendSetAttribute.argtypes = [c_void_p, c_int, c_int, c_int64, c_void_p]
-        library.cudnnBackendGetAttribute.argtypes = [
-            *(c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p)
-        ]
+        reading = [c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p]
+        library.cudnnBackendGetAttribute.argtypes = reading
         library.cudnnBackendExecute.argtypes = [c_void_p, c_void_p, c_void_p]
         self.functions = library
 

@@ -112,11 +112,10 @@ class EngineExecutable(Executable):
         pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
         # All that a plan depends on. The alignment counts modulo 16 bytes, the most that an engine
         # asks for, so that other addresses share a plan.
-        place = (
-            *(a.shape, b.shape, a.dtype, b.dtype, a.get_device(), alpha, beta),
-            *(a.stride(), b.stride(), out.stride()),
-            *(pointer % ALIGNMENT_BYTES for pointer in pointers),
-        )
+        kinds = (a.shape, b.shape, a.dtype, b.dtype, a.get_device())
+        strides = (a.stride(), b.stride(), out.stride())
+        offsets = tuple(pointer % ALIGNMENT_BYTES for pointer in pointers)
+        place = (kinds, strides, offsets, alpha, beta)
         try:
             built = self._built[place]
         except KeyError:
@@ -262,10 +261,8 @@ class DefaultExecutable(Executable):
         none = [0] * problem.rank
         # Only problems with even padding get here; `padded` writes the rest out as zeros.
         begins = [begin for begin, _ in problem.padding]
-        self._geometry: tuple[Any, ...] = (
-            *(list(problem.stride), begins, list(problem.dilation)),
-            *(False, none, problem.groups),
-        )
+        stride, dilation = list(problem.stride), list(problem.dilation)
+        self._geometry = (stride, begins, dilation, False, none, problem.groups)
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         return self._compute(a, b, None)

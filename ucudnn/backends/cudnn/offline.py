@@ -239,11 +239,9 @@ def _compile(stub: _Stub, source: str, folder: Path) -> None:
             f"planning for a GPU on a machine without an NVIDIA driver needs a C compiler, and "
             f"none of {', '.join(_COMPILERS)} is on the PATH; install gcc or clang"
         )
+    options = ("-shared", "-fPIC", "-O1", f"-Wl,-soname,{stub.file}")
     done = subprocess.run(  # noqa: S603 - the system's compiler, on a source of ours
-        [
-            *(compiler, "-shared", "-fPIC", "-O1", *stub.options, "-x", "c", "-"),
-            *(f"-Wl,-soname,{stub.file}", "-o", str(folder / stub.file)),
-        ],
+        [compiler, *options, *stub.options, "-x", "c", "-", "-o", str(folder / stub.file)],
         input=source,
         capture_output=True,
         text=True,
