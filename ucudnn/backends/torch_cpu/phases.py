@@ -49,9 +49,7 @@ class Phases(AbstractAlgorithm):
         operations = traffic = workspace = 0
         element = problem.bytes_per_element
         covered = 0
-        for phase in _phases(problem):
-            inner = _inner(phase.problem)
-            assert inner is not None
+        for phase, inner in _computed_phases(problem):
             cost = inner.cost(phase.problem)
             copied = element * problem.batch * problem.in_channels * phase.places
             covered += copied
@@ -67,9 +65,7 @@ class Phases(AbstractAlgorithm):
         return _PhasesExecutable(problem)
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        for phase in _phases(problem):
-            inner = _inner(phase.problem)
-            assert inner is not None
+        for phase, inner in _computed_phases(problem):
             yield phase.problem, inner.name
 
 
@@ -79,6 +75,14 @@ def _inner(problem: Problem) -> AbstractAlgorithm | None:
         return _INNER[0]
     able = (algorithm for algorithm in _INNER[1:] if algorithm.refusal(problem) is None)
     return next(able, None)
+
+
+def _computed_phases(problem: Problem) -> Iterator[tuple[_Phase, AbstractAlgorithm]]:
+    """The phases of a problem that is not refused, with what computes each."""
+    for phase in _phases(problem):
+        inner = _inner(phase.problem)
+        assert inner is not None
+        yield phase, inner
 
 
 class _AxisPhase(NamedTuple):
@@ -187,11 +191,9 @@ def _phase(problem: Problem, parts: tuple[_AxisPhase, ...]) -> _Phase:
 class _PhasesExecutable(Executable):
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._phases = []
-        for phase in _phases(problem):
-            inner = _inner(phase.problem)
-            assert inner is not None
-            self._phases.append((phase, inner.executable(phase.problem)))
+        self._phases = [
+            (phase, inner.executable(phase.problem)) for phase, inner in _computed_phases(problem)
+        ]
         places = sum(phase.places for phase, _ in self._phases)
         self._is_all_covered = places == prod(problem.input_size)
 

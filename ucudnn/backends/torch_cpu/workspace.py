@@ -39,10 +39,7 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     8
     """
     result, changes = _changes(run)
-    allocated = peak = 0
-    for change in changes:
-        allocated += change or 0
-        peak = max(peak, allocated)
+    peak = max(span.peak_bytes for span in _spans(changes))
     kept = 0 if result is None else result.untyped_storage().nbytes()
     # Negative where the returned tensor existed before the call.
     return max(peak - kept, 0)
@@ -59,11 +56,11 @@ def allocated_spans(run: Callable[[Callable[[], None]], object]) -> list[Span]:
     >>> [span.peak_bytes >> 20 for span in allocated_spans(work)]
     [4, 8]
     """
+    _, changes = _changes(lambda: run(_mark))
+    return _spans(changes)
 
-    def marked() -> None:
-        run(_mark)
 
-    _, changes = _changes(marked)
+def _spans(changes: list[int | None]) -> list[Span]:
     spans, allocated, peak = list[Span](), 0, 0
     for change in changes:
         if change is None:
