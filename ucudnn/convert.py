@@ -158,7 +158,7 @@ def convert_(
 
 
 class _Found(NamedTuple):
-    """Convolutions of a model beside a plan."""
+    """Convolutions of a model, by what a plan can do with them."""
 
     convolutions: Mapping[str, Any]  # modules that can be swapped, by name
     matched: Mapping[str, Layer]  # the layers of those that the plan covers

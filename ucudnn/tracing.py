@@ -178,7 +178,7 @@ def _trace_one(
             # The caller's mode may be without gradients, and then there would be no backward.
             torch.inference_mode(False),
             torch.enable_grad(),
-            # It looks at the values of gradients.
+            # Anomaly detection looks at the values of gradients.
             torch.autograd.set_detect_anomaly(False),
             same_random_states(on_devices=real),
             same_settings(),

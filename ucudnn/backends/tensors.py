@@ -244,7 +244,7 @@ class _Padded(Executable):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         return self._run(a, b).contiguous(memory_format=memory_format(self._problem))
 
-    # The two below copy or add what dgrad cuts out of a larger dx in one pass.
+    # These take what dgrad cuts out of a larger dx without another copy in between.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(self._run(a, b))
 

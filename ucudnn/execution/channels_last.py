@@ -225,7 +225,7 @@ class _Change(NamedTuple):
 def _changes(
     model: nn.Module, strides_for: Callable[[nn.Module, str, Tensor], tuple[int, ...]]
 ) -> list[_Change]:
-    """What giving tensors other strides changes: these, their gradients, the optimisers' state."""
+    """Changes that give tensors other strides, and with them gradients and optimisers' state."""
     found: dict[int, _Change] = {}
     for path, module in model.named_modules():
         for name, tensor in _own(module):
