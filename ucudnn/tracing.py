@@ -184,7 +184,17 @@ def _trace_one(
             same_settings(),
             _without_log(),
         ):
-            _run(model, inputs, recorder, fake_mode, memory_format, division)
+            twin, own_inputs = copied(model, inputs, fake_mode)
+            segment_(twin, division.segments)
+            if fake_mode is not None:
+                _let_hooks_fail(twin)
+                recorder.watch([*twin.parameters(), *twin.buffers()])
+            if memory_format == "channels_last":
+                lay_out_copy(twin)
+            backward = set(recorder.passes) != {"fprop"}
+            # Of several modes the one that is entered last sees a call first: the recorder.
+            with fake_mode or nullcontext(), recorder, _module_names(recorder, twin):
+                run_step(twin, own_inputs, backward)
     except UnsupportedError as error:
         raise ConfigError(f"no step can be traced: {error}") from error
     except MODEL_ERRORS as error:
@@ -195,27 +205,6 @@ def _trace_one(
         raise ConfigError(
             f"the model does not accept example inputs of shapes {shapes}: {reason}{remedy}"
         ) from error
-
-
-def _run(
-    model: nn.Module,
-    inputs: Any,
-    recorder: _Recorder,
-    fake_mode: FakeTensorMode | None,
-    memory_format: str,
-    division: Division,
-) -> None:
-    model, inputs = copied(model, inputs, fake_mode)
-    segment_(model, division.segments)
-    if fake_mode is not None:
-        _let_hooks_fail(model)
-        recorder.watch([*model.parameters(), *model.buffers()])
-    if memory_format == "channels_last":
-        lay_out_copy(model)
-    backward = set(recorder.passes) != {"fprop"}
-    # Of several modes the one that is entered last sees a call first: the recorder.
-    with fake_mode or nullcontext(), recorder, _module_names(recorder, model):
-        run_step(model, inputs, backward)
 
 
 @contextmanager

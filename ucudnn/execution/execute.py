@@ -125,17 +125,16 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
         if key not in built:
             # A batch chunk was checked with the problem. A slab has its own input size and padding,
             # which an algorithm may refuse although it computes the whole problem.
+            reason = None
             if split.axis == "spatial" and whole:
-                _require_slab(backend, whole, step.algorithm)
+                reason = backend.slab_refusal(whole, step.algorithm)
+            if reason is not None:
+                raise UnsupportedError(
+                    f"{step.algorithm} does not compute the slab {whole}: {reason}"
+                )
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
         chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
     return Call(problem, split, tuple(chunks))
-
-
-def _require_slab(backend: AbstractBackend, problem: Problem, algorithm: str) -> None:
-    reason = backend.slab_refusal(problem, algorithm)
-    if reason is not None:
-        raise UnsupportedError(f"{algorithm} does not compute the slab {problem}: {reason}")
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:

@@ -205,8 +205,13 @@ def build(
         plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
         # `finalize` is where cuDNN decides whether the engine takes these knobs for this graph.
         plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
+        # A plan for a device that is not here can be finalized, which checks it, but not executed.
+        if target.handle is not None:
+            plan.set_handle(Attribute.EXECUTION_PLAN_HANDLE, target.handle)
+        plan.finalize()
+        workspace_bytes = plan.get_int64(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
         uids = (*_OPERAND_UIDS[problem.op], *([BIAS_UID] if bias else []))
-        return _finalized(target, plan, identity, uids)
+        return ExecutionPlan(plan, identity, workspace_bytes, uids)
 
 
 @contextmanager
@@ -219,17 +224,6 @@ def _refusals(said: str) -> Iterator[None]:
         if not error.is_refusal:
             raise
         raise UnsupportedError(f"{said}: {error}") from error
-
-
-def _finalized(
-    target: Target, plan: Descriptor, identity: str, uids: tuple[int, ...]
-) -> ExecutionPlan:
-    # A plan for a device that is not here can be finalized, which checks it, but not executed.
-    if target.handle is not None:
-        plan.set_handle(Attribute.EXECUTION_PLAN_HANDLE, target.handle)
-    plan.finalize()
-    workspace_bytes = plan.get_int64(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
-    return ExecutionPlan(plan, identity, workspace_bytes, uids)
 
 
 def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:

@@ -122,7 +122,16 @@ class EngineExecutable(Executable):
             # None is remembered, too: a refused layout is not tried again in every step.
             built = self._built[place] = self._build(a, b, out, alpha, beta)
         if built is None:
-            self._run_on_copies(a, b, out, alpha, beta, bias)
+            # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
+            # raises, so that this is never entered a second time.
+            layout = memory_format(self._problem)
+            inner = torch.empty_like(out, memory_format=layout)
+            # With beta = 0 cuDNN does not read the old result.
+            if beta:
+                inner.copy_(out)
+            a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
+            self._run(a, b, inner, alpha, beta, bias)
+            out.copy_(inner)
         elif self._adds_bias:
             bias = self._usable_bias(a, bias)
             built.launch(a, (*pointers, bias.data_ptr()))
@@ -157,26 +166,6 @@ class EngineExecutable(Executable):
                 raise RefusedError(str(error)) from error  # a copy would lie no better
             return None
         return _Built(self._runtime, device, plan)
-
-    def _run_on_copies(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        alpha: float,
-        beta: float,
-        bias: Tensor | None,
-    ) -> None:
-        layout = memory_format(self._problem)
-        # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
-        # raises, so this method is never entered a second time.
-        inner = torch.empty_like(out, memory_format=layout)
-        # With beta = 0 cuDNN does not read the old result.
-        if beta:
-            inner.copy_(out)
-        a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
-        self._run(a, b, inner, alpha, beta, bias)
-        out.copy_(inner)
 
 
 def _headroom(like: Tensor) -> float:
