@@ -115,11 +115,7 @@ class Watcher:
     Calls are noted in the order in which they end.
     """
 
-    def __init__(
-        self,
-        mark: Callable[[], None],
-        runner: Runner | None = None,
-    ) -> None:
+    def __init__(self, mark: Callable[[], None], runner: Runner | None = None) -> None:
         self.calls: list[WatchedCall] = []
         self.filter_shapes = Everything()
         self._mark = mark

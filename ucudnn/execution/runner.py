@@ -52,10 +52,7 @@ class Runner(AbstractRunner):
     """
 
     def __init__(
-        self,
-        plan: Plan | None,
-        config: Config | None = None,
-        is_checked: bool = True,
+        self, plan: Plan | None, config: Config | None = None, is_checked: bool = True
     ) -> None:
         super().__init__()
         self._is_checked = is_checked
