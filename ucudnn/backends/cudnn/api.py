@@ -117,8 +117,14 @@ class Cudnn:
         library.cudnnBackendDestroyDescriptor.argtypes = [c_void_p]
         library.cudnnBackendFinalize.argtypes = [c_void_p]
         library.cudnnBackendSetAttribute.argtypes = [c_void_p, c_int, c_int, c_int64, c_void_p]
-        reading = [c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p]
-        library.cudnnBackendGetAttribute.argtypes = reading
+        library.cudnnBackendGetAttribute.argtypes = [
+            c_void_p,
+            c_int,
+            c_int,
+            c_int64,
+            POINTER(c_int64),
+            c_void_p,
+        ]
         library.cudnnBackendExecute.argtypes = [c_void_p, c_void_p, c_void_p]
         self.functions = library
 
