@@ -12,7 +12,7 @@ import torch
 
 import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.backends.torch_cpu.machine import LoadMeter, describe_allocator
+from ucudnn.backends.torch_cpu.processor import LoadMeter, describe_allocator
 
 LOAD_S = 0.5
 

@@ -18,7 +18,7 @@ from found_steps import StepBench, TimedSteps, Way
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
+from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner

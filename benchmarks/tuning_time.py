@@ -40,10 +40,10 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.config import Config
+from ucudnn.execution.observers import KernelTimer
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, undisturbed
-from ucudnn.execution.timing import KernelTimer
 from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_ns
 

@@ -160,7 +160,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sees hangs on nobody else's load."""
-    from ucudnn.backends.torch_cpu.machine import LoadMeter
+    from ucudnn.backends.torch_cpu.processor import LoadMeter
 
     monkeypatch.setattr(LoadMeter, "others", lambda _: 0.0)
 

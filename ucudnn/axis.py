@@ -64,9 +64,6 @@ class BatchAxis(AbstractAxis):
     >>> axis = BatchAxis(Problem("fprop", 6, 4, 4, (9,), (3,)))
     >>> axis.extent, axis.part(2).batch, axis.sizes("powers-of-two")
     (6, 2, (1, 2, 4, 6))
-
-    Args:
-        problem: the kernel at its largest batch.
     """
 
     problem: Problem
@@ -74,15 +71,12 @@ class BatchAxis(AbstractAxis):
 
     @property
     def extent(self) -> int:
-        """The batch."""
         return self.problem.batch
 
     def part(self, size: int) -> Problem:
-        """The problem at a smaller batch."""
         return self.problem.with_batch(size)
 
     def ends(self, size: int) -> tuple[Problem, ...]:
-        """None: all samples have equal problems."""
         del size
         return ()
 
@@ -96,11 +90,9 @@ class BatchAxis(AbstractAxis):
         return (*_powers_of_two_below(self.extent), self.extent)
 
     def split(self, steps: Iterable[Step]) -> Split:
-        """The split of the batch."""
         return Split("batch", tuple(steps))
 
     def size_of(self, step: Step) -> int:
-        """The samples."""
         return step.size
 
 
@@ -114,9 +106,6 @@ class RowAxis(AbstractAxis):
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
     >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
     (14, (1, 2, 4, 6, 8), (8, 9))
-
-    Args:
-        problem: the kernel at its largest batch.
     """
 
     problem: Problem
@@ -132,7 +121,6 @@ class RowAxis(AbstractAxis):
         return row_alignment(self.problem)
 
     def part(self, size: int) -> Problem:
-        """The problem of an inner slab."""
         return inner_problem(self.problem, size * self._unit)
 
     def ends(self, size: int) -> tuple[Problem, ...]:
@@ -165,7 +153,6 @@ class RowAxis(AbstractAxis):
         )
 
     def split(self, steps: Iterable[Step]) -> Split:
-        """The split in rows."""
         left, found = row_count(self.problem), []
         for step in steps:
             # The last unit of dgrad may have fewer rows than the stride.

@@ -33,15 +33,6 @@ def check(
     >>> plan = Plan((), backend.device(), backend.software(), backend.conditions(), Config())
     >>> {finding.about: finding.is_true for finding in check(plan)}
     {'device': True, 'versions': True, 'conditions': True, 'build': True, 'canary': None}
-
-    Args:
-        plan: to check.
-        canaries: number of kernels to time again, in turn with torch's own convolution: those with
-            the largest savings according to the plan.
-        on_finding: called with each finding as soon as it is known.
-
-    Raises:
-        ConfigError: canaries is negative.
     """
     if canaries < 0:
         raise ConfigError(f"canaries must be at least 0, got {canaries}")
@@ -64,7 +55,6 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
         said = f"it lacks {some}, or some batches of {'them' if count > 1 else 'it'}; tune again"
         yield Finding("complete", None, said)
     yield from findings_without_running(plan, backend)
-    # Another device has other times.
     if backend.device() == plan.device:
         yield from _canaries(plan, backend, canaries)
 

@@ -51,26 +51,15 @@ _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 
 class Setting(NamedTuple):
-    """A row of the table of settings, from which `Config`, its variables, flags and docs are made.
-
-    Args:
-        default: value where neither an argument nor the environment gives one.
-        check: makes the value of a name and what was given for it.
-        help: what it sets, in whole sentences, of which the first is what `--help` says.
-        metavar: placeholder of the flag's value; "" for a switch.
-        choices: words allowed; empty if it is no choice.
-        is_of_plan: it is part of what a plan is: False for where a process looks and for what
-            tuning may cost.
-        page: page of the documentation that says more.
-    """
+    """A row of the table from which `Config`, its variables, flags and docs are made."""
 
     default: Any
-    check: Callable[[str, Any], Any]
-    help: str
-    metavar: str = ""
+    check: Callable[[str, Any], Any]  # makes the value of a name and what was given for it
+    help: str  # whole sentences, of which `--help` says the first
+    metavar: str = ""  # "" for a switch
     choices: tuple[str, ...] = ()
-    is_of_plan: bool = True
-    page: str = ""
+    is_of_plan: bool = True  # False for where a process looks, and for what tuning may cost
+    page: str = ""  # of the documentation
 
     @property
     def summary(self) -> str:
@@ -394,9 +383,6 @@ class Config:
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
-
-        Raises:
-            ConfigError: a field is missing, or is none of a plan.
         """
         if odd := {name for name, one in SETTINGS.items() if one.is_of_plan} ^ set(values):
             raise ConfigError(f"the settings of a plan lack or must not have {quoted(min(odd))}")
@@ -410,14 +396,7 @@ Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTIN
 
 
 def require_config(config: object) -> Config:
-    """The settings that a public function was given, or the default ones.
-
-    >>> require_config(None) == Config()
-    True
-
-    Raises:
-        ConfigError: something else was given.
-    """
+    """The settings that a public function was given, or the default ones."""
     if config is None:
         return Config()
     if not isinstance(config, Config):
@@ -429,24 +408,13 @@ def require_config(config: object) -> Config:
 
 
 def settings_here(config: Config) -> Config:
-    """The settings to run a plan by: its own, but for UCUDNN_UNPLANNED where that is set.
-
-    >>> settings_here(Config(unplanned="error")).unplanned
-    'error'
-
-    Args:
-        config: the plan's settings.
-    """
+    """The settings to run a plan by: its own, but for UCUDNN_UNPLANNED where that is set."""
     given = _settings().get("unplanned")
     return config if given is None else replace(config, unplanned=given)
 
 
 def is_strict() -> bool:
-    """True if UCUDNN_UNPLANNED asks for errors, whatever the other variables say.
-
-    >>> is_strict()
-    False
-    """
+    """True if UCUDNN_UNPLANNED asks for errors, whatever the other variables say."""
     return os.environ.get("UCUDNN_UNPLANNED") == "error"
 
 
@@ -455,9 +423,6 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
     >>> read_environment({"UCUDNN_BATCH_SIZE_POLICY": "powerOfTwo"})
     {'policy': 'powers-of-two'}
-
-    Raises:
-        ConfigError: a variable of mu-cuDNN (2018) that has no equivalent, or a bad value of one.
     """
     for name, reason in _MUCUDNN_REFUSED.items():
         if name in environment:
@@ -471,38 +436,22 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_environment() -> None:
-    """Warn of UCUDNN_* variables that are not settings; refuse mu-cuDNN's without an equivalent.
-
-    >>> check_environment()
-
-    Raises:
-        ConfigError: as from `read_environment`.
-    """
+    """Warn of UCUDNN_* variables that are not settings; refuse mu-cuDNN's without an equivalent."""
     _settings()
 
 
 class Startup(NamedTuple):
-    """Files that a process takes part in from its start, without a line of code.
-
-    Args:
-        plan: plan to follow, None for none.
-        record: table of layers to write the convolutions of the process to, None for none.
-    """
+    """Files that a process takes part in from its start, without a line of code."""
 
     plan: str | None = None
     record: str | None = None
 
     def __bool__(self) -> bool:
-        """True if there is one."""
         return self.plan is not None or self.record is not None
 
 
 def startup() -> Startup:
-    """The files that UCUDNN_PLAN and UCUDNN_RECORD name.
-
-    >>> startup()
-    Startup(plan=None, record=None)
-    """
+    """The files that UCUDNN_PLAN and UCUDNN_RECORD name."""
     # Empty counts as unset, as for settings.
     return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
 
@@ -516,23 +465,12 @@ def set_startup(files: Startup) -> None:
 
 
 def environment_without_startup() -> dict[str, str]:
-    """The environment for a process that measures: what it times must be torch's own.
-
-    >>> "UCUDNN_PLAN" in environment_without_startup()
-    False
-    """
+    """The environment for a process that measures: what it times must be torch's own."""
     return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
 
 
 def ranks_per_device() -> int:
-    """Number of processes that share this one's device, as `ucudnn launch` tells them.
-
-    >>> ranks_per_device()
-    1
-
-    Raises:
-        ConfigError: the variable holds no number above 0.
-    """
+    """Number of processes that share this one's device, as `ucudnn launch` tells them."""
     text = os.environ.get(RANKS_PER_DEVICE) or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {quoted(text)}")
@@ -544,30 +482,18 @@ def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dic
 
     >>> rank_variables(2, limit_bytes=1024)
     {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}
-
-    Args:
-        ranks_per_device: number of ranks that share its device.
-        limit_bytes: its workspace limit, where the script sets none.
     """
     limit = {} if limit_bytes is None else {"UCUDNN_WORKSPACE_LIMIT": str(limit_bytes)}
     return {RANKS_PER_DEVICE: str(ranks_per_device), **limit}
 
 
 def progress_folder() -> str | None:
-    """Folder where ranks count their samples, None outside of a trial.
-
-    >>> progress_folder() is None
-    True
-    """
+    """Folder where ranks count their samples, None outside of a trial."""
     return os.environ.get(PROGRESS)
 
 
 def share_device(ranks: int) -> None:
-    """Note, for this process and those that it starts, how many ranks share its device.
-
-    Args:
-        ranks: their number.
-    """
+    """Note, for this process and those that it starts, how many ranks share its device."""
     os.environ[RANKS_PER_DEVICE] = str(ranks)
 
 
@@ -595,7 +521,6 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 
 def _of_mucudnn(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings given by variables of mu-cuDNN (2018)."""
     found: dict[str, Any] = {
         ours: parse_bytes(environment[name], name)
         for name, ours in _MUCUDNN_BYTES.items()

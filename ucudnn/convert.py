@@ -17,12 +17,11 @@ from ucudnn import nn as planned_nn
 from ucudnn.config import Config, Startup, settings_here
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.channels_last import lay_out_, restore_layout_
-from ucudnn.execution.compiling import original_of
+from ucudnn.execution.compiling import original_of, untraced
 from ucudnn.execution.micro_batching import require_modules, segment_, unsegment_
+from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
-from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, is_followed
-from ucudnn.execution.untraced import untraced
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
@@ -152,7 +151,6 @@ def convert_(
     # Nothing was changed so far. The layout, for which memory may not suffice, changes all or none.
     # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
-    # From here nothing fails.
     segment_(original, plan.segments)
     swapped, left = _swap(found, changed, runner)
     segments = tuple(one.module for one in plan.segments)
@@ -160,19 +158,12 @@ def convert_(
 
 
 class _Found(NamedTuple):
-    """Convolutions of a model beside a plan.
+    """Convolutions of a model, by what a plan can do with them."""
 
-    Args:
-        convolutions: modules that can be swapped, by name.
-        matched: the layers of those that the plan covers.
-        unplanned: names of the others.
-        otherwise: names of planned modules that cannot be swapped.
-    """
-
-    convolutions: Mapping[str, Any]
-    matched: Mapping[str, Layer]
-    unplanned: tuple[str, ...]
-    otherwise: tuple[str, ...]
+    convolutions: Mapping[str, Any]  # modules that can be swapped, by name
+    matched: Mapping[str, Layer]  # the layers of those that the plan covers
+    unplanned: tuple[str, ...]  # names of the others
+    otherwise: tuple[str, ...]  # names of planned modules that cannot be swapped
 
 
 def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]) -> _Found:
@@ -196,14 +187,12 @@ def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, Layer]:
-    """The layers of those convolutions that the plan covers."""
     planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
     layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
     return {name: layer for name, layer in layer_by_name.items() if layer in planned}
 
 
 def _changed_layers(plan: Plan, config: Config) -> set[Layer]:
-    """The layers of which at least one pass is not torch's own convolution."""
     # With unplanned="error" these are all layers, because torch's own refuse no shape.
     return {
         Layer.of(kernel.problem)
@@ -244,7 +233,6 @@ def _require_some(plan: Plan, found: _Found) -> None:
 
 
 def _require_all(found: _Found) -> None:
-    """Refuse to leave convolutions to torch."""
     if found.unplanned:
         raise PlanError(
             f"unplanned='error' runs only what is planned, and these convolutions are not: "
@@ -264,7 +252,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _warn_of(otherwise: Sequence[str]) -> None:
-    """Warn of what is planned and cannot be swapped."""
     if otherwise:
         warn(
             f"planned, but no torch.nn convolution that could be swapped: {_listed(otherwise)}; "
@@ -397,12 +384,6 @@ def follow_startup(files: Startup) -> None:
 
     A plan is held against the device at the first convolution that it may be for: a script sets
     its threads and picks its GPU after it has imported torch.
-
-    Args:
-        files: the plan, or the table to write; where there are both, convolutions are recorded.
-
-    Raises:
-        PlanError: the plan cannot be read.
     """
     if _started:
         return

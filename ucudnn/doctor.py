@@ -10,7 +10,7 @@ from ucudnn.backends import open_backend
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Handle, find_library
 from ucudnn.backends.cudnn.offline import has_driver
 from ucudnn.backends.cudnn.profile import DeviceProfile
-from ucudnn.backends.torch_cpu.machine import LARGE_THRESHOLD_TUNABLES, filling
+from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, filling
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.units import format_ns
@@ -18,27 +18,15 @@ from ucudnn.units import format_ns
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Facts about this machine and process that a plan depends on.
-
-    Args:
-        device: the processor.
-        software: versions.
-        conditions: threads and malloc.
-        load: number of processes that run or wait, averaged over the last minute.
-        fresh_ns: time to fill a newly allocated block of 64 MiB, median of five.
-        reused_ns: time to fill it again.
-        cudnn: version and file of the libcudnn that would be used on a GPU, or why there is none.
-        cache_path: where measurements are kept.
-        cache_writable: whether they can be.
-    """
+    """Facts about this machine and process that a plan depends on."""
 
     device: Device
     software: Software
     conditions: Conditions
-    load: float
-    fresh_ns: int
-    reused_ns: int
-    cudnn: str
+    load: float  # of the last minute
+    fresh_ns: int  # to fill a newly allocated block of 64 MiB, median of five
+    reused_ns: int  # to fill it again
+    cudnn: str  # version and file of the libcudnn for a GPU, or why there is none
     cache_path: str
     cache_writable: bool
 
@@ -70,11 +58,7 @@ class Diagnosis:
 
 
 def diagnose(cache: str | None = None) -> Diagnosis:
-    """Collect facts about this machine and process; takes under a second and changes nothing.
-
-    Args:
-        cache: folder of the measurement cache; None: the user's cache directory.
-    """
+    """Collect facts about this machine and process; takes under a second and changes nothing."""
     backend = open_backend("auto")
     path, block = cache_room.default_path(cache), filling()
     return Diagnosis(
@@ -91,15 +75,7 @@ def diagnose(cache: str | None = None) -> Diagnosis:
 
 
 def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
-    """Write the profile of this machine's GPU, for `ucudnn enumerate` on machines without it.
-
-    Args:
-        path: the JSON file to write.
-
-    Raises:
-        UnsupportedError: there is no GPU here.
-        ConfigError: the file cannot be written.
-    """
+    """Write the profile of this machine's GPU, for `ucudnn enumerate` on machines without it."""
     # cuDNN itself loads without a driver, as `ucudnn enumerate` needs it.
     if not has_driver():
         raise UnsupportedError(

@@ -50,16 +50,6 @@ def read_layers(
     """Read layers from a CSV file, one problem per layer and op.
 
     The columns are those of `read_rows`.
-
-    Args:
-        path: the file.
-        ops: which of "fprop", "dgrad", "wgrad".
-        dtype: as for `read_rows`.
-        layout: as for `read_rows`.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks a column, or has an impossible line, which the
-            message names.
     """
     return [(row.name, row.problem) for row in read_rows(path, ops, dtype, layout)]
 
@@ -76,20 +66,8 @@ def read_rows(
     """Read the convolutions of a table with their counts.
 
     Without a column `rank` a layer whose depth and kernel depth are 1 is two-dimensional, any
-    other three-dimensional.
-
-    Args:
-        path: a file with the columns name, n, c, d, h, w, k, kd, kh, kw, pad_*, stride_*, dil_*
-            and groups, and any of rank, dtype, layout, math, ops, bias and count.
-        ops: which of "fprop", "dgrad", "wgrad", as far as the table has them.
-        dtype: of all problems; default: the table's, or float32.
-        layout: of all problems; default: the table's, or nchw.
-        math: of all float32 problems; default: the table's, or by `has_tf32`.
-        has_tf32: float32 problems of which nothing is said may use TF32.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks a column, a line is impossible, or a value is
-            given that the table has, too.
+    other three-dimensional. `has_tf32` is for float32 problems of which neither an argument nor the
+    table says anything.
     """
     lines = _lines(path)
     given = {"dtype": dtype, "layout": layout, "math": math}
@@ -135,7 +113,6 @@ def _refuse_twice(path: object, columns: Collection[str], given: Mapping[str, st
 
 
 def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str]) -> list[Row]:
-    """The problems of one line."""
     # A row that is too short has None for what it lacks.
     listed = _split(row.get("ops")) or OPS
     biased = _split(row.get("bias"))
@@ -145,13 +122,14 @@ def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str])
                 f"{path} line {line}: {name} names some of {', '.join(OPS)}, joined by +, got "
                 f"{shortened(repr(row[name]))}"
             )
-    count = row.get("count") or "1"
-    if not _is_int(count) or int(count) < 1:
+    count = _int(row.get("count") or "1")
+    if count is None or count < 1:
         raise ConfigError(
-            f"{path} line {line}: count is an int of at least 1, got {shortened(repr(count))}"
+            f"{path} line {line}: count is an int of at least 1, got "
+            f"{shortened(repr(row['count']))}"
         )
     return [
-        Row(row["name"], _problem(path, line, row, op), int(count), op in biased)
+        Row(row["name"], _problem(path, line, row, op), count, op in biased)
         for op in ops
         if op in listed
     ]
@@ -196,27 +174,24 @@ def _along(axes: Sequence[str], value: Mapping[str, int], prefix: str) -> tuple[
 
 
 def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
-    """The columns of a row but its name, which are ints."""
-    value = {}
+    values = {}
     for column in COLUMNS[1:]:
-        try:
-            value[column] = int(row[column])
-        # A row with too few fields has None for the others, hence TypeError.
-        except (TypeError, ValueError):
+        value = _int(row[column])
+        if value is None:
             raise ConfigError(
                 f"{path} line {line}: every column but name holds an int; "
                 f"{shortened(f'{column} is {row[column]!r}')}"
-            ) from None
-    return value
+            )
+        values[column] = value
+    return values
 
 
-def _is_int(text: str | None) -> bool:
+def _int(text: str | None) -> int | None:
     try:
-        # None, of a row that is too short, is no int either.
-        int(text or "")
+        # A row that is too short has None.
+        return int(text or "")
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
@@ -243,12 +218,7 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
 
 
 def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()) -> list[Row]:
-    """Rows of a list of calls: equal ones are one row with their count.
-
-    Args:
-        layers: the name of a layer and its problem, once per call.
-        biased: of the problems those to whose result a layer adds a bias.
-    """
+    """Rows of a list of calls: equal ones are one row with their count."""
     counts = Counter(layers)
     return [
         Row(name, problem, count, problem in biased) for (name, problem), count in counts.items()
@@ -256,12 +226,7 @@ def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] =
 
 
 def format_rows(rows: Iterable[Row]) -> str:
-    """The text of a table with all columns, which `read_rows` reads.
-
-    Raises:
-        ConfigError: the padding of a problem is not the same at both ends, for which there is no
-            column.
-    """
+    """The text of a table with all columns, which `read_rows` reads."""
     # The passes of one layer that are called equally often share a line.
     lines: dict[tuple[str, Problem, int], list[Row]] = {}
     for row in rows:

@@ -71,10 +71,6 @@ def role_of(problem: Problem, position: Role) -> Role:
 
     >>> role_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), Role.FIRST)
     <Role.LATER: 'later'>
-
-    Args:
-        problem: the convolution that is split, or a chunk of it.
-        position: of the chunk.
     """
     if position != Role.FIRST:
         return position
@@ -91,9 +87,6 @@ def positions(chunks: int) -> tuple[Role, ...]:
 
     >>> [str(position) for position in positions(3)]
     ['first', 'later', 'later']
-
-    Args:
-        chunks: number of them, at least 1.
     """
     return (Role.ALONE,) if chunks == 1 else (Role.FIRST, *[Role.LATER] * (chunks - 1))
 
@@ -282,11 +275,7 @@ class Measurement:
         return self.load > 0
 
     def may_replace(self, known: Measurement) -> bool:
-        """False for one taken under load where a quiet one of the same key says as much.
-
-        Args:
-            known: the other measurement.
-        """
+        """False for one taken under load where a quiet one of the same key says as much."""
         if known.is_perturbed or not self.is_perturbed:
             return True
         # That something fails, or no longer does, is news whatever else is known.

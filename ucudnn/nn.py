@@ -16,8 +16,8 @@ from torch.nn import functional
 from ucudnn.config import Config
 from ucudnn.errors import warn
 from ucudnn.execution.autograd import Geometry, convolution
+from ucudnn.execution.compiling import untraced
 from ucudnn.execution.runner import Layer, Runner
-from ucudnn.execution.untraced import untraced
 
 if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attributes they read
 
@@ -164,14 +164,13 @@ def unfollow(module: nn.Module) -> None:
 def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geometry]:
     """Padding of the input before the convolution, as torch does it, and the geometry of the rest.
 
+    The padding is for `torch.nn.functional.pad`: (begin, end) per axis, last axis first; None if
+    torch does not pad.
+
     >>> geometry_of(nn.Conv2d(1, 1, (3, 2), padding="same"))[0]
     [0, 1, 0, 0]
     >>> geometry_of(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"))[1].padding
     (0, 0)
-
-    Returns:
-        The amounts for `torch.nn.functional.pad`, (begin, end) per axis, last axis first; None if
-        torch does not pad. And the geometry, first axis first.
     """
     # Tuples, which can be hashed, whatever was assigned to the module's attributes.
     return _geometry(

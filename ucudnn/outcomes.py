@@ -238,14 +238,12 @@ class LayoutRace:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        # Without contestants the index is 0, its default.
         if not 0 <= self.winner < max(1, len(self.contestants)):
             raise PlanError(f"winner must be the index of a contestant, got {self.winner}")
 
     @property
     def memory_format(self) -> str:
         """The layout that won; the model's own if nothing was compared."""
-        # A race that did not take place changes nothing about the model.
         return self.contestants[self.winner].memory_format if self.contestants else "keep"
 
     @property

@@ -110,7 +110,6 @@ class Problem:
 
     def _require_channels_divide(self) -> None:
         for name in ("in_channels", "out_channels"):
-            # Each group convolves its own equal part of the channels.
             if getattr(self, name) % self.groups:
                 raise ProblemError(
                     f"{name} (={getattr(self, name)}) must be divisible by groups (={self.groups})"
@@ -119,7 +118,6 @@ class Problem:
     def _require_kernel_fits(self, axis: int) -> None:
         begin, end = self.padding[axis]
         padded = self.input_size[axis] + begin + end
-        # A longer kernel would leave no output on this axis.
         extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
         if extent > padded:
             raise ProblemError(
@@ -254,7 +252,6 @@ def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
                 raise ProblemError(
                     f"padding must hold ints of at least 0 and below 2^63, got {quoted(padding)}"
                 )
-    # No pairs at all stand for the default, as for stride and dilation.
     return tuple((begin, end) for begin, end in padding) or ((0, 0),) * rank
 
 

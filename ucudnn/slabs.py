@@ -38,17 +38,13 @@ class Slab:
     32
     >>> second.y_rows  # where its result goes in the whole y
     (3, 6)
-
-    Args:
-        problem: what to compute on views of these rows; None if the result is zero, because the
-            rows lie in the padding or no output reads them.
-        x_rows: rows of x: read by fprop and wgrad, written by dgrad.
-        y_rows: rows of y: written by fprop, read by dgrad and wgrad.
     """
 
+    # On views of these rows; None if the result is zero, because the rows lie in the padding or no
+    # output reads them.
     problem: Problem | None
-    x_rows: Rows
-    y_rows: Rows
+    x_rows: Rows  # read by fprop and wgrad, written by dgrad
+    y_rows: Rows  # written by fprop, read by dgrad and wgrad
 
 
 def row_count(problem: Problem) -> int:
@@ -76,14 +72,6 @@ def slab(problem: Problem, begin: int, end: int) -> Slab:
     >>> p = Problem("fprop", 1, 4, 4, (9,), (3,), padding=((1, 1),))
     >>> [slab(p, *rows).x_rows for rows in [(0, 3), (3, 6), (6, 9)]]
     [(0, 4), (2, 7), (5, 9)]
-
-    Args:
-        problem: the whole.
-        begin: first row, of `row_count(problem)`.
-        end: one past the last row.
-
-    Raises:
-        ProblemError: the problem has no such rows.
     """
     if not 0 <= begin < end <= row_count(problem):
         raise ProblemError(
@@ -110,10 +98,6 @@ def inner_problem(problem: Problem, size: int) -> Problem:
 
     >>> inner_problem(Problem("dgrad", 1, 4, 4, (64,), (3,), padding=((1, 1),)), 8).padding
     ((2, 2),)
-
-    Args:
-        problem: the whole; it may have too few rows for the slab to be an inner one.
-        size: rows of the slab, a multiple of `row_alignment(problem)`.
     """
     extent, stride = _extent(problem), problem.stride[0]
     # So far from both ends that no padding is read, and a multiple of the alignment.
@@ -133,7 +117,6 @@ def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
     last = (end - 1) * stride - before + _extent(problem)  # one past it
     # Rows outside the tensor are padding, which stays padding of this slab.
     rows = max(first, 0), min(last, problem.input_size[0])
-    # It reads padding alone, so its result is zero and nothing is computed.
     if rows[0] >= rows[1]:
         return Slab(None, (0, 0), (begin, end))
     part = _part(problem, rows, (rows[0] - first, last - rows[1]))

@@ -214,11 +214,7 @@ class KernelPlan:
         return Split("batch", tuple(reversed(steps)))
 
     def by_default(self, every_batch: bool) -> KernelPlan:
-        """The same kernel with torch's own undivided convolution, which must have been measured.
-
-        Args:
-            every_batch: True: smaller batches, too; False: smaller batches keep their splits.
-        """
+        """The same kernel with torch's own undivided convolution, which must have been measured."""
         assert self.default is not None
         # Appended, because the splits of smaller batches refer to the others by index.
         algorithms = (*self.algorithms, DEFAULT_ALGORITHM)

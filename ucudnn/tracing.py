@@ -39,8 +39,14 @@ from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.execution.randomness import same_random_states, same_settings
-from ucudnn.execution.stepping import parts_of, run_step, tensors_of
+from ucudnn.execution.stepping import (
+    MODEL_ERRORS,
+    parts_of,
+    run_step,
+    same_random_states,
+    same_settings,
+    tensors_of,
+)
 from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem
 from ucudnn.segment import WHOLE, Division
@@ -53,11 +59,6 @@ _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad
 _VIEW = torch.ops.aten.view.default
 # Attributes of `nn.Module` that hold its hooks; torch has no public name for all of them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# What a model's own code raises when it does not like its input.
-_MODEL_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(NotImplementedError, RuntimeError, TypeError, ValueError),
-)
 
 
 def trace(
@@ -93,15 +94,10 @@ def trace(
 
 
 class Traced(NamedTuple):
-    """The convolutions of a model's step.
+    """The convolutions of a model's step."""
 
-    Args:
-        layers: each problem with the name of the module that computes it, once per call.
-        biased: problems to whose result a layer adds a bias.
-    """
-
-    layers: list[tuple[str, Problem]]
-    biased: frozenset[Problem] = frozenset()
+    layers: list[tuple[str, Problem]]  # with the name of the module that computes it, once per call
+    biased: frozenset[Problem] = frozenset()  # those to whose result a layer adds a bias
 
 
 def trace_layers(
@@ -116,15 +112,7 @@ def trace_layers(
 ) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 
-    Args:
-        model: as for `trace`.
-        example_inputs: as for `trace`.
-        passes: some of "fprop", "dgrad" and "wgrad": forward, gradients of inputs and of weights.
-        real: as for `trace`.
-        device_type: as for `trace`.
-        memory_format: "keep", or "channels_last": as if `convert_` had put the model into this
-            layout.
-        division: how the step is divided.
+    With "channels_last" as if `convert_` had put the model into this layout.
     """
     recorder = _Recorder(passes, device_type)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
@@ -190,16 +178,26 @@ def _trace_one(
             # The caller's mode may be without gradients, and then there would be no backward.
             torch.inference_mode(False),
             torch.enable_grad(),
-            # It looks at the values of gradients.
+            # Anomaly detection looks at the values of gradients.
             torch.autograd.set_detect_anomaly(False),
             same_random_states(on_devices=real),
             same_settings(),
             _without_log(),
         ):
-            _run(model, inputs, recorder, fake_mode, memory_format, division)
+            twin, own_inputs = copied(model, inputs, fake_mode)
+            segment_(twin, division.segments)
+            if fake_mode is not None:
+                _let_hooks_fail(twin)
+                recorder.watch([*twin.parameters(), *twin.buffers()])
+            if memory_format == "channels_last":
+                lay_out_copy(twin)
+            backward = set(recorder.passes) != {"fprop"}
+            # Of several modes the one that is entered last sees a call first: the recorder.
+            with fake_mode or nullcontext(), recorder, _module_names(recorder, twin):
+                run_step(twin, own_inputs, backward)
     except UnsupportedError as error:
         raise ConfigError(f"no step can be traced: {error}") from error
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
         # The first line is the sentence; torch may add hints and C++ frames below it.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -207,27 +205,6 @@ def _trace_one(
         raise ConfigError(
             f"the model does not accept example inputs of shapes {shapes}: {reason}{remedy}"
         ) from error
-
-
-def _run(
-    model: nn.Module,
-    inputs: Any,
-    recorder: _Recorder,
-    fake_mode: FakeTensorMode | None,
-    memory_format: str,
-    division: Division,
-) -> None:
-    model, inputs = copied(model, inputs, fake_mode)
-    segment_(model, division.segments)
-    if fake_mode is not None:
-        _let_hooks_fail(model)
-        recorder.watch([*model.parameters(), *model.buffers()])
-    if memory_format == "channels_last":
-        lay_out_copy(model)
-    backward = set(recorder.passes) != {"fprop"}
-    # Of several modes the one that is entered last sees a call first: the recorder.
-    with fake_mode or nullcontext(), recorder, _module_names(recorder, model):
-        run_step(model, inputs, backward)
 
 
 @contextmanager
@@ -259,7 +236,7 @@ def _lenient(hook: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
-        except _MODEL_ERRORS as error:
+        except MODEL_ERRORS as error:
             warn(
                 f"a hook of {type(args[0]).__name__} was left out of tracing, because it does not "
                 f"run on fake tensors ({error}); use real=True if it computes convolutions",
@@ -284,7 +261,6 @@ class _Recorder(TorchDispatchMode):
         self._forward_names: dict[Problem, list[str]] = {}
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Add tensors to those that must be gone when the trace is over."""
         if self.watched is not None:
             self.watched += map(ref, tensors)
 

@@ -54,26 +54,23 @@ if TYPE_CHECKING:
 
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _NAMES_BY_MODULE = {
-    "check": ("Finding",),
-    "config": ("Backend", "Effort", "Layout", "Policy", "Solver", "Unplanned"),
-    "convert": ("Conversion",),
-    "execution.override": ("Installation",),
-    "layer_table": ("Row",),
-    "measurement": (
-        *("Candidate", "Conditions", "Device", "FailureKind", "Measurement", "MeasurementKey"),
-        *("Role", "Software", "Subject"),
-    ),
-    "outcomes": (
-        *("Compilation", "Contestant", "LayoutHint", "LayoutRace", "Origin", "StepMemory"),
-        *("StepRace", "Way"),
-    ),
-    "plan": ("KernelPlan", "Timing"),
-    "segment": ("Division", "MicroBatch", "Segment"),
-    "tuning.advice": ("Advice", "KernelAdvice", "Largest", "WayAdvice"),
-    "tuning.noise": ("Noise",),
-    "tuning.results": ("Progress",),
+    "check": "Finding",
+    "config": "Backend Effort Layout Policy Solver Unplanned",
+    "convert": "Conversion",
+    "execution.override": "Installation",
+    "layer_table": "Row",
+    "measurement": "Candidate Conditions Device FailureKind Measurement MeasurementKey Role "
+    "Software Subject",
+    "outcomes": "Compilation Contestant LayoutHint LayoutRace Origin StepMemory StepRace Way",
+    "plan": "KernelPlan Timing",
+    "segment": "Division MicroBatch Segment",
+    "tuning.advice": "Advice KernelAdvice Largest WayAdvice",
+    "tuning.noise": "Noise",
+    "tuning.results": "Progress",
 }
-_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULE_BY_NAME = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
+}
 __all__ = list(_MODULE_BY_NAME)
 
 

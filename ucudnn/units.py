@@ -22,19 +22,12 @@ _BYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: int | str, name: str = "size") -> int:
-    """Read a number of bytes as a person writes it.
+    """Read a number of bytes as a person writes it: an int, or text with B, KiB, MiB or GiB.
 
     >>> parse_bytes("64MiB")
     67108864
     >>> parse_bytes("1.5 KiB")
     1536
-
-    Args:
-        text: an int (bytes) or a string with unit B, KiB, MiB or GiB (case does not matter).
-        name: what the value is called in the error message.
-
-    Raises:
-        ConfigError: it is not a size, it is negative, or it is at least 2^63 bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < TOO_LARGE:
         return text

@@ -12,8 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ucudnn.backends import Cost, Roofline
-from ucudnn.backends.torch_cpu import machine
-from ucudnn.backends.torch_cpu.taps import direct_cost
+from ucudnn.backends.torch_cpu import processor
+from ucudnn.backends.torch_cpu.algorithm import direct_cost
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
 
 # Beside the geometries that all algorithms are tried on: where copies or columns are not needed.
@@ -203,22 +203,22 @@ def test_a_roofline_takes_the_longer_of_computing_and_moving(cost, time_ns):
 
 def test_a_roofline_is_measured_once_by_however_many_threads(backend, monkeypatch):
     runs = []
-    monkeypatch.setattr(machine, "_shortest_ns", lambda run: runs.append(run) or 1_000)
-    for measure in (machine._operations_per_s, machine._bytes_per_s):
+    monkeypatch.setattr(processor, "_shortest_ns", lambda run: runs.append(run) or 1_000)
+    for measure in (processor._operations_per_s, processor._bytes_per_s):
         measure.cache_clear()
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(backend.roofline, ["float64"] * 16))
     once = len(runs)
     backend.roofline("float64")
-    for measure in (machine._operations_per_s, machine._bytes_per_s):
+    for measure in (processor._operations_per_s, processor._bytes_per_s):
         measure.cache_clear()  # of times that were made up
     assert len(found) == 1
-    assert len(runs) == once == len(machine._PRODUCTS) + 1
+    assert len(runs) == once == len(processor._PRODUCTS) + 1
 
 
 @pytest.mark.slow
 def test_measuring_a_roofline_leaves_torch_as_it_was(backend):
-    machine._operations_per_s.cache_clear()
+    processor._operations_per_s.cache_clear()
     state = torch.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16), torch.enable_grad(), torch.device("meta"):
         rooflines = {dtype: backend.roofline(dtype) for dtype in BYTES_BY_DTYPE}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ucudnn.backends.torch_cpu.machine import available_memory_bytes, cpu_device
+from ucudnn.backends.torch_cpu.processor import available_memory_bytes, cpu_device
 
 GIB = 1 << 30
 

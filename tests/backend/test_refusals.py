@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ucudnn.backends.torch_cpu.aten import chosen_kernel
+from ucudnn.backends.torch_cpu.operators import chosen_kernel
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ucudnn.backends.torch_cpu.machine import has_instructions
+from ucudnn.backends.torch_cpu.processor import has_instructions
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
 HERE = Path(__file__).parent

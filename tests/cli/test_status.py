@@ -115,7 +115,7 @@ def no_from_tune(at: Setting) -> None:
     assert at.status(*at.table, *limit) == 1
     assert at.status(*at.both, *limit, "--fail-if-partial") == 1
     assert at.status(*at.both, *limit, "--unplanned", "error") == 1
-    from ucudnn.backends.torch_cpu.machine import LoadMeter
+    from ucudnn.backends.torch_cpu.processor import LoadMeter
 
     at.patch.setattr(LoadMeter, "others", lambda _: 99.0)
     assert at.status(*at.table, "--remeasure", "--fail-if-noisy") == 1

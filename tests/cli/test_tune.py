@@ -294,7 +294,7 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         # what was measured while others use the machine would be measured again
-        "from ucudnn.backends.torch_cpu.machine import LoadMeter; "
+        "from ucudnn.backends.torch_cpu.processor import LoadMeter; "
         "LoadMeter.others = lambda _: 0.0; "
         "from ucudnn.cli import main; main()"
     )
@@ -331,7 +331,7 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("always:other processes use this machine")
 def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_path, monkeypatch):
-    from ucudnn.backends.torch_cpu.machine import LoadMeter
+    from ucudnn.backends.torch_cpu.processor import LoadMeter
 
     monkeypatch.setattr(LoadMeter, "others", lambda _: 99.0)
     output = tmp_path / "net.plan.json"

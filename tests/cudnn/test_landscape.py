@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from ucudnn.backends.cudnn.enumeration import enumerate_candidates
-from ucudnn.backends.cudnn.offline import list_configurations
+from ucudnn.backends.cudnn.offline import enumerate_candidates, list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.layer_table import read_rows
 from ucudnn.problem import Problem

@@ -20,7 +20,7 @@ from torch import Tensor
 from ucudnn import Config, config
 from ucudnn.backends import AbstractBackend, Cost, Executable, open_backend, registry
 from ucudnn.backends.torch_cpu import backend as torch_cpu
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable
+from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, OpsExecutable
 from ucudnn.cache import MemoryCache
 from ucudnn.measurement import Candidate, Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import OPS, Problem

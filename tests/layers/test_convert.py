@@ -210,15 +210,6 @@ def test_converting_twice_takes_the_second_plan(plan_by_hand):
     assert model[0]._ucudnn_runner.plan is second
 
 
-def test_a_plan_for_other_hardware_is_refused(plan_by_hand):
-    model = small_model()
-    plan = plan_by_hand(model, torch.empty(INPUT), config=ucudnn.Config(unplanned="error"))
-    elsewhere = replace(plan, device=Device("cpu", "another processor", cores=64))
-    with pytest.raises(PlanError, match="the plan is for another processor, 64 cores"):
-        ucudnn.convert_(model, elsewhere)
-    assert type(model[0]) is nn.Conv2d
-
-
 @pytest.mark.parametrize("by_environment", [False, True])
 def test_a_plan_for_other_hardware_is_left_to_torch(plan_by_hand, monkeypatch, by_environment):
     model, config = small_model(), ucudnn.Config()

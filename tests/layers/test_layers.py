@@ -13,7 +13,6 @@ from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
 
 LAYERS = {
     "1d": (nn.Conv1d(4, 6, 3, padding=1), (5, 4, 17)),
@@ -270,11 +269,6 @@ class TestUnplanned:
             outputs = [planned(larger) for _ in range(3)]
         assert len(caught) == 1
         assert torch.equal(outputs[0], layer(larger))
-
-    def test_error(self, plan_by_hand):
-        _, planned, _ = plain_pair(plan_by_hand, unplanned="error")
-        with pytest.raises(PlanError, match="at batch 7 has no plan and unplanned='error'"):
-            planned(torch.randn(7, 4, 9, 8))
 
     def test_a_layer_made_without_a_plan(self):
         layer, reference = ucudnn.nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)

@@ -9,9 +9,9 @@ from torch import nn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.execution.execute import build
+from ucudnn.execution.observers import KernelTimer
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.timing import KernelTimer
 from ucudnn.plan import BY_BATCH, KernelPlan, Plan
 from ucudnn.split import Timing
 from ucudnn.tracing import trace_layers

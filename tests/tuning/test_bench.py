@@ -154,11 +154,11 @@ def test_operands_exceed_the_cache_and_hold_the_batch():
 
 
 def test_a_virtual_machine_does_not_have_all_the_cache_that_it_reports(monkeypatch):
-    from ucudnn.backends.torch_cpu import machine
+    from ucudnn.backends.torch_cpu import processor
 
-    monkeypatch.setattr(machine, "last_level_cache_bytes", lambda: 480 << 20)
+    monkeypatch.setattr(processor, "last_level_cache_bytes", lambda: 480 << 20)
     assert TorchCpuBackend().cache_bytes() == 64 << 20
-    monkeypatch.setattr(machine, "last_level_cache_bytes", lambda: 32 << 20)
+    monkeypatch.setattr(processor, "last_level_cache_bytes", lambda: 32 << 20)
     assert TorchCpuBackend().cache_bytes() == 32 << 20
 
 

@@ -12,7 +12,7 @@ from by_hand import plan_of
 
 from ucudnn import cache as caches
 from ucudnn.backends import DeviceState
-from ucudnn.backends.torch_cpu.machine import LoadMeter
+from ucudnn.backends.torch_cpu.processor import LoadMeter
 from ucudnn.config import Config
 from ucudnn.errors import NoiseWarning
 from ucudnn.plan import Timing
@@ -79,7 +79,7 @@ def test_others_on_the_machine_are_told_from_ourselves(counters, monkeypatch):
     others = meter.others()
     assert 0 < others <= 1 / 0.25
     advance()
-    monkeypatch.setattr("ucudnn.backends.torch_cpu.machine._LEAST_S", 60.0)
+    monkeypatch.setattr("ucudnn.backends.torch_cpu.processor._LEAST_S", 60.0)
     assert meter.others() == others  # too soon to tell
     assert LoadMeter(path.parent / "nothing").others() == 0
     path.write_text("of another system\n")

@@ -29,14 +29,10 @@ _kept: dict[str, Kernels] = {}
 def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     """Compute a convolution as torch does.
 
+    The geometry is stride, padding, dilation, transposed, output_padding, groups.
+
     >>> convolution(torch.ones(1, 1, 3), torch.ones(1, 1, 3), None, [1], [0], [1], False, [0], 1)
     tensor([[[3.]]])
-
-    Args:
-        x: input.
-        w: filter.
-        bias: shape (K,) or None.
-        geometry: stride, padding, dilation, transposed, output_padding, groups.
     """
     kernels = _kept.get(x.device.type)
     function = torch.convolution if kernels is None else kernels.convolution
@@ -49,12 +45,7 @@ def convolution_backward(
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of x, w and the bias as torch does; None for those not requested.
 
-    Args:
-        dy: gradient of the output.
-        x: input.
-        w: filter.
-        bias_sizes: [K], None without a bias.
-        geometry_and_mask: as for `convolution`, then which gradients of x, w and bias to compute.
+    The last argument is the mask of those that are requested.
     """
     kernels = _kept.get(dy.device.type)
     function = _aten.convolution_backward.default if kernels is None else kernels[1]
@@ -65,12 +56,7 @@ def convolution_backward(
 def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:
     """Keep the kernels of a kind of device, before others are registered in their place.
 
-    Args:
-        device_type: the kind of device.
-        dispatch_key: the dispatch key of its kernels.
-
-    Returns:
-        The kernels, which `convolution` and `convolution_backward` call from now on.
+    `convolution` and `convolution_backward` call them from now on.
     """
     _kept[device_type] = Kernels(
         _forward_kernel(device_type, dispatch_key),

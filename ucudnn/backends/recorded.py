@@ -51,6 +51,9 @@ class _Group(NamedTuple):
 class RecordedBackend(AbstractBackend):
     """Measurements of one device behind the interface of a backend for it.
 
+    Of measurements of several devices, part of a name picks one; its measurements must have one set
+    of versions and conditions.
+
     >>> from ucudnn.measurement import MeasurementKey
     >>> device, software = Device("cuda", "NVIDIA H200"), Software("2.13.0")
     >>> problem = Problem("fprop", 8, 4, 4, (9, 9), (3, 3))
@@ -58,19 +61,11 @@ class RecordedBackend(AbstractBackend):
     >>> backend = RecordedBackend([Measurement(key, "ok", 1000, workspace_bytes=0)])
     >>> backend.name, [candidate.algorithm for candidate in backend.candidates(problem)]
     ('cudnn', ['eng0'])
-
-    Args:
-        measurements: measurements of one or several devices. Those of the replayed device must have
-            one set of versions and conditions.
-        device: part of the name of the device to replay; None: the only device.
-
-    Raises:
-        ConfigError: no device or several devices have that name, or the measurements have several
-            sets of versions and conditions.
     """
 
     def __init__(self, measurements: Iterable[Measurement], device: str | None = None) -> None:
-        listed = [entry for entry in measurements if _is_of(entry.key.device, device)]
+        part = (device or "").lower()
+        listed = [entry for entry in measurements if part in entry.key.device.name.lower()]
         groups = {_group(entry): None for entry in listed}
         if len(groups) != 1:
             raise ConfigError(_not_one(list(groups), device))
@@ -108,19 +103,15 @@ class RecordedBackend(AbstractBackend):
         return here if same else None
 
     def device(self) -> Device:
-        """The recorded device."""
         return self._group.device
 
     def software(self) -> Software:
-        """The versions of the recording."""
         return self._group.software
 
     def conditions(self) -> Conditions:
-        """The conditions of the recording."""
         return self._group.conditions
 
     def algorithms(self) -> tuple[str, ...]:
-        """Names of all algorithms in the recording, torch's own first."""
         return _default_first({name for by_name in self._entries.values() for name in by_name})
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
@@ -132,7 +123,6 @@ class RecordedBackend(AbstractBackend):
         return f"the recording of {self.device()} has no measurement of it"
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab; None if it does, or may."""
         if self._twin is not None:
             return self._twin.slab_refusal(problem, algorithm)
         # A recording has one slab of each height, and nothing of those at the ends.
@@ -160,11 +150,8 @@ class RecordedBackend(AbstractBackend):
         """Measurements of a kernel's chunks, in the roles that they have in a split.
 
         If the recording has measurements in role `ALONE` only, they count for the other roles as
-        well, because on a GPU the same implementation runs in all of them.
-
-        Args:
-            problem: the kernel at its largest batch.
-            parts: the chunks that a split may have, the kernel itself among them.
+        well, because on a GPU the same implementation runs in all of them. The kernel, at its
+        largest batch, is one of the parts.
         """
         found = []
         for part in parts:
@@ -180,7 +167,6 @@ class RecordedBackend(AbstractBackend):
         return found
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """Name of the recorded implementation."""
         if self._twin is not None:
             return self._twin.kernel(problem, algorithm)
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
@@ -209,21 +195,17 @@ class RecordedBackend(AbstractBackend):
         )
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
-        """Raise an error: a recording runs nothing."""
         self._refuse(f"{algorithm} on {problem}")
 
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
-        """Raise an error: a recording runs nothing, and needs no operands."""
         self._refuse(f"{problem} on {samples} samples")
 
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        """Raise an error: a recording runs nothing."""
         self._refuse(f"{run} of {list(parts)}")
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
-        """Raise an error: a recording runs nothing."""
         self._refuse(str(run))
 
     def _refuse(self, what: str) -> NoReturn:
@@ -233,11 +215,9 @@ class RecordedBackend(AbstractBackend):
         )
 
     def cache_bytes(self) -> int:
-        """0 bytes, because nothing is run."""
         return 0
 
     def memory_bytes(self) -> int:
-        """0 bytes, because nothing is run."""
         return 0
 
 
@@ -245,10 +225,6 @@ def _group(entry: Measurement) -> _Group:
     key = entry.key
     # The role belongs to the chunk, not to the machine, so it must not tell recordings apart.
     return _Group(key.device, key.software, replace(key.conditions, role=Role.ALONE), key.protocol)
-
-
-def _is_of(device: Device, name: str | None) -> bool:
-    return name is None or name.lower() in device.name.lower()
 
 
 def _not_one(groups: Sequence[_Group], device: str | None) -> str:

@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A backend before it is imported.
+    """A backend before it is imported."""
 
-    Args:
-        name: as in `Config.backend` and in plan files.
-        device_type: torch's name of the kind of device that it runs on.
-        dispatch_key: torch's dispatch key of the kernels for that kind.
-        open: imports the backend and starts it.
-    """
-
-    name: str
-    device_type: str
-    dispatch_key: str
-    open: Callable[[], AbstractBackend]
+    name: str  # as in `Config.backend` and in plan files
+    device_type: str  # as torch calls it
+    dispatch_key: str  # of torch's kernels for that type
+    open: Callable[[], AbstractBackend]  # imports the backend and starts it
 
 
 # Imported inside: importing this module must load neither torch nor cuDNN.
@@ -60,9 +53,6 @@ def backend_entry(name: str = "auto") -> Entry:
 
     >>> backend_entry("cudnn").device_type
     'cuda'
-
-    Raises:
-        ConfigError: there is no backend of that name.
     """
     if name == "auto":
         return BACKENDS["cudnn" if sees_a_gpu() else "torch_cpu"]
@@ -100,16 +90,12 @@ def identify(name: str = "auto") -> tuple[Device, Software]:
 
     >>> identify("torch_cpu")[0].type
     'cpu'
-
-    Raises:
-        ConfigError: there is no backend of that name.
-        UnsupportedError: its device or its libraries are not on this machine.
     """
     entry = backend_entry(name)
     if entry.name == "torch_cpu":
-        from ucudnn.backends.torch_cpu import machine
+        from ucudnn.backends.torch_cpu import processor
 
-        return machine.cpu_device(), machine.cpu_software()
+        return processor.cpu_device(), processor.cpu_software()
     backend = entry.open()
     return backend.device(), backend.software()
 

@@ -1,8 +1,9 @@
-"""Tensors and problems: the problem of a call, and dtype, layout and strides in torch."""
+"""Tensors and problems: the problem of a call; dtype, layout, strides and paddings in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ import torch
 import torch.fx.experimental.symbolic_shapes
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
+from torch.nn.functional import pad
 
+from ucudnn.backends._base import Executable
 from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
@@ -85,29 +88,15 @@ def problem_of(
 ) -> Problem | None:
     """The problem that one pass of an aten convolution with these arguments computes.
 
+    None if it cannot be planned: it is empty, impossible, or of a dtype that no backend computes.
+    For a transposed convolution, forward is the dgrad problem of a convolution, and the gradient of
+    x is its fprop. Without a device type, the device of x computes it.
+
     >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     >>> print(problem_of("wgrad", x, w, [1, 1], [0, 0], [1, 1]))
     wgrad conv2d(3->4, k3, 8x8) at batch 2
     >>> print(problem_of("fprop", x, w[:3], [2, 2], [0, 0], [1, 1], True, [1, 1]))
     dgrad conv2d(3->3, k3, 18x18, s2) at batch 2
-
-    Args:
-        which: "fprop", "dgrad" or "wgrad": forward, or a gradient of x or w. For a transposed
-            convolution, forward is the dgrad problem of a convolution, and the gradient of x is its
-            fprop.
-        x: input.
-        w: filter.
-        stride: per axis, like the next arguments.
-        padding: at both ends.
-        dilation: of the filter.
-        transposed: a transposed convolution.
-        output_padding: of a transposed convolution.
-        groups: of channels.
-        device_type: kind of device that computes it; default: that of x.
-
-    Returns:
-        The problem, or None if it cannot be planned: it is empty, impossible, or of a dtype that no
-        backend computes.
     """
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
@@ -168,18 +157,13 @@ def uses_channels_last(
 ) -> bool:
     """True if torch computes a convolution in channels-last and returns such a result.
 
+    The geometry is that of `aten.convolution`. In 1-D the filter alone decides.
+
     >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     >>> last = w.to(memory_format=torch.channels_last)
     >>> geometry = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
     >>> uses_channels_last(x, w, geometry), uses_channels_last(x, last, geometry)
     (False, True)
-
-    Args:
-        x: input.
-        w: filter; in 1-D the filter alone decides.
-        geometry: the arguments of aten's operator from stride to groups.
-        device_type: "cuda": apply torch's rule for cuDNN; else ask torch for the kernel that it
-            would pick on this machine.
     """
     if x.dim() == 3:
         # torch computes it in 2-D, on a contiguous copy of x.
@@ -213,3 +197,63 @@ def _per_axis(values: Sequence[int], rank: int) -> tuple[int, ...]:
     sizes = tuple(map(int, values))
     # aten accepts a single value for all axes.
     return sizes * rank if len(sizes) == 1 else sizes
+
+
+# aten's operators pad both ends equally. Where the paddings of a problem differ, the excess of one
+# end is written out as zeros, as torch does for `padding="same"`. The copy that this takes is
+# counted as workspace and timed with the algorithm.
+def symmetric(problem: Problem) -> Problem:
+    """The problem on a larger input, with the smaller padding of each axis at both ends.
+
+    >>> p = symmetric(Problem("fprop", 1, 4, 4, (8,), (3,), padding=((2, 1),)))
+    >>> p.input_size, p.padding
+    ((9,), ((1, 1),))
+    """
+    lesser = tuple(min(pair) for pair in problem.padding)
+    return replace(
+        problem,
+        input_size=tuple(
+            size + sum(pair) - 2 * least
+            for size, pair, least in zip(problem.input_size, problem.padding, lesser, strict=True)
+        ),
+        padding=tuple((least, least) for least in lesser),
+    )
+
+
+def padded(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
+    """Build an executable from one that pads both ends equally."""
+    like = symmetric(problem)
+    return build(problem) if like == problem else _Padded(problem, build(like))
+
+
+class _Padded(Executable):
+    def __init__(self, problem: Problem, inner: Executable) -> None:
+        self._problem = problem
+        self._inner = inner
+        excess = [
+            (begin - min(begin, end), end - min(begin, end)) for begin, end in problem.padding
+        ]
+        # torch.nn.functional.pad takes its amounts from the last axis to the first.
+        self._excess = [amount for pair in reversed(excess) for amount in pair]
+        inside = (
+            slice(begin, begin + size)
+            for (begin, _), size in zip(excess, problem.input_size, strict=True)
+        )
+        self._inside = (slice(None), slice(None), *inside)
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._run(a, b).contiguous(memory_format=memory_format(self._problem))
+
+    # These take what dgrad cuts out of a larger dx without another copy in between.
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        out.copy_(self._run(a, b))
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        out.add_(self._run(a, b))
+
+    def _run(self, a: Tensor, b: Tensor) -> Tensor:
+        # The inner gradient is that of the padded input; gradients of the zeros are cut away.
+        if self._problem.op == "dgrad":
+            return self._inner.alone(a, b)[self._inside]
+        # The first operand is x for fprop and wgrad, the only ones to get here.
+        return self._inner.alone(pad(a, self._excess), b)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ucudnn.backends import Executable
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.benchmark.protocol import Ring, empty_total
-from ucudnn.execution.execute import empty_result, run_first
+from ucudnn.execution.execute import empty_result
 from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
@@ -88,7 +88,7 @@ class Check:
             self._result = self._poison(lambda: executable.alone(a, b))
             return self._result
         if self._role == Role.FIRST:
-            self._result = self._poison(lambda: run_first(executable, a, b))
+            self._result = self._poison(lambda: executable.begin(a, b))
             return self._result
         result = self._total()
         write = executable.add if self._part.op == "wgrad" else executable.write

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.errors import UnsupportedError
-from ucudnn.execution.execute import Call, Slices, empty_result, places, run_first
+from ucudnn.execution.execute import Call, Slices, empty_result, places
 from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
@@ -222,7 +222,7 @@ class ChunkLoop(AbstractLoop):
             if self._role == Role.ALONE:
                 executable.alone(ring.a[a], ring.b[b])
             elif self._role == Role.FIRST:
-                run_first(executable, ring.a[a], ring.b[b])
+                executable.begin(ring.a[a], ring.b[b])
             else:
                 if turn % self._chunks_per_call == 0:
                     # Freed first, so that two results are never in memory at the same time.

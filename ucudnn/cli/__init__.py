@@ -26,7 +26,6 @@ from ucudnn.cli.console import (
     say,
     show_warning,
 )
-from ucudnn.cli.launch import launch
 from ucudnn.cli.options import common
 from ucudnn.cli.tune import tune
 from ucudnn.config import Startup, set_startup
@@ -86,7 +85,7 @@ app.command()(common(machine.doctor))
 app.command()(common(plans.check))
 app.command()(common(plans.compare))
 # What follows the script's name are the script's options.
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(context_settings={"allow_interspersed_args": False})(scripts.launch)
 app.add_typer(cache.app, name="cache")
 
 
@@ -104,7 +103,6 @@ def main() -> None:
 
 
 def _command() -> scripts.ScriptCall | None:
-    """Run a command; returns the script that it asks to run, if it does."""
     with _printable_names():
         try:
             # It puts `showwarning` back at the end, for a caller that goes on after `main`.
@@ -121,7 +119,6 @@ def _command() -> scripts.ScriptCall | None:
 
 
 def _status(error: UcudnnError) -> int:
-    """The exit status of an error that a command ends with."""
     # A full disk is no fault of whoever named the file.
     if isinstance(error, (ConfigError, ProblemError, PlanFileError, TableError)):
         return USAGE

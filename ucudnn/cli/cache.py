@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ucudnn.cli.console import SAYS_NO, say
+from ucudnn.cli.console import SAYS_NO, print_json, say
 from ucudnn.cli.options import CacheOption, JsonOption, common
 from ucudnn.errors import CacheError, CacheWarning, ConfigError
 from ucudnn.units import format_bytes
@@ -44,7 +43,7 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
     with _opened(cache, "r") as opened:
         found = opened.info()
     if as_json:
-        print(json.dumps(asdict(found)))
+        print_json(asdict(found))
         return
     say(f"{found.location}{'' if found.writable else ' (read-only)'}")
     say(f"{found.records} measurements in {found.files} files, {format_bytes(found.file_bytes)}")
@@ -67,14 +66,13 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
         report = opened.check()
     if as_json:
         # A property, which `asdict` leaves out.
-        print(json.dumps({**asdict(report), "clean": report.clean}))
+        print_json({**asdict(report), "clean": report.clean})
     else:
         say(f"{report.records} measurements in {report.files} sound files")
         # The fields of the report that hold sentences; their names are the labels, too.
         for label in ("problems", "notes"):
             for sentence in getattr(report, label):
                 say(f"{label}: {sentence}")
-    # With --json as well: scripts look at the status.
     if not report.clean:
         raise typer.Exit(SAYS_NO)
 
@@ -190,26 +188,20 @@ def explain(
     with _opened(cache, "r") as opened:
         found = opened.explain(filters)
     if as_json:
-        print(json.dumps({"found": found.found, "entries": found.entries, "said": str(found)}))
+        print_json({"found": found.found, "entries": found.entries, "said": str(found)})
     else:
         say(str(found))
-    # The answer is no, which is the exit status that scripts test for.
     if not found.found:
         raise typer.Exit(SAYS_NO)
 
 
 def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
-    # Not through rich, which breaks long lines.
-    print(json.dumps(document)) if as_json else say(sentence)
+    print_json(document) if as_json else say(sentence)
 
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Fail where the cache cannot be written, which tuning only warns of: this is all there is.
-
-    Raises:
-        CacheError: what was to be added is only in memory.
-    """
+    """Fail where the cache cannot be written, which tuning only warns of: this is all there is."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         try:

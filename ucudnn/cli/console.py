@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import stat
@@ -73,7 +74,6 @@ class _LogHandler(logging.Handler):
     """Prints what the package logs where progress is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
         say_error(record.getMessage())
 
 
@@ -81,6 +81,11 @@ def say(line: str) -> None:
     """Print a line without markup."""
     # With `soft_wrap` the terminal breaks lines, so that a sentence can be copied whole.
     out.print(printable(line), soft_wrap=True)
+
+
+def print_json(document: object) -> None:
+    """Print a document on one line, which rich would break."""
+    print(json.dumps(document))
 
 
 def say_error(line: str) -> None:
@@ -176,7 +181,6 @@ class _Lines:
         self._next = time.monotonic() + _LINE_S
 
     def __call__(self, done: int, total: int | None, what: str = "", left: str = "") -> None:
-        """Print a line, if it is time."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LINE_S

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 import ucudnn
 from ucudnn.cli import options
-from ucudnn.cli.console import bar, out, say
+from ucudnn.cli.console import bar, out, print_json, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
+from ucudnn.reports.text import simple_table
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -77,8 +76,7 @@ def advise(
             lambda done, total: update(done, total, "timing kernels"),
         )
     if as_json:
-        # Not through rich, which breaks long lines.
-        print(json.dumps(found.to_dict()))
+        print_json(found.to_dict())
         return
     for line in found.sentences():
         say(line)
@@ -87,7 +85,6 @@ def advise(
 
 
 def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_json: bool) -> None:
-    """Print what the exchange of gradients costs, on the first rank."""
     from ucudnn import distributed
 
     is_first = True
@@ -102,10 +99,10 @@ def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_jso
     if not is_first:
         return
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json(found.to_dict())
         return
     *sentences, verdict = found.sentences()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = simple_table()
     for heading in ("way", "harm", "sent", "predicted", "measured"):
         table.add_column(heading, justify="left" if heading in ("way", "harm") else "right")
     for row in found.rows():
@@ -117,13 +114,10 @@ def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_jso
 
 
 def _table(advice: Advice) -> Table:
-    """Table with a row per kernel, those that take most of the step first."""
-    table = Table(
-        title=f"torch's own convolutions on {advice.device}",
-        caption="per call; share: of all calls in a step; direct: a direct convolution at the full "
-        "speed of this machine; !: five times that, or twice the time in channels_last",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = simple_table(
+        f"torch's own convolutions on {advice.device}",
+        "per call; share: of all calls in a step; direct: a direct convolution at the full speed "
+        "of this machine; !: five times that, or twice the time in channels_last",
     )
     table.add_column("kernel", overflow="fold", min_width=16)
     for heading in ("calls", "share", "time", "workspace", "channels_last", "workspace", "direct"):
@@ -168,7 +162,7 @@ def doctor(
     found = room.diagnose(cache or Config().cache)
     if as_json:
         # A property, which `asdict` leaves out.
-        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": ucudnn.__version__}))
+        print_json({**asdict(found), "advice": found.advice, "ucudnn": ucudnn.__version__})
         return
     _print_doctor(found)
 

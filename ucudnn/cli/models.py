@@ -24,19 +24,7 @@ AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
 class Recipe(NamedTuple):
-    """Description of a model and its inputs on a command line; all commands have these flags.
-
-    Args:
-        model: `module:callable` or `file.py:callable`, or a module there.
-        input: descriptions of inputs, such as "64x3x224x224".
-        inputs: `module:callable` of a function that returns or yields example inputs.
-        args: JSON: an object of keyword arguments, or a list of positional ones, for the callable.
-        channels_last: convert the model and its inputs to channels-last.
-        autocast: run it under autocast, to bfloat16 unless `autocast_dtype` is given.
-        autocast_dtype: run it under autocast to this dtype.
-        infer: without gradients, in evaluation mode.
-        real: compute a step to find the convolutions.
-    """
+    """Description of a model and its inputs on a command line; all commands have these flags."""
 
     model: str
     input: tuple[str, ...] = ()
@@ -49,11 +37,7 @@ class Recipe(NamedTuple):
     real: bool = False
 
     def require_table(self) -> None:
-        """Refuse the flags that only a model has.
-
-        Raises:
-            ConfigError: one of them is given.
-        """
+        """Refuse the flags that only a model has."""
         for name, value in zip(self._fields[1:], self[1:], strict=True):
             # The passes of a table can be those of inference.
             if value and name != "infer":
@@ -69,13 +53,7 @@ class Recipe(NamedTuple):
 
 
 class NamedModel(NamedTuple):
-    """A model that a command line names, ready to be traced and run.
-
-    Args:
-        recipe: by which it was made.
-        module: in the layout and mode asked for.
-        examples: example inputs; their memory is allocated by `fill`.
-    """
+    """A model that a command line names, ready to be traced and run."""
 
     recipe: Recipe
     module: nn.Module
@@ -108,11 +86,7 @@ class NamedModel(NamedTuple):
 
 
 def name_model(recipe: Recipe) -> NamedModel:
-    """Make the model that a command line describes.
-
-    Raises:
-        ConfigError: there is no such model, no input of it, or no such dtype for autocast.
-    """
+    """Make the model that a command line describes."""
     if recipe.autocast_dtype not in (None, *AUTOCAST_DTYPES):
         raise ConfigError(
             f"--autocast-dtype must be one of {', '.join(AUTOCAST_DTYPES)}, got "
@@ -154,15 +128,7 @@ def in_layout(what: Any) -> Any:
 
 
 def load_model(spec: str, arguments: str | None = None) -> nn.Module:
-    """Call what `module:callable` or `file.py:callable` names, which must return a torch module.
-
-    Args:
-        spec: the name; a module that is there already is taken as it is.
-        arguments: JSON of a list or an object; None: it is called without arguments.
-
-    Raises:
-        ConfigError: there is none, it needs other arguments, or it returns something else.
-    """
+    """Call what `module:callable` or `file.py:callable` names, which must return a torch module."""
     from torch import nn
 
     args, kwargs = _parsed_arguments(arguments)
@@ -187,17 +153,7 @@ def _parsed_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
 
 
 def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
-    """Call what `module:callable` or `file.py:callable` names.
-
-    Args:
-        spec: the name.
-        what: the argument of the command line that it stands in.
-        args: for the callable.
-        kwargs: likewise.
-
-    Raises:
-        ConfigError: there is none, or it raises something.
-    """
+    """Call what `module:callable` or `file.py:callable` names."""
     # The last colon, as a path may contain others.
     name, _, attribute = spec.rpartition(":")
     if not name or not attribute:
@@ -250,13 +206,7 @@ _SPEC = re.compile(
 
 
 class Spec(NamedTuple):
-    """One input of a model.
-
-    Args:
-        name: of a keyword input; "" for a positional one.
-        shapes: one, or one for each of several examples.
-        dtype: of its elements.
-    """
+    """One input of a model."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -270,9 +220,6 @@ def parse_spec(text: str) -> Spec:
     Spec(name='', shapes=((64, 3, 224, 224),), dtype='float32')
     >>> parse_spec("timestep=8,4:int64")
     Spec(name='timestep', shapes=((8,), (4,)), dtype='int64')
-
-    Raises:
-        ConfigError: it is not [NAME=]SHAPE[,SHAPE ...][:DTYPE].
     """
     match = _SPEC.fullmatch(text)
     dtype = (match["dtype"] or "float32") if match else ""
@@ -286,15 +233,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def make_examples(specs: Iterable[Spec], module: nn.Module) -> list[Any]:
-    """Example inputs without values, as `ucudnn.trace` takes them: a list of one per size.
-
-    Args:
-        specs: of all inputs; those with one shape have it in every example.
-        module: that they are for, which knows the names of its inputs.
-
-    Raises:
-        ConfigError: inputs have different numbers of shapes, or do not fit in memory.
-    """
+    """Example inputs without values, as `ucudnn.trace` takes them: a list of one per size."""
     specs = list(specs)
     counts = {len(spec.shapes) for spec in specs} - {1}
     if len(counts) > 1:
@@ -342,11 +281,7 @@ def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def examples_of(made: Any) -> list[Any]:
-    """The example inputs that a function of the user returned or yields.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The example inputs that a function of the user returned or yields."""
     import torch
 
     if isinstance(made, (torch.Tensor, tuple, Mapping)):

@@ -39,7 +39,6 @@ def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> 
 
 
 def _switch(name: str, meaning: str, panel: str | None = None) -> Any:
-    """Type of an option without a value."""
     return Annotated[bool, typer.Option(name, help=meaning, rich_help_panel=panel)]
 
 
@@ -142,7 +141,8 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[
             int,
             typer.Option(
-                *("-v", "--verbose"),
+                "-v",
+                "--verbose",
                 count=True,
                 show_default=False,
                 help="Say more; -vv: details.",
@@ -184,11 +184,7 @@ CacheOption = _of_setting("cache")[0]
 
 
 def takes_model(argument: Any) -> Callable[[Command], Command]:
-    """Give a command with a parameter `recipe` the flags that describe a model.
-
-    Args:
-        argument: type of the positional argument MODEL.
-    """
+    """Give a command with a parameter `recipe` the flags that describe a model."""
 
     def changed(command: Command) -> Command:
         def call(**values: Any) -> None:
@@ -203,11 +199,7 @@ def takes_model(argument: Any) -> Callable[[Command], Command]:
 
 
 def takes_settings(names: Iterable[str]) -> Callable[[Command], Command]:
-    """Give a command with a parameter `given` the flags of settings: their values by name.
-
-    Args:
-        names: names of the settings.
-    """
+    """Give a command with a parameter `given` the flags of settings: their values by name."""
     wanted = list(names)
 
     def changed(command: Command) -> Command:
@@ -241,7 +233,6 @@ def common(command: Command) -> Command:
 
 
 def _own(command: Command, *without: str) -> dict[str, tuple[Any, Any]]:
-    """The parameters of a command as flags."""
     hints = get_type_hints(command, include_extras=True)
     return {
         name: (hints[name], parameter.default)
@@ -264,11 +255,6 @@ def _with_flags(command: Command, call: Command, flags: Flags) -> Command:
 
 
 def _read_config(path: Path) -> Config:
-    """Read settings from a JSON file whose names are the fields of `Config`.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -286,12 +272,14 @@ def _read_config(path: Path) -> Config:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
-    """Settings from a file or the environment, overridden by flags.
+def require_file(output: Path) -> None:
+    """Refuse an --output that could not be written."""
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
 
-    Raises:
-        ConfigError: a value is not allowed; the message names the flag, if it is from one.
-    """
+
+def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
+    """Settings from a file or the environment, overridden by flags."""
     config = _read_config(file) if file else Config()
     try:
         return replace(config, **given)
@@ -303,11 +291,7 @@ def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def with_passes(given: Mapping[str, Any], infer: bool) -> dict[str, Any]:
-    """Settings with the passes to plan by --ops and --infer.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
+    """Settings with the passes to plan by --ops and --infer."""
     if not infer:
         return dict(given)
     if given.get("ops", "fprop") != "fprop":

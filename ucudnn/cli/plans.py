@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ucudnn.cli.console import SAYS_NO, bar, out, say
+from ucudnn.cli.console import SAYS_NO, bar, out, print_json, say
 from ucudnn.cli.options import CacheOption, JsonOption
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError, quoted
@@ -56,9 +55,10 @@ def show(
     if as_csv or as_json:
         from ucudnn.reports.text import plan_csv, plan_document
 
-        # Not through rich, which breaks long lines.
-        text = plan_csv(loaded) if as_csv else f"{json.dumps(plan_document(loaded))}\n"
-        print(text, end="")
+        if as_json:
+            print_json(plan_document(loaded))
+        else:
+            print(plan_csv(loaded), end="")
         return
     if segments:
         _show_segments(loaded)
@@ -105,11 +105,6 @@ def _show_segments(plan: Plan) -> None:
 
 
 def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
-    """Print every batch of the kernels of one number or layer.
-
-    Raises:
-        ConfigError: there is none.
-    """
     from ucudnn.reports.text import kernel_table
 
     for kernel in (plan.kernels[index] for index in _chosen(plan, wanted)):
@@ -129,11 +124,6 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
 
 
 def _chosen(plan: Plan, wanted: str) -> list[int]:
-    """The kernels of one number or layer, by their numbers.
-
-    Raises:
-        ConfigError: there is none.
-    """
     # A layer has several kernels, one per pass, so its name may choose more than one.
     found = [
         index
@@ -149,7 +139,6 @@ def _chosen(plan: Plan, wanted: str) -> list[int]:
 
 
 def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
-    """Print the best alternatives that were rejected, by what the plan and the cache know."""
     found = _rationales(replace(plan, kernels=(kernel,)), cache)[0].alternatives
     if not found:
         return
@@ -183,7 +172,6 @@ def report(
 
 
 def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
-    """Fronts and rejected alternatives, by what the plan and the cache know."""
     from ucudnn.tuning.rationale import rationales
     from ucudnn.tuning.tuner import open_recording
 
@@ -218,11 +206,9 @@ def check(
     numbers = itertools.count(1)
     with bar("checking") as update:
         findings = check_plan(loaded, canaries, lambda _: update(next(numbers), 4 + canaries))
-    # What was not looked at is no reason to say no.
     is_true = all(finding.is_true is not False for finding in findings)
     if as_json:
-        document = {"is_true": is_true, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(document))
+        print_json({"is_true": is_true, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
             say(f"{_WORDS[finding.is_true]:>7}  {finding.about}: {finding.said}")
@@ -245,7 +231,7 @@ def compare(
     found = compare_plans(Plan.load(one), Plan.load(other))
     names = (str(one), str(other))
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json(found.to_dict())
     else:
         for difference in found.differences:
             say(f"{difference.name}: {difference.one} | {difference.other}")

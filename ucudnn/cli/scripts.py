@@ -1,7 +1,7 @@
-"""`ucudnn run` and `ucudnn record`: an unchanged script by a plan, or with its convolutions noted.
+"""`ucudnn run`, `record`, `launch`: a script by a plan, with its convolutions noted, in many ranks.
 
-The script runs in this process as Python would run it: its arguments, `__main__`, exit status and
-tracebacks are its own. Processes that it starts find the same file in their environment.
+`run` and `record` run it in this process as Python would: its arguments, `__main__`, exit status
+and tracebacks are its own. Processes that it starts find the same file in their environment.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import atexit
 import builtins
 import os
 import runpy
+import shlex
+import signal
 import sys
 import zipfile
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,11 +23,13 @@ from typing import Annotated
 
 import typer
 
-from ucudnn.cli.console import say_error
+from ucudnn.cli.console import SAYS_NO, fail, say, say_error
+from ucudnn.cli.options import require_file
 from ucudnn.config import Startup, set_startup, startup
-from ucudnn.errors import ConfigError, UcudnnError, quoted
+from ucudnn.errors import ConfigError, RankError, UcudnnError, quoted
 from ucudnn.layer_table import read_rows
 from ucudnn.plan import Plan
+from ucudnn.units import parse_bytes
 
 # Everything from the script on is the script's own, also without `--` before it.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -38,12 +43,7 @@ ScriptArgument = Annotated[
 
 
 class ScriptCall(BaseException):
-    """Request to run a script; raised through typer, which has its own ways with exceptions.
-
-    Args:
-        words: the script and its arguments, as after `python`.
-        files: what it and its child processes take part in.
-    """
+    """Request to run a script; raised through typer, which has its own ways with exceptions."""
 
     def __init__(self, words: list[str], files: Startup) -> None:
         super().__init__(words)
@@ -81,8 +81,7 @@ def record(
 
     Example: ucudnn record -o layers.csv -- train.py --epochs 1
     """
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    require_file(output)
     path, words = output.resolve(), _checked(script)
     # Processes add to the table that they find.
     path.unlink(missing_ok=True)
@@ -198,8 +197,66 @@ def _own(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _torch_calls_us() -> bool:
-    """True if torch will call ucudnn when the script imports it."""
     # torch's own switch, and its own default.
     if os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
     return bool(entry_points(group="torch.backends", name="ucudnn")) and "torch" not in sys.modules
+
+
+def launch(
+    script: Annotated[list[str], typer.Argument(help="The script and its arguments, after --.")],
+    ranks_per_gpu: Annotated[
+        str, typer.Option(help="Ranks that share a GPU, or the processor: a number, or auto.")
+    ] = "1",
+    mps: Annotated[str, typer.Option(help="NVIDIA's MPS: auto, require or off.")] = "auto",
+    mps_percent: Annotated[
+        int, typer.Option(help="Percent of a GPU that a rank may use under MPS.")
+    ] = 100,
+    device_workspace: Annotated[
+        str | None,
+        typer.Option(help="Workspace of all ranks of a device, such as 512MiB; divided equally."),
+    ] = None,
+    torchrun: Annotated[
+        str, typer.Option(help='Further options of torchrun, such as "--max-restarts=2".')
+    ] = "",
+    trial_seconds: Annotated[
+        float, typer.Option(help="For auto: seconds in which a trial counts samples.")
+    ] = 10.0,
+    trial_rounds: Annotated[int, typer.Option(help="For auto: trials of each number.")] = 3,
+) -> None:
+    """Run a training script in several ranks for each GPU, or for the cores of a CPU.
+
+    Example: ucudnn launch --ranks-per-gpu 2 -- examples/ddp_resnet.py
+    """
+    # torch is imported only now that the command line is read.
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from ucudnn.distributed.counting import TrialTimes, find_ranks
+    from ucudnn.distributed.launching import Launch, launch
+
+    is_auto = ranks_per_gpu == "auto"
+    if not is_auto and not ranks_per_gpu.isdecimal():
+        raise ConfigError(f"--ranks-per-gpu must be a number or auto, got {ranks_per_gpu!r}")
+    settings = Launch(
+        ranks_per_device=1 if is_auto else int(ranks_per_gpu),
+        mps=mps,
+        mps_percent=mps_percent,
+        device_workspace=parse_bytes(device_workspace, "--device-workspace")
+        if device_workspace
+        else None,
+        torchrun_options=tuple(shlex.split(torchrun)),
+    )
+    try:
+        if is_auto:
+            # A signal ends the trial, too; later ones are the agent's.
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+            times = TrialTimes(measure_s=trial_seconds)
+            found = find_ranks(script, settings, times, trial_rounds, say_error)
+            say(f"--ranks-per-gpu {found} is used")
+            settings = replace(settings, ranks_per_device=found)
+        launch(script, settings, say_error)
+    except SignalException as error:
+        # As a shell reports a process that a signal has ended.
+        sys.exit(128 + error.sigval)
+    except RankError as error:
+        fail(str(error), SAYS_NO)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ucudnn.cli import options
-from ucudnn.cli.console import bar, say
+from ucudnn.cli.console import bar, print_json, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.errors import ConfigError, quoted
@@ -25,24 +24,14 @@ if TYPE_CHECKING:
 
 
 class TableFlags(NamedTuple):
-    """Flags that complete a table of layers, None where they are not given.
-
-    Args:
-        dtype: of all layers.
-        memory_format: layout of all layers, nchw or nhwc.
-        math: of all float32 layers.
-    """
+    """Flags that complete a table of layers, None where they are not given."""
 
     dtype: str | None
     memory_format: str | None
     math: str | None
 
     def require_right(self, recipe: Recipe) -> None:
-        """Refuse flags that have no effect on what is named.
-
-        Raises:
-            ConfigError: there is one, or `memory_format` is no layout.
-        """
+        """Refuse flags that have no effect on what is named."""
         if recipe.is_table:
             recipe.require_table()
         for name, value in zip(self._fields, self, strict=True):
@@ -59,17 +48,7 @@ class TableFlags(NamedTuple):
 
 
 def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type: str) -> Traced:
-    """The convolutions of a table of layers, as a trace of a model has them.
-
-    Args:
-        path: the table.
-        flags: that complete it.
-        ops: passes to read.
-        device_type: where they will be computed: TF32 exists on GPUs only.
-
-    Raises:
-        ConfigError: the table or a flag is wrong.
-    """
+    """The convolutions of a table of layers, as a trace of a model has them."""
     from ucudnn.tracing import Traced
 
     has_tf32 = device_type == "cuda"
@@ -156,7 +135,7 @@ def enumerate_(
     flags = TableFlags(dtype, memory_format, math)
     flags.require_right(recipe)
     # Imports the cuDNN backend, for which --help need not wait.
-    from ucudnn.backends.cudnn.enumeration import enumerate_candidates, parse_batches
+    from ucudnn.backends.cudnn.offline import enumerate_candidates, parse_batches
     from ucudnn.backends.cudnn.profile import DeviceProfile
 
     start = time.monotonic()
@@ -173,7 +152,7 @@ def enumerate_(
     document: dict[str, Any] = asdict(found)
     seconds = round(time.monotonic() - start, 3)
     if as_json:
-        print(json.dumps({**document, "seconds": seconds, "output": str(output)}))
+        print_json({**document, "seconds": seconds, "output": str(output)})
         return
     for sentence in (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."):
         say(sentence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +12,14 @@ import typer
 from msgspec import to_builtins
 
 from ucudnn.cli import options
-from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, progress, say, say_error
+from ucudnn.cli.console import (
+    SAYS_NO,
+    InterruptedCommandError,
+    print_json,
+    progress,
+    say,
+    say_error,
+)
 from ucudnn.cli.models import NamedModel, Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.cli.plans import print_plan
@@ -63,11 +69,7 @@ def tune(
 def _require_sense(
     recipe: Recipe, config: Config, given: Mapping[str, Any], output: Path | None
 ) -> None:
-    """Refuse what would have no effect, or be lost.
-
-    Raises:
-        ConfigError: a flag is one of these.
-    """
+    """Refuse what would have no effect, or be lost."""
     # Only as a flag: a file or the environment may be for models, too.
     if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
@@ -79,16 +81,11 @@ def _require_sense(
     if "solver" in given and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     # Now, because a plan that cannot be written after minutes of measuring would be lost.
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    if output is not None:
+        options.require_file(output)
 
 
 def _require_steps(recipe: Recipe, config: Config) -> None:
-    """Refuse to compile steps where none are timed.
-
-    Raises:
-        ConfigError: none are, or steps are profiled that must not be compiled.
-    """
     reason = ""
     if recipe.is_table:
         reason = "a table has none; leave it out"
@@ -105,7 +102,6 @@ def _require_steps(recipe: Recipe, config: Config) -> None:
 def _traced(
     recipe: Recipe, of_table: TableFlags, config: Config, is_compiled: bool
 ) -> tuple[Traced, NamedModel | None]:
-    """The convolutions to plan, and the model that computes them if there is one."""
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tuning.tuner import device_type
 
@@ -173,7 +169,6 @@ def _plan(
     on_progress: Callable[[Progress], None],
     remeasure: bool,
 ) -> Plan:
-    """Tune, and judge the plan by whole steps if there is a model to run."""
     from ucudnn.tuning.model import tune_traced
     from ucudnn.tuning.tuner import device_type, tune_problems
 
@@ -200,7 +195,6 @@ def _plan(
 
 
 def _keep(plan: Plan, calls: int, output: Path | None) -> str:
-    """Write the plan of an interrupted run, and print a summary."""
     sentence = "interrupted; measurements taken so far are in the cache"
     if output is None or not plan.kernels:
         return sentence
@@ -238,8 +232,7 @@ def _print_tuned(
             "micro_batch": plan.micro_batch,
             "output": None if output is None else str(output),
         }
-        # Not through rich, which breaks long lines.
-        print(json.dumps(summary))
+        print_json(summary)
         return
     print_plan(plan)
     # What came from the cache cost no tuning that would have to pay back.

@@ -21,8 +21,8 @@ from torch.utils._device import DeviceContext
 from ucudnn.backends import aten
 from ucudnn.backends.registry import BACKENDS
 from ucudnn.backends.tensors import memory_format, strides_of, uses_channels_last
+from ucudnn.execution.compiling import untraced
 from ucudnn.execution.execute import Call, as_kernel
-from ucudnn.execution.untraced import untraced
 from ucudnn.problem import OPS, Problem
 from ucudnn.system.processes import ForkSafeLock
 
@@ -94,23 +94,11 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up the call that computes a pass, and keep it; None if torch computes the pass.
-
-        Raises:
-            PlanError: the pass has no plan and must have one.
-        """
+        """Look up the call that computes a pass, and keep it; None if torch computes the pass."""
 
 
 class Bound:
-    """A convolution of operands of certain shapes, with the calls of its passes.
-
-    Args:
-        runner: whose plan it follows.
-        geometry: stride, padding and so on.
-        problems: by pass ("fprop", "dgrad", "wgrad"), without passes that only torch computes.
-        x: an input of these shapes.
-        w: a filter of these shapes.
-    """
+    """A convolution of operands of certain shapes, with the calls of its passes."""
 
     __slots__ = ("_bias", "_dy", "_is_last", "_passes", "_runner", "geometry", "problems")
 
@@ -138,11 +126,7 @@ class Bound:
         self._is_last = uses_channels_last(x, w, geometry, x.device.type)
 
     def planned(self, which: str, has_bias: bool = False) -> Pass | None:
-        """The planned call of a pass; None if torch's own convolution computes it.
-
-        Raises:
-            PlanError: it has no plan and `unplanned` is "error".
-        """
+        """The planned call of a pass; None if torch's own convolution computes it."""
         try:
             return self._passes[which]
         except KeyError:
@@ -225,17 +209,11 @@ def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass that a plan computes, for operands of any strides; the result has torch's strides.
-
-    Args:
-        call: the split, bound.
-        layout: the layout that its operands must have.
-        strides: the strides of torch's own result.
-    """
+    """A pass that a plan computes, for operands of any strides; the result has torch's strides."""
 
     call: Call
-    layout: torch.memory_format
-    strides: tuple[int, ...]
+    layout: torch.memory_format  # which its operands must have
+    strides: tuple[int, ...]  # of torch's own result
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the pass, and add the bias if there is one."""
@@ -257,15 +235,7 @@ class Pass:
 def convolution(
     runner: AbstractRunner, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
-    """A convolution whose forward, backward-data and backward-filter follow the runner's plan.
-
-    Args:
-        runner: runs the plan.
-        x: shape (N, C, *spatial) or without N.
-        w: shape (K, C / groups, *kernel); transposed (C, K / groups, *kernel).
-        bias: shape (K,) or None.
-        geometry: stride, padding and so on.
-    """
+    """A convolution whose forward, backward-data and backward-filter follow the runner's plan."""
     if not _only_plain_tensors(*((x, w) if bias is None else (x, w, bias))):
         return _torchs(x, w, bias, geometry)
     # torch accepts an unbatched input (C, *spatial); it is planned as a batch of one.

@@ -39,11 +39,7 @@ def axes_of(model: nn.Module) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class InputsFollow:
-    """A forward pre-hook that converts the inputs of a module to channels_last.
-
-    Args:
-        axes: numbers of axes of the inputs that it converts.
-    """
+    """A forward pre-hook that converts the inputs of a module to channels_last."""
 
     axes: frozenset[int]
 
@@ -69,16 +65,13 @@ def why_not_channels_last(model: nn.Module) -> str | None:
     """Reason why parameters and buffers of a model must keep their strides; None if they need not.
 
     In channels_last they would get new memory, and whatever uses the old one would not see what
-    training writes.
+    training writes. Ask it of the user's model: a copy does not show what the original shares.
 
     >>> model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
     >>> why_not_channels_last(model)
     >>> model[1].weight.data = model[0].weight.data
     >>> why_not_channels_last(model)
     'another tensor uses the memory of 0.weight'
-
-    Args:
-        model: as the user has it: a copy does not show what the original shares.
     """
     return _why_not(model, _changes(model, _last_strides))
 
@@ -89,24 +82,20 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     Parameters, buffers, gradients and the state of optimisers get other strides; they stay the same
     objects with the same values. Doing so twice does no harm. If it fails, nothing has changed.
 
-    Args:
-        model: any module.
-        parameters: False leaves all these as they are, and every convolution converts its input, so
-            that torch also computes in channels_last. This is always so if parameters are not plain
-            tensors, such as those that FSDP2 has sharded, or if they share their memory; the latter
-            with a warning.
+    With `parameters=False` all these stay as they are, and every convolution converts its input, so
+    that torch also computes in channels_last. This is always so if parameters are not plain
+    tensors, such as those that FSDP2 has sharded, or if they share their memory; the latter with a
+    warning.
     """
-    if not (parameters and all(type(one) in _PLAIN for one in model.parameters())):
-        restore_layout_(model)
-        _follow_in_convolutions(model)
-        return
-    changes = _changes(model, _last_strides)
+    is_kept = not (parameters and all(type(one) in _PLAIN for one in model.parameters()))
+    changes = [] if is_kept else _changes(model, _last_strides)
     reason = _why_not(model, changes)
     if reason is not None:
         warn(
             f"parameters and buffers keep their strides, because {reason}; each convolution "
             f"converts its operands to channels_last instead, which takes time"
         )
+    if is_kept or reason is not None:
         restore_layout_(model)
         _follow_in_convolutions(model)
         return
@@ -158,7 +147,6 @@ def restore_layout_(model: nn.Module) -> None:
 
 
 def _forget(model: nn.Module) -> None:
-    """Remove the recorded strides and the hooks."""
     for module in model.modules():
         vars(module).pop(_STRIDES, None)
         # Found by type, not by a handle kept from before, because a copied or unpickled model has
@@ -195,7 +183,6 @@ def _follow_in_convolutions(model: nn.Module) -> None:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and buffers with four or five axes."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and type(tensor) in _PLAIN and tensor.dim() in _RANKS:
@@ -214,13 +201,7 @@ def _first_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, .
 
 
 class _Change(NamedTuple):
-    """Other strides for a tensor.
-
-    Args:
-        name: in a sentence.
-        tensor: as the model, or an optimiser, holds it.
-        strides: that it is to have.
-    """
+    """Other strides for a tensor."""
 
     name: str
     tensor: Tensor
@@ -244,7 +225,7 @@ class _Change(NamedTuple):
 def _changes(
     model: nn.Module, strides_for: Callable[[nn.Module, str, Tensor], tuple[int, ...]]
 ) -> list[_Change]:
-    """What giving tensors other strides changes: these, their gradients, the optimisers' state."""
+    """Changes that give tensors other strides, and with them gradients and optimisers' state."""
     found: dict[int, _Change] = {}
     for path, module in model.named_modules():
         for name, tensor in _own(module):
@@ -278,7 +259,6 @@ def _that_follow(changed: dict[int, _Change]) -> Iterator[_Change]:
 
 
 def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
-    """Reason why the memory of these tensors must stay theirs; None without one."""
     moving = [one for one in changes if one.moves]
     if not moving:
         return None

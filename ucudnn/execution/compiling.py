@@ -1,4 +1,4 @@
-"""Models that torch.compile compiles: their original modules, and compiled code for steps alone.
+"""torch.compile: original modules of compiled models, code for steps alone, uncompiled functions.
 
 Steps that judge a plan compute on copies of the model, in two layouts. Their compiled code is apart
 from the user's, so that neither changes what the other runs or uses up its recompilations.
@@ -12,15 +12,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+# part of torch's own library: torch._dynamo, which takes seconds to import, is not needed
+from torch._C._dynamo import eval_frame
 
 # Compiled code that a function may have beyond Dynamo's limit while steps are judged.
 _MORE_RECOMPILATIONS = 16
 
 _numbers = count()
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_SKIP = eval_frame._FrameAction.SKIP
+_SKIP_ALL = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+_SKIP_THIS = eval_frame._FrameExecStrategy(_SKIP, eval_frame._FrameAction.DEFAULT)
 
 
 def original_of(model: nn.Module) -> nn.Module:
@@ -80,9 +87,6 @@ def uncompiled(is_needed: bool = True) -> Iterator[None]:
     >>> with uncompiled():
     ...     layer(torch.ones(3, 2)).shape
     torch.Size([3, 1])
-
-    Args:
-        is_needed: False does nothing, for models that are not compiled.
     """
     if not is_needed:
         yield
@@ -109,14 +113,12 @@ def room_to_compile(model: nn.Module) -> Iterator[None]:
 def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
     """Compiled code of a copy of a model, by the model's settings and apart from its code.
 
+    A model that is not wrapped may have compiled modules in it, and then its copy has them, too.
+
     >>> layer, x = nn.Linear(2, 1), torch.ones(3, 2)
     >>> again = copy.deepcopy(layer)
     >>> torch.equal(compiled_as(torch.compile(layer, backend="eager"), again)(x), layer(x))
     True
-
-    Args:
-        model: wrapped by torch.compile; or with compiled modules in it, as its copy has, too.
-        copied: a copy of the original module.
     """
     return _apart(compiler_of(model))(_call_of(copied)) if is_wrapped(model) else copied
 
@@ -171,3 +173,36 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
 def _own_call(module: nn.Module) -> Callable[..., Any] | None:
     """The compiled call of a module that `module.compile()` compiled in place."""
     return module._compiled_call_impl
+
+
+# After a graph break Dynamo inspects every Python frame that the thread enters while the compiled
+# function runs, including frames that torch's dispatcher or autograd calls.
+def untraced(function: _Function) -> _Function:
+    """Decorate a function that Dynamo must not compile, including everything that it calls.
+
+    `torch.compiler.disable` does the same by a wrapper, which costs a microsecond per call and
+    imports torch._dynamo. This decorator marks the code object, so calls cost nothing more.
+
+    >>> @untraced
+    ... def kernel(x):
+    ...     return x + 1
+    >>> kernel(1)
+    2
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # breaks the caller's graph
+    return function
+
+
+def untraced_alone(function: _Function) -> _Function:
+    """Decorate a function that Dynamo must not compile, though it may compile what it calls.
+
+    >>> @untraced_alone
+    ... def twice(layer, x):
+    ...     return layer(layer(x))
+    >>> twice(abs, -1)
+    1
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_THIS)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # breaks the caller's graph
+    return function

@@ -30,9 +30,7 @@ _PART = 2
 class Copied(NamedTuple):
     """A model and its inputs, which share nothing that is written to with the originals.
 
-    Args:
-        model: the copy; parameters have no gradients.
-        inputs: for the copy.
+    The parameters have no gradients.
     """
 
     model: nn.Module
@@ -42,21 +40,14 @@ class Copied(NamedTuple):
 def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = None) -> Copied:
     """Copy a model with everything that it leads to, closures of its hooks included.
 
-    Classes and globals stay shared. Compiled parts are compiled anew, apart from the user's.
+    Classes and globals stay shared. Compiled parts are compiled anew, apart from the user's. With a
+    fake mode, parameters, buffers and inputs become fake tensors, without memory; what cannot be
+    copied then, such as a lock, is shared.
 
     >>> layer = nn.Linear(2, 1)
     >>> twin, _ = copied(layer, torch.ones(3, 2))
     >>> torch.equal(twin.weight, layer.weight), twin.weight.data_ptr() == layer.weight.data_ptr()
     (True, False)
-
-    Args:
-        model: any module.
-        inputs: any structure.
-        fake_mode: to copy parameters, buffers and inputs as fake tensors, without memory. What
-            cannot be copied then, such as a lock, is shared.
-
-    Raises:
-        UnsupportedError: something that the model leads to cannot be copied.
     """
     shared: dict[int, Any] = {}
     wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
@@ -144,7 +135,7 @@ class _Unavailable:
 
 
 class _Real(TorchFunctionMode):
-    """Copies tensors that are results of autograd, too, and of a part of memory only that part."""
+    """Also copies results of autograd; of a tensor that is a part of its memory, only that part."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -158,13 +149,7 @@ class _Real(TorchFunctionMode):
 
 
 class _Fake(TorchFunctionMode):
-    """Copies tensors as fake ones; of others than parameters, buffers and inputs values are kept.
-
-    Args:
-        fake_mode: the mode.
-        model: the model.
-        inputs: its inputs.
-    """
+    """Copies parameters, buffers and inputs as fake tensors; other tensors keep their values."""
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -195,9 +180,6 @@ class _Values:
     """Renews what `copy.deepcopy` shares because it takes it for a value, in all that it copied.
 
     Functions have state in their closures, and weak references lead to the original model.
-
-    Args:
-        memo: of the copy.
     """
 
     def __init__(self, memo: dict[int, Any]) -> None:
@@ -205,7 +187,6 @@ class _Values:
         self._cells: dict[int, CellType] = {}
 
     def renew(self) -> None:
-        """Replace these values wherever a copy holds one."""
         seen = {id(self._memo)}  # under which the originals are kept alive
         while left := [(key, one) for key, one in self._memo.items() if key not in seen]:
             seen.update(key for key, _ in left)
@@ -313,7 +294,9 @@ class _Values:
         fresh = [cell for cell in cells if id(cell) not in self._cells]
         self._cells.update({id(cell): CellType() for cell in fresh})
         again = FunctionType(
-            *(function.__code__, function.__globals__, function.__name__),
+            function.__code__,
+            function.__globals__,
+            function.__name__,
             closure=tuple(self._cells[id(cell)] for cell in cells),
         )
         # Before its variables are copied: one of them may be the function.

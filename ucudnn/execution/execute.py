@@ -58,34 +58,19 @@ def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of a split: its problem, and its views of the whole tensors.
+    """One step of a split: its problem, and its views of the whole tensors."""
 
-    Args:
-        problem: at the chunk's batch and rows; None if the result is zero for any operands.
-        algorithm: the algorithm that computes it.
-        executable: built for it.
-        a: the part of the first operand: x for fprop and wgrad, dy for dgrad.
-        b: the part of the second: w for fprop and dgrad, dy for wgrad.
-        out: the part of the result.
-    """
-
-    problem: Problem | None
+    problem: Problem | None  # None if the result is zero for any operands
     algorithm: str
     executable: Executable
-    a: Slices
-    b: Slices
+    a: Slices  # of x for fprop and wgrad, of dy for dgrad
+    b: Slices  # of w for fprop and dgrad, of dy for wgrad
     out: Slices
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A split bound to the executables that compute its steps.
-
-    Args:
-        problem: what to compute, with the batch that the split divides.
-        split: steps along the batch or along the outermost spatial axis.
-        chunks: one per step.
-    """
+    """A split bound to the executables that compute its steps."""
 
     problem: Problem
     split: Split
@@ -94,11 +79,8 @@ class Call:
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the problem; every split of it gives the same sums.
 
-        Args:
-            a: x for fprop and wgrad, dy for dgrad; contiguous in the problem's layout.
-            b: w for fprop and dgrad, dy for wgrad; likewise.
-            bias: one element per channel of the result of fprop or dgrad. It is added chunk by
-                chunk: by the executable, or while the chunk is in the cache.
+        Operands are contiguous in the problem's layout. A bias (fprop, dgrad) is added chunk by
+        chunk: by the executable, or while the chunk is in the cache.
         """
         if len(self.chunks) == 1:
             (only,) = self.chunks
@@ -114,7 +96,7 @@ class Call:
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
             if result is None:
-                first = run_first(chunk.executable, a[chunk.a], b[chunk.b])
+                first = chunk.executable.begin(a[chunk.a], b[chunk.b])
                 # an algorithm may lay its result out by a view's strides; the next one adds to it
                 result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
@@ -133,11 +115,7 @@ class Call:
 
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Build the executables of a split; chunks that differ only in their place share one.
-
-    Raises:
-        UnsupportedError: an algorithm of the split does not compute a chunk on this backend.
-    """
+    """Build the executables of a split; chunks that differ only in their place share one."""
     chunks = []
     # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
     built: dict[tuple[Problem | None, str], Executable] = {}
@@ -147,26 +125,20 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
         if key not in built:
             # A batch chunk was checked with the problem. A slab has its own input size and padding,
             # which an algorithm may refuse although it computes the whole problem.
+            reason = None
             if split.axis == "spatial" and whole:
-                _require_slab(backend, whole, step.algorithm)
+                reason = backend.slab_refusal(whole, step.algorithm)
+            if reason is not None:
+                raise UnsupportedError(
+                    f"{step.algorithm} does not compute the slab {whole}: {reason}"
+                )
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
         chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
     return Call(problem, split, tuple(chunks))
 
 
-def _require_slab(backend: AbstractBackend, problem: Problem, algorithm: str) -> None:
-    reason = backend.slab_refusal(problem, algorithm)
-    if reason is not None:
-        raise UnsupportedError(f"{algorithm} does not compute the slab {problem}: {reason}")
-
-
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Like `bind`, and check that every step can run, which some backends find out late.
-
-    Raises:
-        UnsupportedError: a step cannot run, for example because the plan was made for other
-            versions or threads.
-    """
+    """Like `bind`, and check that every step can run, which some backends find out late."""
     call = bind(backend, problem, split)
     # Chunks of the same problem and algorithm need one trial build; dict.fromkeys also keeps their
     # order, so that the error names the first step that fails.
@@ -238,15 +210,6 @@ class _Zero(Executable):
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Add nothing."""
-
-
-def run_first(executable: Executable, x: Tensor, dy: Tensor) -> Tensor:
-    """dw of the first chunk, in the precision in which later chunks are added.
-
-    Half-precision sums are kept in float32, because rounding every partial sum would lose small
-    gradients.
-    """
-    return executable.begin(x, dy)
 
 
 def empty_result(problem: Problem, like: Tensor) -> Tensor:

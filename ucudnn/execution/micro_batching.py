@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ucudnn.errors import PlanError, warn
-from ucudnn.execution.untraced import untraced, untraced_alone
+from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.segment import Segment
 
 _Run = Callable[..., Any]

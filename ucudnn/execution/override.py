@@ -12,7 +12,7 @@ from torch.library import Library
 from ucudnn.backends import aten
 from ucudnn.backends.registry import entry_for_device
 from ucudnn.execution.autograd import Geometry
-from ucudnn.execution.untraced import untraced
+from ucudnn.execution.compiling import untraced
 from ucudnn.system.processes import ForkSafeLock
 
 # Guards the lists of open plans: threads may install and close plans at the same time.
@@ -150,7 +150,6 @@ def _frozen(
     output_padding: list[int],
     groups: int,
 ) -> Geometry:
-    """The dispatcher's arguments as a hashable value."""
     return Geometry(
         tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups
     )

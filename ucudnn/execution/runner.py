@@ -47,18 +47,12 @@ class Layer(NamedTuple):
 class Runner(AbstractRunner):
     """Runs convolutions by a plan: looks a split up once per shape, then reuses it.
 
-    Args:
-        plan: None: every shape is unplanned.
-        config: settings, of which `unplanned` and `ops` matter here; default: the plan's.
-        is_checked: the plan is known to be for this device; False: look when the first planned
-            shape comes.
+    A plan that is not known to be for this device is held against it when the first planned shape
+    comes.
     """
 
     def __init__(
-        self,
-        plan: Plan | None,
-        config: Config | None = None,
-        is_checked: bool = True,
+        self, plan: Plan | None, config: Config | None = None, is_checked: bool = True
     ) -> None:
         super().__init__()
         self._is_checked = is_checked
@@ -80,7 +74,6 @@ class Runner(AbstractRunner):
 
     @property
     def _refuses(self) -> bool:
-        """True if nothing may be left to torch."""
         return self.config.unplanned == "error"
 
     # The backend and the bound calls hold handles of this process; a copy makes its own.
@@ -161,11 +154,6 @@ class Runner(AbstractRunner):
             return None
 
     def _decline(self, problem: Problem, sentence: str) -> None:
-        """Leave a shape to torch with a warning, or refuse to.
-
-        Raises:
-            PlanError: nothing may be left to torch.
-        """
         if self._refuses:
             raise PlanError(f"unplanned='error' refuses {problem} without its plan: {sentence}")
         self._warn(problem, sentence)
@@ -236,15 +224,7 @@ def _is_left_out(problem: Problem, plan: Plan) -> bool:
 
 
 def is_followed(plan: Plan, config: Config) -> bool:
-    """Decide whether a plan is followed here; False, with a warning, if it is for another device.
-
-    Args:
-        plan: to run.
-        config: settings to run it by.
-
-    Raises:
-        PlanError: something of the plan does not hold here, and `unplanned` is "error".
-    """
+    """Whether a plan is followed here; False, with a warning, if it is for another device."""
     if config.unplanned == "error":
         require_valid(plan)
         return True
@@ -257,14 +237,7 @@ def is_followed(plan: Plan, config: Config) -> bool:
 
 
 def _require_same_device(plan: Plan) -> None:
-    """Refuse a plan for other hardware; warn of one for other versions or threads.
-
-    Args:
-        plan: to run.
-
-    Raises:
-        PlanError: the plan was made for another device.
-    """
+    """Refuse a plan for other hardware; warn of one for other versions or threads."""
     backend = open_backend(plan.backend)
     device = backend.device()
     threads = backend.conditions().threads

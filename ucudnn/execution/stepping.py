@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.errors import UcudnnError
@@ -24,38 +27,35 @@ from ucudnn.execution.compiling import (
 )
 from ucudnn.execution.copying import copied
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.execution.randomness import (
-    SameRandomNumbers,
-    same_random_states,
-    same_settings,
-    seed_all,
-)
 from ucudnn.segment import WHOLE, Division
 
-# What a step may raise where it was traced but cannot be computed here.
-STEP_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
-    *(NotImplementedError, RuntimeError, TypeError, ValueError, UcudnnError),
+_SEED = 0
+_CUDNN_FLAGS = ("enabled", "benchmark", "deterministic")
+# What a model's own code raises when it does not like its input.
+MODEL_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
+# What a step may raise where it was traced but cannot be computed here.
+STEP_ERRORS = (*MODEL_ERRORS, MemoryError, UcudnnError)
 
 
 def run_step(
     model: Callable[..., Any], inputs: Any, backward: bool = True, is_smooth: bool = False
 ) -> Any:
-    """Compute forward and backward; gradients are added to those of the parameters.
+    """Compute forward and backward, and return the outputs; gradients add to the parameters'.
+
+    Inputs are a tensor, a tuple of positional or a dict of keyword inputs. The loss is the sum of
+    the outputs; a smooth one, the sum of their squares.
 
     >>> layer = nn.Linear(2, 1)
     >>> run_step(layer, torch.ones(3, 2)).shape, layer.bias.grad.abs()
     (torch.Size([3, 1]), tensor([3.]))
-
-    Args:
-        model: a model or compiled code of one.
-        inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
-        backward: run the backward pass too, where an output requires a gradient.
-        is_smooth: the gradient of the squares of the outputs, not of their sum.
-
-    Returns:
-        The outputs.
     """
     # New leaves: gradients of inputs are computed, and go nowhere.
     args, kwargs = tree_map_only(Tensor, _leaf, _arguments(inputs))
@@ -109,12 +109,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class Results(NamedTuple):
-    """Outputs and gradients of a step.
-
-    Args:
-        outputs: of the model.
-        gradients: of its parameters.
-    """
+    """Outputs and gradients of a step."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -123,21 +118,8 @@ class Results(NamedTuple):
 class Steps:
     """One training step for each of several example inputs, by a copy of the model.
 
-    What forward changes stays changed in the copy from one step to the next.
-
-    Args:
-        model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
-            list of these.
-        backward: run the backward pass too.
-        memory_format: "keep", or "channels_last": the copy is in that layout.
-        division: how the step is divided.
-
-    Attributes:
-        model: the copy.
-
-    Raises:
-        UnsupportedError: the model cannot be copied.
+    What forward changes stays changed in the copy from one step to the next. A list holds several
+    example inputs.
     """
 
     def __init__(
@@ -202,8 +184,7 @@ class Steps:
     def results(self, nudge: float = 0.0) -> Results:
         """Compute all steps of a new copy, with random numbers that are the same in every layout.
 
-        Args:
-            nudge: change each weight by this fraction of itself, up or down at random.
+        A nudge changes each weight by this fraction of itself, up or down at random.
         """
         model, examples = self._copied()
         if nudge:
@@ -239,11 +220,7 @@ def _nudge_(model: nn.Module, nudge: float) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Compute steps of a model within the context; it restores random states and torch's settings.
-
-    Args:
-        model: whose code may be compiled again within the context.
-    """
+    """Context in which steps of a model are computed; random states and settings are restored."""
     with (
         # Tensors made inside inference mode cannot take part in autograd, even after it is left.
         torch.inference_mode(False),
@@ -292,3 +269,97 @@ def tensors_of(tree: Any) -> list[Tensor]:
     if isinstance(tree, (tuple, list)):
         return [tensor for branch in tree for tensor in tensors_of(branch)]
     return []
+
+
+# Process-wide state that steps of a model may change: random states, and settings of torch.
+@contextmanager
+def same_random_states(on_devices: bool = True) -> Iterator[None]:
+    """Restore the random states of torch, Python and NumPy when the context ends.
+
+    >>> with same_random_states():
+    ...     inside = random.random()
+    >>> random.random() == inside
+    True
+    """
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        # `None` stands for all GPUs; with an empty list only the state of the CPU is kept.
+        with torch.random.fork_rng(devices=None if on_devices else []):
+            yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+
+
+# Settings of torch that code of models sets, each with a function that reads it.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+)
+
+
+@contextmanager
+def same_settings() -> Iterator[None]:
+    """Restore settings of torch when the context ends: default dtype, threads, precision, cuDNN's.
+
+    >>> with same_settings():
+    ...     torch.set_default_dtype(torch.float64)
+    >>> torch.get_default_dtype()
+    torch.float32
+    """
+    before = [read() for read, _ in _SETTINGS]
+    cudnn = torch.backends.cudnn
+    flags = {name: getattr(cudnn, name) for name in _CUDNN_FLAGS}
+    try:
+        yield
+    finally:
+        for (read, write), value in zip(_SETTINGS, before, strict=True):
+            if read() != value:
+                write(value)
+        for name, value in flags.items():
+            if getattr(cudnn, name) != value:
+                setattr(cudnn, name, value)
+
+
+def seed_all() -> None:
+    """Seed the generators of torch, of Python and of NumPy with one fixed number."""
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+
+
+class SameRandomNumbers(TorchDispatchMode):
+    """Gives each element of a tensor the same random number in any layout of the tensor.
+
+    torch draws random numbers in the order of memory, so dropout would otherwise drop other
+    elements in channels_last.
+
+    >>> x = torch.ones(2, 3, 4, 4)
+    >>> found = []
+    >>> for one in (x, x.to(memory_format=torch.channels_last)):
+    ...     seed_all()
+    ...     with SameRandomNumbers():
+    ...         found.append(torch.nn.functional.dropout(one))
+    >>> torch.equal(*found)
+    True
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, with tensors in one order of memory if it draws numbers."""
+        del types
+        # torch tags every operator that reads a generator, so no list of operators is needed here.
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        plain = tree_map_only(Tensor, Tensor.contiguous, args)
+        result = func(*plain, **(kwargs or {}))
+        # In-place operators such as `bernoulli_` wrote into the contiguous copies, so the caller's
+        # tensors still need the values.
+        if not func._schema.is_mutable:
+            return result
+        for given, used in zip(args, plain, strict=True):
+            if isinstance(given, Tensor) and given is not used:
+                given.copy_(used)
+        # An in-place operator returns its argument: callers expect the tensor that they passed.
+        return args[0] if result is plain[0] else result

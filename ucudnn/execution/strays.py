@@ -33,16 +33,9 @@ Watched = list[ReferenceType[Tensor]]
 def without_strays(model: nn.Module) -> Iterator[Watched]:
     """Take out of globals, classes and caches the fake tensors that are alive at the end.
 
-    Where a name of a module or class of the model had another value before, it gets that back.
-
-    Args:
-        model: the original; a copy of it is traced within the context.
-
-    Yields:
-        A list to which references of all fake tensors are added.
-
-    Raises:
-        ConfigError: one was found in an unexpected place; it was taken out there, too.
+    Where a name of a module or class of the model had another value before, it gets that back. A
+    tensor in an unexpected place is taken out, too, and named in an error. References of all fake
+    tensors must be added to the list that the context yields.
     """
     names = [*_names_of(model)]
     watched: Watched = []
@@ -102,7 +95,6 @@ class _Names(NamedTuple):
     delete: Callable[[Any], object]
 
     def put_back(self, strays: set[int]) -> None:
-        """Give what leads to strays the earlier values."""
         for name, value in [*self.now.items()]:
             if not _leads_to(value, strays):
                 continue
@@ -142,9 +134,8 @@ def _leads_to(value: object, strays: set[int]) -> bool:
 
 
 def _is_followed(value: object) -> bool:
-    return isinstance(value, (*_CONTAINERS, tuple)) or type(value).__name__ in (
-        *("_lru_cache_wrapper", "_lru_list_elem"),
-    )
+    is_container = isinstance(value, (*_CONTAINERS, tuple))
+    return is_container or type(value).__name__ in ("_lru_cache_wrapper", "_lru_list_elem")
 
 
 def _take_out(strays: list[Tensor]) -> list[str]:
@@ -174,7 +165,6 @@ def _remove(holder: Any, ids: set[int]) -> None:
 
 
 def _keep(holder: Any, is_kept: Callable[[Any], bool]) -> None:
-    """Remove from a list, a set or a deque what is not kept."""
     kept = [one for one in holder if is_kept(one)]
     if len(kept) < len(holder):
         holder.clear()

@@ -34,12 +34,7 @@ def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
 
 
 def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
-    """Findings on device, versions, conditions, builds, determinism; another device ends them.
-
-    Args:
-        plan: to check.
-        backend: of this machine.
-    """
+    """Findings on device, versions, conditions, builds, determinism; another device ends them."""
     # On another device versions and times would differ for that reason alone.
     if backend.device() != plan.device:
         said = f"the plan is for {plan.device}, this is {backend.device()}"
@@ -56,11 +51,7 @@ def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[F
 
 
 def require_valid(plan: Plan) -> None:
-    """Refuse a plan of which anything does not hold on this machine.
-
-    Raises:
-        PlanError: something does not hold; the message has each finding.
-    """
+    """Refuse a plan of which anything does not hold on this machine."""
     try:
         found = list(findings_without_running(plan, open_backend(plan.backend)))
     except UnsupportedError as error:
@@ -77,10 +68,6 @@ def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
     """Sentence on algorithms of a deterministic plan whose results vary here, "" without any.
 
     torch's own convolution on a GPU depends on a setting of torch, which a plan cannot fix.
-
-    Args:
-        plan: made with `Config.deterministic`.
-        backend: of this machine.
     """
     for kernel in plan.kernels:
         listed = (*backend.candidates(kernel.problem), *backend.bias_candidates(kernel.problem))
@@ -114,12 +101,7 @@ def _compared(about: str, there: Software | Conditions, here: Software | Conditi
 
 
 def refusals(kernel: KernelPlan, backend: AbstractBackend) -> Iterator[str]:
-    """For each batch that a backend does not compute as planned, the reason.
-
-    Args:
-        kernel: a kernel's plan, of which every batch is asked for.
-        backend: of the plan's device.
-    """
+    """For each batch that a backend does not compute as planned, the reason."""
     for batch in range(1, kernel.problem.batch + 1):
         if kernel.covers(batch):
             problem = kernel.problem.with_batch(batch)
@@ -129,11 +111,7 @@ def refusals(kernel: KernelPlan, backend: AbstractBackend) -> Iterator[str]:
 
 
 def require_real(kernels: Iterable[KernelPlan], backend: AbstractBackend) -> None:
-    """Refuse plans that a backend does not compute at every batch.
-
-    Raises:
-        PlanError: a plan has such an algorithm.
-    """
+    """Refuse plans that a backend does not compute at every batch."""
     for kernel in kernels:
         for reason in refusals(kernel, backend):
             raise PlanError(f"the plan of {kernel.problem} cannot be followed: {reason}")

@@ -31,7 +31,7 @@ _COLORS = {
 _COLOR_BY_OP = {"fprop": "#56b4e9", "dgrad": "#e69f00", "wgrad": "#009e73"}
 _COLOR_BY_WAY = {"torch": "#8c8c8c", "segments": "#009e73", "loop": "#e69f00", "plan": "#0072b2"}
 # Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
-_PALETTE = ("#c4c4c4", *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00"))
+_PALETTE = ("#c4c4c4", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00")
 _PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
 # For a light page and a dark one: the page decides about the colour of text.
 _GRID = {"gridcolor": "rgba(128,128,128,.25)", "zeroline": False}
@@ -100,7 +100,6 @@ def charts(plan: Plan) -> tuple[Chart, ...]:
 def rows_of(plan: Plan) -> list[Row]:
     """The kernels, by the time of torch's default over all calls, the longest first."""
 
-    # False sorts before True; the longest time comes first.
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
         kernel = numbered[1]
         timing = kernel.default or kernel.timing
@@ -164,7 +163,6 @@ def _bars(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
 
 
 def _series(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
-    """Common settings of the marks of one series in a chart."""
     named = "torch's default" if arm == "default" else "plan"
     return {
         "name": f"{named}, {'predicted' if predicted else 'measured'}",
@@ -176,7 +174,6 @@ def _series(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
 
 
 def _details(row: Row, timing: Timing, arm: str) -> str:
-    """Description of one mark, in lines."""
     taken = f"~{format_ns(timing.time_ns)} a call, predicted"
     if not timing.is_predicted:
         taken = (
@@ -191,7 +188,6 @@ def _details(row: Row, timing: Timing, arm: str) -> str:
             lines.append(f"predicted sum of the parts over measured: {ratio:.2f}")
     layers = textwrap.shorten(", ".join(row.kernel.layers), 180, placeholder=" ...")
     lines.append(f"calls: {row.calls} ({layers})")
-    # plotly does not break lines
     wrapped = [plain(part) for line in lines for part in textwrap.wrap(line, 90)]
     return "<br>".join([f"<b>{row.number}  {plain(str(row.kernel.problem))}</b>", *wrapped])
 
@@ -247,7 +243,6 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
 
 
 def _splits(every: Sequence[Row]) -> Iterator[Chart]:
-    """The chunks of the kernels that are not torch's own; nothing if there are none."""
     kept = [row for row in every if not row.split.is_default]
     if not kept:
         return
@@ -329,6 +324,17 @@ def _over(xaxis: dict[str, Any], yaxis: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _bytes_from_zero(title: str, most: int) -> dict[str, Any]:
+    """A linear axis of bytes, with about ten ticks at multiples of a power of two."""
+    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
+    return {
+        "title": {"text": title},
+        "range": [0, most * 1.05],
+        "tickvals": [*ticks],
+        "ticktext": [*map(format_bytes, ticks)],
+    }
+
+
 class _Call(NamedTuple):
     """A convolution of a step, with the time of all before it, and what is live beside it."""
 
@@ -369,12 +375,8 @@ def _timeline(plan: Plan) -> Iterator[Chart]:
             traces.append(_allocated(f"workspace of {op}", color, chosen, sizes))
     for name, size, color in levels:
         traces.append(_limit(f"{name} {format_bytes(size)}", [0, end], [size, size], color))
-    most = max(size for _, size, _ in levels)
-    # About ten multiples of a power of two.
-    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
     xaxis = {"title": {"text": "time of convolutions"}, **_SECONDS, "range": [0, end]}
-    yaxis = {"title": {"text": "allocated"}, "range": [0, most * 1.05]}
-    yaxis |= {"tickvals": [*ticks], "ticktext": [*map(format_bytes, ticks)]}
+    yaxis = _bytes_from_zero("allocated", max(size for _, size, _ in levels))
     caption = (
         "Convolutions of a step by the plan, in their order: memory that is allocated beside the "
         "workspace of each, and its workspace on top. The time axis adds up the convolutions; "
@@ -413,10 +415,7 @@ def _ways(plan: Plan) -> Iterator[Chart]:
     budget = memory.budget_bytes
     slowest = max(way.time_ns for way in known) / 1e9
     traces.append(_limit(f"budget {format_bytes(budget)}", [budget, budget], [0, slowest]))
-    most = max(budget, *(way.peak_bytes for way in known))
-    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
-    axis = {"title": {"text": "peak of a step"}, "range": [0, most * 1.05]}
-    axis |= {"tickvals": [*ticks], "ticktext": [*map(format_bytes, ticks)]}
+    axis = _bytes_from_zero("peak of a step", max(budget, *(way.peak_bytes for way in known)))
     caption = (
         "Each mark is a step that was run, as large dots, or estimated from the parts of such "
         "steps. Further left is less memory, further down is faster."
@@ -458,12 +457,7 @@ class _Mark(NamedTuple):
 
 
 def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
-    """Time over workspace of one kernel at a time, which is chosen from a list in the chart.
-
-    Args:
-        plan: a plan with at least one kernel.
-        rationales: what else is known of its kernels, in their order.
-    """
+    """Time over workspace of one kernel at a time, which is chosen from a list in the chart."""
     rows = rows_of(plan)
     drawn = [_front_of(plan, row, rationales[row.number]) for row in rows]
     # Traces of all kernels, each with the place of its kernel; those of one are visible at a time.
@@ -505,7 +499,6 @@ def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
 def _front_of(
     plan: Plan, row: Row, rationale: Rationale
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Traces of one kernel, and the axes that show them."""
     marks, limit = _near_marks(row.kernel, rationale), plan.limit_bytes(row.kernel)
     front = rationale.front
     sizes = [size for size, _ in front] + [one.workspace_bytes for one in marks]

@@ -12,13 +12,7 @@ from ucudnn.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field of two plans.
-
-    Args:
-        name: such as "software.torch".
-        one: its value in the first plan, as text.
-        other: in the second.
-    """
+    """A field of two plans."""
 
     name: str
     one: str
@@ -27,14 +21,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A kernel in two plans.
-
-    Args:
-        problem: the kernel with its largest batch; the same layer at another batch is another
-            kernel.
-        one: its plan in the first plan; None if it is not there.
-        other: in the second.
-    """
+    """A kernel in two plans."""
 
     problem: Problem
     one: KernelPlan | None
@@ -51,14 +38,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of two plans.
-
-    Args:
-        one: a plan.
-        other: another.
-        differences: fields in which they differ, without times.
-        pairs: every kernel of either.
-    """
+    """The comparison of two plans."""
 
     one: Plan
     other: Plan
@@ -101,10 +81,6 @@ def compare(one: Plan, other: Plan) -> Comparison:
     >>> before, after = (Plan((), cpu, Software(it), Conditions(), config) for it in ("1", "2"))
     >>> compare(before, after).differences, compare(before, after).is_same
     ((Difference(name='software.torch', one='1', other='2'),), True)
-
-    Args:
-        one: a plan.
-        other: another.
     """
     kernels = [{kernel.problem: kernel for kernel in plan.kernels} for plan in (one, other)]
     # In the order of the first plan, then those that only the second one has.

@@ -86,18 +86,7 @@ td.number, th.number {{ text-align: right; white-space: nowrap;
 def report(
     plan: Plan, rationales: Sequence[Rationale] | None = None, remarks: Sequence[str] = ()
 ) -> str:
-    """Draw a plan as one HTML page that loads nothing from elsewhere.
-
-    >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
-
-    Args:
-        plan: the plan to draw.
-        rationales: what else is known of its kernels, in their order; None: nothing.
-        remarks: further sentences for the top.
-
-    Raises:
-        UcudnnError: plotly is not installed.
-    """
+    """Draw a plan as one HTML page that loads nothing from elsewhere."""
     try:
         from plotly.io import to_html
     except ImportError as error:
@@ -119,18 +108,7 @@ def write_report(
     rationales: Sequence[Rationale] | None = None,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Write the report of a plan; readers see the old file or the new one, never a part.
-
-    Args:
-        plan: the plan to draw.
-        path: name of the file.
-        rationales: as for `report`.
-        remarks: as for `report`.
-
-    Raises:
-        PlanError: the file cannot be written.
-        UcudnnError: plotly is not installed.
-    """
+    """Write the report of a plan; readers see the old file or the new one, never a part."""
     write(path, report(plan, rationales, remarks).encode(), "the report")
 
 
@@ -172,7 +150,6 @@ def _missing(heading: str) -> str:
 
 
 def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
-    """The charts of all kernels and of the step."""
     found = {chart.name: chart for chart in charts(plan)}
     for name in ("Times", "Workspaces", "Splits", "Timeline"):
         if name not in found:
@@ -203,9 +180,12 @@ def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], st
     for row in rows_of(plan):
         timing, known = row.kernel.timing, rationales[row.number].alternatives
         plans = Alternative(
-            *(row.split, timing.time_ns, timing.workspace_bytes, None),
-            not timing.is_predicted,
-            "the plan",
+            row.split,
+            timing.time_ns,
+            timing.workspace_bytes,
+            error=None,
+            is_measured=not timing.is_predicted,
+            reason="the plan",
         )
         for one in (plans, *known):
             table.add_row(str(row.number), names[row.number], *one.cells)

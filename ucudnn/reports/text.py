@@ -25,23 +25,19 @@ _COLUMNS = (
 _NARROW = 76
 
 
+def simple_table(title: str | None = None, caption: str | None = None) -> Table:
+    """A table with lines at its headings only."""
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def plan_table(plan: Plan, width: int = 120) -> Table:
     """One row per kernel: torch's default beside the plan, both measured in the same rounds.
 
     A predicted time, in a plan made from a recording, is marked with "~".
-
-    Args:
-        plan: the plan to show.
-        width: characters in a line; below 110, a workspace is printed under its time, below 76
-            everything under the kernel.
     """
-    table = Table(
-        title=f"{_limits(plan)}, {plan.device}, {counted(plan.conditions.threads, 'thread')}, "
-        f"torch {plan.software.torch}",
-        caption=_caption(plan),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    threads = counted(plan.conditions.threads, "thread")
+    title = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
+    table = simple_table(title, _caption(plan))
     if width < _NARROW:
         return _narrow(table, plan)
     # In narrower lines columns of workspaces would leave no room for kernel and split.
@@ -111,7 +107,6 @@ def _limits(plan: Plan) -> str:
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:
-    """Time and workspace, in two columns or one; `instead` replaces the time."""
     if timing is None:
         return ("-", "-") if wide else ("-",)
     cells = (instead or _time(timing), format_bytes(timing.workspace_bytes))
@@ -251,12 +246,7 @@ def as_sentence(said: str) -> str:
 
 def ways_table(memory: StepMemory) -> Table:
     """One row per way to run a step, by falling peak."""
-    table = Table(
-        title="Ways to run a step",
-        caption="~: estimated from the parts of steps that were run",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = simple_table("Ways to run a step", "~: estimated from the parts of steps that were run")
     for heading in ("way", "peak", "step"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for way in sorted(memory.ways, key=lambda way: -way.peak_bytes):
@@ -273,12 +263,7 @@ def layout_table(layouts: LayoutRace) -> Table:
         what, caption = "sum of kernels", "sums of kernels, no steps were run"
     if not all(one.is_allowed for one in layouts.contestants):
         caption += "; over the limit: torch's own, of more workspace than allowed, never chosen"
-    table = Table(
-        title="Layout of the model",
-        caption=f"{caption}; *: what the plan is for",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = simple_table("Layout of the model", f"{caption}; *: what the plan is for")
     for heading in ("", "by", what, "ratio to torch", "peak", ""):
         table.add_column(heading, justify="right" if heading in (what, "peak") else "left")
     for index, one in enumerate(layouts.contestants):
@@ -299,12 +284,7 @@ def _saved_ns(kernel: KernelPlan) -> int:
 
 
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
-    """Number of steps after which the plan has saved the time of tuning; None if it saves none.
-
-    Args:
-        plan: with the default and the plan of every kernel, each measured.
-        seconds: duration of tuning.
-    """
+    """Number of steps after which the plan has saved the time of tuning; None if it saves none."""
     # Kernels that stay torch's own are left out: their two times differ by noise.
     saved_ns = sum(
         _saved_ns(kernel) for kernel in plan.kernels if kernel.default and not kernel.is_default
@@ -332,7 +312,6 @@ def kernel_table(kernel: KernelPlan) -> Table:
     table.add_column("split")
     table.add_column("")
     every = range(1, kernel.problem.batch + 1)
-    # Some batches may have no split within the limit.
     rows = [(n, kernel.split(n)) for n in every if kernel.covers(n)]
     for lone, group in groupby(rows, lambda row: _lone_algorithm(kernel, row[0])):
         entries = list(group)
@@ -358,17 +337,10 @@ _PAIR = ("the one", "the other")
 
 
 def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
-    """One row per kernel that two plans compute differently; times are from different runs.
-
-    Args:
-        found: the two plans.
-        names: of both, such as their files.
-    """
-    table = Table(
+    """One row per kernel that two plans compute differently; times are from different runs."""
+    table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
-        "a faster or slower day; gain: over torch's default in the same run; -: not planned",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        "a faster or slower day; gain: over torch's default in the same run; -: not planned"
     )
     table.add_column("kernel", overflow="fold", min_width=16)
     for heading in ("time", "workspace", "gain"):
@@ -377,7 +349,6 @@ def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table
         table.add_column(f"split of {name}", overflow="fold", min_width=14)
     for pair in found.changed:
         kernels = (pair.one, pair.other)
-        # A cell has two lines, one per plan.
         cells = zip(*(_compared(kernel) for kernel in kernels), strict=True)
         splits = (str(kernel.split(kernel.problem.batch)) if kernel else "-" for kernel in kernels)
         name = str(pair.problem).replace(" at batch ", " N=")
@@ -393,12 +364,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
 
 
 def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> list[str]:
-    """Sentences on how many kernels two plans decide alike, and on the totals of each plan.
-
-    Args:
-        found: the two plans.
-        names: of both, such as their files.
-    """
+    """Sentences on how many kernels two plans decide alike, and on the totals of each plan."""
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
         verdict = f"Both compute all {same} kernels alike"
@@ -416,29 +382,33 @@ def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> lis
 
 
 def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
-    """One kernel by `_COLUMNS`: times in ns, workspaces in bytes, None for what is not known.
-
-    Args:
-        number: of the kernel in the plan, from 0.
-        kernel: with its split at the largest planned batch.
-    """
+    """One kernel, with the fields of `_COLUMNS`; None for what is not known."""
     split, default, timing = kernel.split(kernel.problem.batch), kernel.default, kernel.timing
     gain = None if default is None else round(default.time_ns / timing.time_ns, 4)
-    values = (
-        *(number, str(kernel.problem), kernel.problem.op, kernel.problem.batch),
-        *(len(kernel.layers), " ".join(dict.fromkeys(kernel.layers)), str(split)),
-        None if default is None else default.time_ns,
-        None if default is None else default.workspace_bytes,
-        *(timing.time_ns, timing.spread_ns, timing.workspace_bytes, timing.samples),
-        *(kernel.predicted_time_ns, 1.0 if split.is_default else gain),
-    )
-    return dict(zip(_COLUMNS, values, strict=True))
+    return {
+        "number": number,
+        "kernel": str(kernel.problem),
+        "op": kernel.problem.op,
+        "batch": kernel.problem.batch,
+        "calls": len(kernel.layers),
+        "layers": " ".join(dict.fromkeys(kernel.layers)),
+        "split": str(split),
+        "default_ns": None if default is None else default.time_ns,
+        "default_workspace_bytes": None if default is None else default.workspace_bytes,
+        "plan_ns": timing.time_ns,
+        "plan_spread_ns": timing.spread_ns,
+        "plan_workspace_bytes": timing.workspace_bytes,
+        "samples": timing.samples,
+        "predicted_ns": kernel.predicted_time_ns,
+        "gain": 1.0 if split.is_default else gain,
+    }
 
 
 def plan_csv(plan: Plan) -> str:
     """The kernels as CSV; what is not known is empty."""
-    rows = [_kernel_row(number, kernel).values() for number, kernel in enumerate(plan.kernels)]
-    return csv_table(_COLUMNS, [["" if cell is None else cell for cell in row] for row in rows])
+    rows = [_kernel_row(number, kernel) for number, kernel in enumerate(plan.kernels)]
+    cells = [["" if row[name] is None else row[name] for name in _COLUMNS] for row in rows]
+    return csv_table(_COLUMNS, cells)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
-from ucudnn.backends.torch_cpu.machine import LARGE_THRESHOLD_TUNABLES, filling
+from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, filling
 from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config, require_config

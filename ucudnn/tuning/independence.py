@@ -14,8 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ucudnn.benchmark.failures import first_line
 from ucudnn.execution.micro_batching import has_samples
-from ucudnn.execution.randomness import same_random_states
-from ucudnn.execution.stepping import STEP_ERRORS, tensors_of
+from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
 
 # Of the largest value of a result, by bytes of an element: sums of another order are rounded in
 # another way.

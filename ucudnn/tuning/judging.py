@@ -19,6 +19,7 @@ from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError, UnplannedWarning
 from ucudnn.execution.compiling import is_compiled, replays_graphs
+from ucudnn.execution.observers import KernelTimer, Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import (
@@ -28,8 +29,6 @@ from ucudnn.execution.stepping import (
     reason_against_steps,
     undisturbed,
 )
-from ucudnn.execution.timing import KernelTimer
-from ucudnn.execution.watching import Watcher
 from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem

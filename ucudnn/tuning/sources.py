@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
-from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
+from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.cache.base import explain, key_texts
 from ucudnn.config import Config
 from ucudnn.errors import PlanError

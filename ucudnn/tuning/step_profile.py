@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import AbstractBackend, Span
 from ucudnn.errors import UnsupportedError
+from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
-from ucudnn.execution.watching import Watcher
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Division

@@ -57,9 +57,6 @@ def find_library() -> Path:
     It is the file that this process has mapped. If there is none and no CUDA build of torch is
     loaded, it is the one of the nvidia-cudnn wheel beside torch, or of the environment's library
     folder.
-
-    Raises:
-        UnsupportedError: there is none.
     """
     mapped = _mapped_library()
     if mapped is not None:
@@ -92,14 +89,7 @@ def _mapped_library() -> Path | None:
 
 
 class Cudnn:
-    """A loaded libcudnn.
-
-    Args:
-        path: the file, or a name that the dynamic loader knows.
-
-    Raises:
-        UnsupportedError: the file cannot be loaded, or is not cuDNN 9.
-    """
+    """A loaded libcudnn."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -128,7 +118,12 @@ class Cudnn:
         library.cudnnBackendFinalize.argtypes = [c_void_p]
         library.cudnnBackendSetAttribute.argtypes = [c_void_p, c_int, c_int, c_int64, c_void_p]
         library.cudnnBackendGetAttribute.argtypes = [
-            *(c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p)
+            c_void_p,
+            c_int,
+            c_int,
+            c_int64,
+            POINTER(c_int64),
+            c_void_p,
         ]
         library.cudnnBackendExecute.argtypes = [c_void_p, c_void_p, c_void_p]
         self.functions = library
@@ -140,12 +135,7 @@ class Cudnn:
         return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
     def check(self, status: int, doing: str) -> None:
-        """Raise a CudnnError unless a status is success.
-
-        Args:
-            status: what a function returned.
-            doing: what was attempted, as "set ENGINE_GLOBAL_INDEX".
-        """
+        """Raise a CudnnError unless a status is success."""
         if status:
             message = ctypes.create_string_buffer(_MESSAGE_BYTES)
             self.functions.cudnnGetLastErrorString(message, _MESSAGE_BYTES)
@@ -161,16 +151,7 @@ class Cudnn:
         alignment_bytes: int,
         virtual: bool = False,
     ) -> Descriptor:
-        """Describe a tensor.
-
-        Args:
-            uid: number of the tensor in a variant pack.
-            dtype: of its elements.
-            shape: (N, C, *spatial).
-            strides: in elements, in the order of `shape`.
-            alignment_bytes: its address is a multiple of this.
-            virtual: the tensor passes between two operations and is never in memory.
-        """
+        """Describe a tensor."""
         tensor = Descriptor(self, Kind.TENSOR)
         tensor.set_enum(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, dtype)
         tensor.set_int64(Attribute.TENSOR_DIMENSIONS, *shape)
@@ -186,13 +167,7 @@ class Cudnn:
     def variant_pack(
         self, uids: tuple[int, ...], pointers: tuple[int, ...], workspace: int
     ) -> Descriptor:
-        """Addresses to run a plan on, which can be reused as long as they stay the same.
-
-        Args:
-            uids: numbers of the tensors.
-            pointers: their device addresses, in the order of `uids`.
-            workspace: device address, 0 if the plan needs none.
-        """
+        """Addresses to run a plan on, which can be reused as long as they stay the same."""
         # A finalized pack cannot be changed, so other addresses need another pack.
         pack = Descriptor(self, Kind.VARIANT_PACK)
         pack.set_int64(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
@@ -201,11 +176,7 @@ class Cudnn:
         return pack.finalize()
 
     def execute(self, handle: Handle, plan: Descriptor, pack: Descriptor) -> None:
-        """Enqueue a plan on the handle's stream.
-
-        Raises:
-            CudnnError: it was refused, or an earlier kernel left the device in error.
-        """
+        """Enqueue a plan on the handle's stream."""
         # Called for every chunk of a training step: `check` is entered only after an error.
         status = self.functions.cudnnBackendExecute(handle.pointer, plan.pointer, pack.pointer)
         if status:
@@ -234,10 +205,6 @@ class Descriptor(AbstractClosable):
 
     Leaving its context destroys the object, and so does garbage collection. It keeps the objects
     alive that it was made from.
-
-    Args:
-        cudnn: the library.
-        kind: what it describes.
     """
 
     __slots__ = ("_cudnn", "_parts", "kind", "pointer")
@@ -257,7 +224,6 @@ class Descriptor(AbstractClosable):
         """Destroy the object; a second call does nothing."""
         if self.pointer:
             self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
-            # Cleared, so that `__del__` does not destroy it again.
             self.pointer = c_void_p()
             self._parts = ()
 
@@ -313,11 +279,7 @@ class Descriptor(AbstractClosable):
         self._parts += parts
 
     def finalize(self) -> Self:
-        """Finalize it, so that it can be used and read.
-
-        Raises:
-            CudnnError: cuDNN does not support these attributes.
-        """
+        """Finalize it, so that it can be used and read."""
         status = self._cudnn.functions.cudnnBackendFinalize(self.pointer)
         if status:
             self._cudnn.check(status, f"finalize {self.kind.name}")
@@ -377,12 +339,6 @@ class Handle(AbstractClosable):
     """cuDNN's context on the current device of this thread; only one thread may use it at a time.
 
     A context manager: leaving it destroys the handle.
-
-    Args:
-        cudnn: the library.
-
-    Raises:
-        CudnnError: there is no device.
     """
 
     __slots__ = ("_cudnn", "pointer")
@@ -393,11 +349,7 @@ class Handle(AbstractClosable):
         cudnn.check(cudnn.functions.cudnnCreate(byref(self.pointer)), "open the device")
 
     def set_stream(self, stream: int) -> None:
-        """Enqueue what follows on a CUDA stream.
-
-        Args:
-            stream: its address, such as torch's `Stream.cuda_stream`.
-        """
+        """Enqueue what follows on a CUDA stream."""
         self._cudnn.check(
             self._cudnn.functions.cudnnSetStream(self.pointer, stream), "set the stream"
         )

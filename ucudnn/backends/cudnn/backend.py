@@ -20,8 +20,7 @@ from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
 from ucudnn.backends.cudnn.gpu import empty_raw
 from ucudnn.backends.cudnn.graph import views_of
 from ucudnn.backends.cudnn.runtime import Runtime
-from ucudnn.backends.tensors import torch_dtype
-from ucudnn.backends.torch_cpu.padding import padded
+from ucudnn.backends.tensors import padded, torch_dtype
 from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
@@ -56,7 +55,6 @@ def _is_deterministic() -> bool:
 
 
 def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
-    """The backend of the same GPU and settings in another process."""
     torch.cuda.set_device(index)
     settings.apply()
     return CudnnBackend()
@@ -73,7 +71,6 @@ def _runtime(library: Path) -> Runtime:
 
 
 def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """An operand in the problem's layout, in memory that torch does not count."""
     if problem.layout == "nchw":
         return empty_raw(shape, torch_dtype(problem), device)
     batch, channels, *spatial = shape
@@ -86,12 +83,6 @@ class CudnnBackend(AbstractBackend):
 
     Engines that compile their kernel when they are built are left out, because each would take up
     to two seconds in every process.
-
-    Attributes:
-        runtime: builds and launches plans.
-
-    Raises:
-        UnsupportedError: torch sees no GPU, or its cuDNN cannot be used.
     """
 
     name = "cudnn"
@@ -115,15 +106,12 @@ class CudnnBackend(AbstractBackend):
         return _opened_elsewhere, (self._index, _Settings.read())
 
     def device(self) -> Device:
-        """The GPU that was current when the backend was opened."""
         return gpu.cuda_device(self._index)
 
     def software(self) -> Software:
-        """Versions of torch, cuDNN, CUDA and the driver."""
         return gpu.cuda_software(self.runtime.cudnn.version_text)
 
     def conditions(self) -> Conditions:
-        """The allocator of torch, and the ranks that share the GPU, by MPS or by turns."""
         ranks = ranks_per_device()
         percent = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
         return Conditions(
@@ -142,8 +130,7 @@ class CudnnBackend(AbstractBackend):
         return False
 
     def state(self) -> DeviceState:
-        """Clock, heat, throttling and other processes now, as notes."""
-        return DeviceState(notes=gpu.gpu_state(self._index).notes)
+        return DeviceState(notes=gpu.gpu_notes(self._index))
 
     def algorithms(self) -> tuple[str, ...]:
         """torch's own only: engines are enumerated for each problem."""
@@ -255,7 +242,6 @@ class CudnnBackend(AbstractBackend):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        """Run once and return the peak of temporary memory in torch's allocator."""
         if _torch.benchmark and DEFAULT_ALGORITHM in {name for _, name in parts}:
             # cudnn.benchmark first tries all engines of a shape, however much memory they take.
             run()
@@ -270,7 +256,6 @@ class CudnnBackend(AbstractBackend):
         return max(int(peak) - int(before) - kept, 0)
 
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
-        """Run once and return what torch's allocator handed out between its marks."""
         found, before = list[Span](), self.allocated_bytes()
 
         # The allocator counts when the host calls it, so that nothing need be waited for.
@@ -285,11 +270,9 @@ class CudnnBackend(AbstractBackend):
         return found
 
     def allocated_bytes(self) -> int:
-        """Bytes that torch's allocator has handed out on this GPU."""
         return int(torch.cuda.memory_allocated(self._index))
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
-        """Run once and return the time between two events on the stream."""
         # Events are recorded by the device; the host's clock would count the launch, too.
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -300,7 +283,6 @@ class CudnnBackend(AbstractBackend):
         return round(elapsed_ms * 1e6)
 
     def cache_bytes(self) -> int:
-        """Size of the L2 cache."""
         return int(torch.cuda.get_device_properties(self._index).L2_cache_size)
 
     def memory_bytes(self) -> int:

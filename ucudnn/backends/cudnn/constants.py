@@ -17,7 +17,6 @@ KNOB_TYPES = 64
 class Kind(IntEnum):
     """Kinds of descriptors: CUDNN_BACKEND_*_DESCRIPTOR."""
 
-    # Only the kinds that are created here; the header has more.
     POINTWISE = 0
     CONVOLUTION = 1
     ENGINE = 2
@@ -38,7 +37,6 @@ class Kind(IntEnum):
 class Type(IntEnum):
     """Types of attribute values: CUDNN_TYPE_*."""
 
-    # cuDNN checks that the type which a call names is that of the attribute.
     HANDLE = 0
     DATA_TYPE = 1
     BOOLEAN = 2
@@ -59,7 +57,6 @@ class Type(IntEnum):
 class Attribute(IntEnum):
     """Attributes of descriptors: CUDNN_ATTR_*."""
 
-    # The header numbers them in hundreds, one for each kind of descriptor.
     POINTWISE_MODE = 0
     POINTWISE_MATH_PREC = 1
     CONVOLUTION_COMP_TYPE = 100

@@ -40,23 +40,15 @@ _IDENTITY = re.compile(r"(?P<bias>bias_)?eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=-?
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """An engine with all its knobs, as proposed by a heuristic.
-
-    Args:
-        identity: its exact, lasting name.
-        workspace_bytes: workspace needed at the problem's batch to write the result. To add to a
-            gradient (beta 1), it may need the size of the gradient and 16 bytes more.
-        mode: the first heuristic that proposes it: "A", "B" or "FALLBACK".
-        rank: its position among all configurations of the problem, 0 first: those of A, then
-            further ones of B, then further ones of FALLBACK.
-        notes: names of cuDNN's numerical and behavior notes, such as "TENSOR_CORE".
-    """
+    """An engine with all its knobs, as proposed by a heuristic."""
 
     identity: str
+    # At the problem's batch, to write the result. To add to a gradient (beta 1), it may need the
+    # size of the gradient and 16 bytes more.
     workspace_bytes: int
-    mode: str
-    rank: int
-    notes: tuple[str, ...]
+    mode: str  # the first heuristic that proposes it: "A", "B" or "FALLBACK"
+    rank: int  # its position among all configurations of the problem, in the order of the modes
+    notes: tuple[str, ...]  # cuDNN's numerical and behavior notes, such as "TENSOR_CORE"
 
     @property
     def is_runtime_compiled(self) -> bool:
@@ -87,19 +79,12 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """A configuration that is ready to run, by one thread at a time.
-
-    Args:
-        descriptor: the descriptor for `Cudnn.execute`.
-        identity: identity of its configuration.
-        workspace_bytes: workspace of a run.
-        uids: numbers for a variant pack, in the order of the operands and the result: (x, w, y),
-            (dy, w, dx) or (x, dy, dw); the bias last where there is one.
-    """
+    """A configuration that is ready to run, by one thread at a time."""
 
     descriptor: Descriptor
     identity: str
     workspace_bytes: int
+    # For a variant pack: of (x, w, y), (dy, w, dx) or (x, dy, dw); the bias, if any, comes last.
     uids: tuple[int, ...]
 
 
@@ -108,14 +93,7 @@ def configurations(
 ) -> list[Configuration]:
     """All distinct configurations that the heuristics A, B and FALLBACK propose, best first.
 
-    Args:
-        target: what to plan for.
-        problem: the convolution.
-        views: how its tensors lie in memory; None: contiguous.
-        bias: use the fused pattern that also adds a bias (fprop only).
-
-    Raises:
-        UnsupportedError: cuDNN has no configuration for the problem.
+    With `bias`, those of the fused pattern that also adds a bias (fprop only).
     """
     found: dict[str, Configuration] = {}
     notes: dict[int, tuple[str, ...]] = {}  # within a graph they depend on the engine alone
@@ -174,7 +152,6 @@ class _Reader:
         return engine
 
     def knobs(self, config: Descriptor) -> Iterator[tuple[int, int]]:
-        """Each knob's type and value."""
         for knob in config.read_into(self._knobs, Attribute.ENGINECFG_KNOB_CHOICES):
             kind = knob.get_enum(Attribute.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE)
             yield kind, knob.get_int64(Attribute.KNOB_CHOICE_KNOB_VALUE)
@@ -211,18 +188,8 @@ def build(
 ) -> ExecutionPlan:
     """Build a configuration by its identity, for the batch of the problem.
 
-    The plan computes alpha * convolution + beta * (old value of the result).
-
-    Args:
-        target: what to plan for.
-        problem: the convolution.
-        identity: from `configurations`, possibly at another batch or of another cuDNN version.
-        alpha: factor of the convolution.
-        beta: factor of the result's old value; 0: it is not read.
-        views: how the tensors lie in memory; None: contiguous.
-
-    Raises:
-        UnsupportedError: no such configuration computes this problem on the target.
+    The plan computes alpha * convolution + beta * (old value of the result), which is not read if
+    beta is 0. Without views, tensors are contiguous.
     """
     index, knobs, bias = parse_identity(identity)
     said = f"cuDNN {target.cudnn.version_text} does not compute {problem} by {identity}"
@@ -238,7 +205,13 @@ def build(
         plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
         # `finalize` is where cuDNN decides whether the engine takes these knobs for this graph.
         plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
-        return _finalized(target, plan, identity, _uids(problem, bias))
+        # A plan for a device that is not here can be finalized, which checks it, but not executed.
+        if target.handle is not None:
+            plan.set_handle(Attribute.EXECUTION_PLAN_HANDLE, target.handle)
+        plan.finalize()
+        workspace_bytes = plan.get_int64(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
+        uids = (*_OPERAND_UIDS[problem.op], *([BIAS_UID] if bias else []))
+        return ExecutionPlan(plan, identity, workspace_bytes, uids)
 
 
 @contextmanager
@@ -253,25 +226,11 @@ def _refusals(said: str) -> Iterator[None]:
         raise UnsupportedError(f"{said}: {error}") from error
 
 
-def _finalized(
-    target: Target, plan: Descriptor, identity: str, uids: tuple[int, ...]
-) -> ExecutionPlan:
-    # A plan for a device that is not here can be finalized, which checks it, but not executed.
-    if target.handle is not None:
-        plan.set_handle(Attribute.EXECUTION_PLAN_HANDLE, target.handle)
-    plan.finalize()
-    workspace_bytes = plan.get_int64(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
-    return ExecutionPlan(plan, identity, workspace_bytes, uids)
-
-
 def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:
     """Parse an identity: engine index, (knob, value) pairs, whether it also adds a bias.
 
     >>> parse_identity("bias_eng41_k2=3_k12=-1")
     (41, [(2, 3), (12, -1)], True)
-
-    Raises:
-        UnsupportedError: it is not the name of an engine configuration.
     """
     match = _IDENTITY.fullmatch(identity)
     if match is None:
@@ -285,10 +244,6 @@ def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:
         [(int(kind), int(value)) for kind, value in knobs],
         bool(match["bias"]),
     )
-
-
-def _uids(problem: Problem, bias: bool) -> tuple[int, ...]:
-    return (*_OPERAND_UIDS[problem.op], *([BIAS_UID] if bias else []))
 
 
 def _engine(target: Target, graph: Descriptor, index: int) -> Descriptor:

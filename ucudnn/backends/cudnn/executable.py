@@ -50,11 +50,6 @@ class EngineExecutable(Executable):
     A plan is for certain numbers of samples, strides and alignments, and is built when these first
     occur. If cuDNN does not support the strides or the alignment, operands are copied to supported
     ones.
-
-    Args:
-        runtime: builds and launches.
-        problem: the problem; its number of samples does not matter.
-        identity: the engine and its knobs.
     """
 
     def __init__(self, runtime: Runtime, problem: Problem, identity: str) -> None:
@@ -65,17 +60,14 @@ class EngineExecutable(Executable):
         self._built: dict[Hashable, _Built | None] = {}
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
         return self._new(a, b)
 
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        """Compute the result plus a bias of one element per channel (fprop, dgrad)."""
         if not self._adds_bias:
             return super().alone_biased(a, b, bias)
         return self._new(a, b, bias=bias)
 
     def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        """Compute the result plus a bias into a slice of an existing result (fprop, dgrad)."""
         if not self._adds_bias:
             super().write_biased(a, b, out, bias)
         else:
@@ -92,18 +84,15 @@ class EngineExecutable(Executable):
         return out
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result to which others are added; float32 for half precision (wgrad)."""
         if a.dtype.itemsize >= 4:
             return self._new(a, b)
         scale = _headroom(a)
         return self._new(a, b, alpha=1.0 / scale).float().mul_(scale)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Compute into a slice of an existing result (fprop, dgrad)."""
         self._run(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Add to an existing result, in its precision (wgrad)."""
         if out.dtype == a.dtype:
             self._run(a, b, out, beta=1.0)
             return
@@ -123,18 +112,26 @@ class EngineExecutable(Executable):
         pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
         # All that a plan depends on. The alignment counts modulo 16 bytes, the most that an engine
         # asks for, so that other addresses share a plan.
-        place = (
-            *(a.shape, b.shape, a.dtype, b.dtype, a.get_device(), alpha, beta),
-            *(a.stride(), b.stride(), out.stride()),
-            *(pointer % ALIGNMENT_BYTES for pointer in pointers),
-        )
+        kinds = (a.shape, b.shape, a.dtype, b.dtype, a.get_device())
+        strides = (a.stride(), b.stride(), out.stride())
+        offsets = tuple(pointer % ALIGNMENT_BYTES for pointer in pointers)
+        place = (kinds, strides, offsets, alpha, beta)
         try:
             built = self._built[place]
         except KeyError:
             # None is remembered, too: a refused layout is not tried again in every step.
             built = self._built[place] = self._build(a, b, out, alpha, beta)
         if built is None:
-            self._run_on_copies(a, b, out, alpha, beta, bias)
+            # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
+            # raises, so that this is never entered a second time.
+            layout = memory_format(self._problem)
+            inner = torch.empty_like(out, memory_format=layout)
+            # With beta = 0 cuDNN does not read the old result.
+            if beta:
+                inner.copy_(out)
+            a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
+            self._run(a, b, inner, alpha, beta, bias)
+            out.copy_(inner)
         elif self._adds_bias:
             bias = self._usable_bias(a, bias)
             built.launch(a, (*pointers, bias.data_ptr()))
@@ -169,26 +166,6 @@ class EngineExecutable(Executable):
                 raise RefusedError(str(error)) from error  # a copy would lie no better
             return None
         return _Built(self._runtime, device, plan)
-
-    def _run_on_copies(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        alpha: float,
-        beta: float,
-        bias: Tensor | None,
-    ) -> None:
-        layout = memory_format(self._problem)
-        # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
-        # raises, so this method is never entered a second time.
-        inner = torch.empty_like(out, memory_format=layout)
-        # With beta = 0 cuDNN does not read the old result.
-        if beta:
-            inner.copy_(out)
-        a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
-        self._run(a, b, inner, alpha, beta, bias)
-        out.copy_(inner)
 
 
 def _headroom(like: Tensor) -> float:
@@ -244,7 +221,6 @@ def _require_one_kind(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor]) 
 
 
 def _as_xwy(problem: Problem, a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands and result in the order x, w, y."""
     if problem.op == "fprop":
         return a, b, out
     return (out, b, a) if problem.op == "dgrad" else (a, out, b)
@@ -274,17 +250,13 @@ class DefaultExecutable(Executable):
         none = [0] * problem.rank
         # Only problems with even padding get here; `padded` writes the rest out as zeros.
         begins = [begin for begin, _ in problem.padding]
-        self._geometry: tuple[Any, ...] = (
-            *(list(problem.stride), begins, list(problem.dilation)),
-            *(False, none, problem.groups),
-        )
+        stride, dilation = list(problem.stride), list(problem.dilation)
+        self._geometry = (stride, begins, dilation, False, none, problem.groups)
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
         return self._compute(a, b, None)
 
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        """Compute the result plus a bias as torch does (fprop), or add it afterwards (dgrad)."""
         if self._problem.op != "fprop":
             return super().alone_biased(a, b, bias)
         return self._compute(a, b, bias)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any, TypeVar
@@ -38,45 +37,6 @@ _SLOWDOWNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GpuState:
-    """Conditions that may perturb a measurement, at one moment; unknown numbers are 0.
-
-    Args:
-        sm_clock_mhz: clock of the multiprocessors.
-        temperature_c: of the chip.
-        power_w: drawn now.
-        slowdowns: why the clock is lower than it could be, such as "sw_power_cap".
-        processes: that have a context on the GPU, this one included.
-    """
-
-    sm_clock_mhz: int = 0
-    temperature_c: int = 0
-    power_w: int = 0
-    slowdowns: tuple[str, ...] = ()
-    processes: int = 0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The state as notes of a measurement.
-
-        >>> GpuState(1755, 61, 640, ("sw_power_cap",), 1).notes
-        ('sm_clock_mhz=1755', 'temperature_c=61', 'power_w=640', 'throttled=sw_power_cap')
-        """
-        numbers = {
-            "sm_clock_mhz": self.sm_clock_mhz,
-            "temperature_c": self.temperature_c,
-            "power_w": self.power_w,
-        }
-        # 0 stands for a number that NVML does not tell, and is left out.
-        said = [f"{name}={value}" for name, value in numbers.items() if value]
-        said += [f"throttled={reason}" for reason in self.slowdowns]
-        # One of them is this process.
-        if self.processes > 1:
-            said.append(f"processes={self.processes}")
-        return tuple(said)
-
-
 def slowdowns(reasons: int) -> tuple[str, ...]:
     """Names of NVML's reasons for a lower clock that perturb a measurement, from a bit mask.
 
@@ -92,8 +52,10 @@ def cuda_device(index: int) -> Device:
     gpu = _gpu(index)
     limit, name = 0, ""
     if gpu is not None:
-        # The power limit decides the clock under load; it belongs to the board, not to a slice.
-        limit = _ask(partial(pynvml.nvmlDeviceGetEnforcedPowerLimit, _board(gpu)), 0)
+        # The power limit decides the clock under load; it belongs to the board, not to a slice. A
+        # whole GPU is its own board.
+        board = _ask(partial(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, gpu), gpu)
+        limit = _ask(partial(pynvml.nvmlDeviceGetEnforcedPowerLimit, board), 0)
         name = _ask(partial(pynvml.nvmlDeviceGetName, gpu), "")
     # NVML's name of a slice contains its profile, as in "... MIG 1g.10gb".
     profile = re.search(r"\bMIG (\S+)", name)
@@ -109,11 +71,6 @@ def cuda_device(index: int) -> Device:
     )
 
 
-def cuda_uuid(index: int) -> str:
-    """Product UUID of the GPU with this number in this process."""
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
 def cuda_software(cudnn: str) -> Software:
     """Versions of torch, CUDA and the driver, beside that of cuDNN."""
     driver = _ask(pynvml.nvmlSystemGetDriverVersion, "") if _nvml() else ""
@@ -122,22 +79,27 @@ def cuda_software(cudnn: str) -> Software:
     )
 
 
-def gpu_state(index: int) -> GpuState:
-    """Clock, temperature, power and processes of a GPU now; does not wait for kernels."""
+def gpu_notes(index: int) -> tuple[str, ...]:
+    """Clock, temperature, power, throttling and other processes of a GPU now, as far as known.
+
+    It does not wait for kernels.
+    """
     gpu = _gpu(index)
     if gpu is None:
-        return GpuState()
-    clock = _ask(partial(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM), 0)
+        return ()
     sensor = pynvml.NVML_TEMPERATURE_GPU
-    return GpuState(
-        sm_clock_mhz=clock,
-        temperature_c=_ask(partial(pynvml.nvmlDeviceGetTemperature, gpu, sensor), 0),
-        power_w=round(_ask(partial(pynvml.nvmlDeviceGetPowerUsage, gpu), 0) / 1000),
-        slowdowns=slowdowns(
-            _ask(partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu), 0)
-        ),
-        processes=len(_ask(partial(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu), ())),
-    )
+    numbers = {
+        "sm_clock_mhz": _ask(partial(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM), 0),
+        "temperature_c": _ask(partial(pynvml.nvmlDeviceGetTemperature, gpu, sensor), 0),
+        "power_w": round(_ask(partial(pynvml.nvmlDeviceGetPowerUsage, gpu), 0) / 1000),
+    }
+    # 0 stands for a number that NVML does not tell.
+    said = [f"{name}={value}" for name, value in numbers.items() if value]
+    reasons = _ask(partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu), 0)
+    said += [f"throttled={reason}" for reason in slowdowns(reasons)]
+    processes = len(_ask(partial(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu), ()))
+    # One of them is this process.
+    return (*said, f"processes={processes}") if processes > 1 else tuple(said)
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:
@@ -163,21 +125,15 @@ def _gpu(index: int) -> Any:
     """NVML's handle, found by UUID, because CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
     # torch gives the UUID without the prefix by which NVML tells a whole GPU from a slice.
     for kind in ("GPU", "MIG") if _nvml() else ():
-        uuid = f"{kind}-{cuda_uuid(index)}"
+        uuid = f"{kind}-{torch.cuda.get_device_properties(index).uuid}"
         found = _ask(partial(pynvml.nvmlDeviceGetHandleByUUID, uuid), None)
         if found is not None:
             return found
     return None
 
 
-def _board(gpu: Any) -> Any:
-    """The board of a MIG slice; a whole GPU is its own board."""
-    return _ask(partial(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, gpu), gpu)
-
-
 @cache
 def _cupy() -> Any:
-    """CuPy, None if it is not installed."""
     try:
         import cupy
     except ImportError:
@@ -186,13 +142,7 @@ def _cupy() -> Any:
 
 
 def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new contiguous tensor in separate memory, which is freed with the tensor.
-
-    Args:
-        shape: its sizes, all above 0.
-        dtype: any of torch's.
-        device: a GPU.
-    """
+    """A new contiguous tensor in separate memory, which is freed with the tensor."""
     cupy = _cupy()
     if cupy is None:
         return torch.empty(shape, dtype=dtype, device=device)

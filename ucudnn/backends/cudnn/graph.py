@@ -77,29 +77,18 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Device to plan for: one of this machine, or one that a profile describes.
-
-    Args:
-        cudnn: the library.
-        handle: of a device of this machine, else None.
-        device: device property descriptor of a profile, else None.
-    """
+    """Device to plan for: one of this machine, or one that a profile describes."""
 
     cudnn: Cudnn
-    handle: Handle | None = None
-    device: Descriptor | None = None
+    handle: Handle | None = None  # of a device of this machine
+    device: Descriptor | None = None  # the device properties of a profile
 
 
 class View(NamedTuple):
-    """Layout of a tensor in memory.
+    """Layout of a tensor in memory."""
 
-    Args:
-        strides: in elements, in the order (N, C, *spatial).
-        alignment_bytes: its address is a multiple of this.
-    """
-
-    strides: tuple[int, ...]
-    alignment_bytes: int = ALIGNMENT_BYTES
+    strides: tuple[int, ...]  # in elements, in the order (N, C, *spatial)
+    alignment_bytes: int = ALIGNMENT_BYTES  # the address is a multiple of this
 
 
 class Views(NamedTuple):
@@ -114,14 +103,10 @@ def views_of(problem: Problem, whole: Problem | None = None) -> Views:
     """Layouts of a problem's tensors, as a chunk of a batch or a slab of a larger problem.
 
     A chunk begins at a multiple of its own size after the start of its tensor, and a slab at any
-    row. This determines the alignment of the view.
+    row of the whole problem's tensors. This determines the alignment of the view.
 
     >>> views_of(Problem("fprop", 2, 3, 8, (5, 5), (3, 3))).x
     View(strides=(75, 25, 5, 1), alignment_bytes=8)
-
-    Args:
-        problem: the chunk or slab.
-        whole: for a slab, the problem whose tensors it views; None: `problem` is not a slab.
     """
     # A slab has the strides of the whole tensors that it is a view of.
     of = whole or problem
@@ -156,17 +141,7 @@ def graph_of(
 ) -> Descriptor:
     """Describe a problem: result = alpha * convolution + beta * result, or convolution + bias.
 
-    Args:
-        target: what to plan for.
-        problem: the convolution.
-        views: how its tensors lie in memory; None: contiguous.
-        bias: add a bias (fprop alone, and with alpha 1 and beta 0).
-        alpha: factor of the convolution.
-        beta: factor of the result's old value; 0: it is not read.
-
-    Raises:
-        CudnnError: cuDNN does not support such a problem.
-        UnsupportedError: a tensor is too large.
+    Only fprop, with alpha 1 and beta 0, can add a bias.
     """
     views = views or views_of(problem)
     if problem.rank == 1:

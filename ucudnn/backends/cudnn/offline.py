@@ -9,6 +9,7 @@ is blocked there.
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import hashlib
 import json
@@ -17,9 +18,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from codecs import getwriter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -28,8 +30,9 @@ from ucudnn.backends.cudnn.api import Cudnn, find_library
 from ucudnn.backends.cudnn.engine import Configuration, configurations
 from ucudnn.backends.cudnn.graph import Target, View, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
-from ucudnn.errors import UcudnnError, UnsupportedError
+from ucudnn.errors import ConfigError, UcudnnError, UnsupportedError
 from ucudnn.problem import Problem
+from ucudnn.system.files import replacing
 from ucudnn.system.processes import start_python
 
 _PROGRAM = "from ucudnn.backends.cudnn.offline import main; main()"
@@ -38,17 +41,15 @@ _DRIVER = "libcuda.so.1"
 _USERS_OF_A_DRIVER = ("torch", "cupy", "jax", "tensorflow")
 # Any C compiler will do: the stubs are plain C without headers.
 _COMPILERS = ("cc", "gcc", "clang")
+# A file format that users read: names and order must stay.
+COLUMNS = (
+    *("name", "op", "dtype", "layout", "batch"),
+    *("algorithm", "workspace_bytes", "mode", "rank", "notes"),
+)
 
 
 class Listing(NamedTuple):
-    """cuDNN's configurations of a problem.
-
-    Args:
-        problem: the convolution.
-        configurations: the configurations, best first; empty if cuDNN has no engine.
-        refusal: why there is none; "" if there are some.
-        cudnn_version: such as "9.28.0".
-    """
+    """cuDNN's configurations of a problem, best first, or why there is none."""
 
     problem: Problem
     configurations: tuple[Configuration, ...]
@@ -62,18 +63,7 @@ def list_configurations(
     library: Path | None = None,
     views: Mapping[Problem, Views] | None = None,
 ) -> Iterator[Listing]:
-    """List every problem's configurations on a device that need not be here, in order.
-
-    Args:
-        problems: the convolutions.
-        profile: the device.
-        library: libcudnn; None: the one that torch would use.
-        views: layouts in memory of the tensors of some problems; others are contiguous.
-
-    Raises:
-        UnsupportedError: there is no cuDNN, it is too old or does not know the device, or there is
-            no C compiler to build the stubs.
-    """
+    """List every problem's configurations on a device that need not be here, in order."""
     request = {
         "library": str(library or find_library()),
         "profile": {"text": profile.text, "source": profile.source},
@@ -186,12 +176,6 @@ def load_stubs(cache: Path | None = None) -> None:
     """Load the stub libraries into this process, which must only plan.
 
     From then on importing torch, CuPy, JAX or TensorFlow fails here.
-
-    Args:
-        cache: folder to build them in; None: the user's cache folder.
-
-    Raises:
-        UnsupportedError: a library that may use a GPU is loaded, or the stubs cannot be built.
     """
     loaded = [name for name in _USERS_OF_A_DRIVER if sys.modules.get(name) is not None]
     if loaded:
@@ -207,14 +191,7 @@ def load_stubs(cache: Path | None = None) -> None:
 
 
 def build_stubs(cache: Path | None = None) -> Path:
-    """Build the stub libraries if they do not exist yet, and return their folder.
-
-    Args:
-        cache: folder to build in; None: the user's cache folder.
-
-    Raises:
-        UnsupportedError: there is no C compiler, it fails, or the folder cannot be written.
-    """
+    """Build the stub libraries if they do not exist yet, and return their folder."""
     if cache is None:
         from platformdirs import user_cache_path
 
@@ -262,11 +239,9 @@ def _compile(stub: _Stub, source: str, folder: Path) -> None:
             f"planning for a GPU on a machine without an NVIDIA driver needs a C compiler, and "
             f"none of {', '.join(_COMPILERS)} is on the PATH; install gcc or clang"
         )
+    options = ("-shared", "-fPIC", "-O1", f"-Wl,-soname,{stub.file}")
     done = subprocess.run(  # noqa: S603 - the system's compiler, on a source of ours
-        [
-            *(compiler, "-shared", "-fPIC", "-O1", *stub.options, "-x", "c", "-"),
-            *(f"-Wl,-soname,{stub.file}", "-o", str(folder / stub.file)),
-        ],
+        [compiler, *options, *stub.options, "-x", "c", "-", "-o", str(folder / stub.file)],
         input=source,
         capture_output=True,
         text=True,
@@ -277,3 +252,127 @@ def _compile(stub: _Stub, source: str, folder: Path) -> None:
             f"{compiler} could not build {stub.file}, which stands in for the NVIDIA driver: "
             f"{done.stderr.strip() or f'exit status {done.returncode}'}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Enumeration:
+    """Counts of the listed configurations."""
+
+    rows: int  # equal layers have a row each
+    candidates: int  # distinct pairs of problem and algorithm
+    problems: int  # each micro-batch is a problem
+    refused: tuple[str, ...]  # a sentence for each problem without configurations
+    cudnn: str
+    library: str
+    device: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows, {self.candidates} distinct candidates of {self.problems} problems "
+            f"on {self.device}, by cuDNN {self.cudnn} ({self.library})"
+        )
+
+
+def enumerate_candidates(
+    layers: Sequence[tuple[str, Problem]],
+    profile: DeviceProfile,
+    output: str | os.PathLike[str],
+    batches: Iterable[int] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Enumeration:
+    """List every configuration of every layer, op and micro-batch, and write a CSV file.
+
+    It needs no GPU: cuDNN's own heuristics answer for the profile's device, in a child process.
+    Configurations that PyTorch's rules on float32 forbid are left out (`Configuration.is_allowed`).
+    """
+    target = Path(output)
+    # Checked first: listing a whole network takes a while, and would be lost.
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError(f"candidates are written to a file in a folder that exists, got {target}")
+    chunks = _chunks(layers, None if batches is None else tuple(batches))
+    # Networks repeat layers, and layers share micro-batches: cuDNN is asked once for each problem.
+    distinct = list(dict.fromkeys(chunk for _, chunk in chunks))
+    # Found once, so that the summary names the library that answered.
+    library = find_library()
+    listings = _allowed_listings(distinct, profile, library, on_progress)
+    rows = _write(target, ((name, listings[chunk]) for name, chunk in chunks))
+    return Enumeration(
+        rows=rows,
+        candidates=sum(len(listing.configurations) for listing in listings.values()),
+        problems=len(distinct),
+        refused=tuple(one.refusal for one in listings.values() if one.refusal),
+        cudnn=listings[distinct[0]].cudnn_version,
+        library=str(library),
+        device=profile.name,
+    )
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Read micro-batch sizes.
+
+    >>> parse_batches("32,1")
+    (1, 32)
+    """
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise ConfigError(
+            f"batches must be ints of at least 1, separated by commas, such as 1,32; got {text!r}"
+        )
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _chunks(
+    layers: Iterable[tuple[str, Problem]], sizes: tuple[int, ...] | None
+) -> list[tuple[str, Problem]]:
+    """Every micro-batch of every layer, by the layer's name; a layer that is listed twice once."""
+    return [
+        (name, problem.with_batch(size))
+        for name, problem in dict.fromkeys(layers)
+        for size in sizes or _powers(problem.batch)
+    ]
+
+
+def _allowed_listings(
+    problems: Sequence[Problem],
+    profile: DeviceProfile,
+    library: Path,
+    on_progress: Callable[[int, int], None] | None,
+) -> dict[Problem, Listing]:
+    listings: dict[Problem, Listing] = {}
+    for done, listing in enumerate(list_configurations(problems, profile, library), start=1):
+        allowed = (one for one in listing.configurations if one.is_allowed(listing.problem))
+        listings[listing.problem] = listing._replace(configurations=tuple(allowed))
+        if on_progress is not None:
+            on_progress(done, len(problems))
+    return listings
+
+
+def _powers(batch: int) -> list[int]:
+    """All powers of two below a batch, and the batch.
+
+    >>> _powers(6), _powers(8)
+    ([1, 2, 4, 6], [1, 2, 4, 8])
+    """
+    # (batch - 1).bit_length() is the number of powers of two below the batch.
+    return [*(1 << power for power in range((batch - 1).bit_length())), batch]
+
+
+def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
+    """Write the table, replacing an existing one; return the number of rows."""
+    rows = 0
+    try:
+        # Written beside the file and renamed, so that an interrupted run leaves the old table.
+        with replacing(path) as stream:
+            table = csv.writer(getwriter("utf-8")(stream), lineterminator="\n")
+            table.writerow(COLUMNS)
+            for name, listing in entries:
+                problem = listing.problem
+                key = (name, problem.op, problem.dtype, problem.layout, problem.batch)
+                for one in listing.configurations:
+                    notes = "+".join(one.notes)
+                    facts = (one.identity, one.workspace_bytes, one.mode, one.rank, notes)
+                    table.writerow((*key, *facts))
+                rows += len(listing.configurations)
+    except OSError as error:
+        raise ConfigError(f"cannot write the candidates to {path}: {error.strerror}") from error
+    return rows

@@ -50,14 +50,7 @@ def own_profiles() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """A GPU, as cuDNN describes it.
-
-    Args:
-        name: the driver's name of it, such as "NVIDIA H200".
-        compute_capability: its architecture, such as "9.0".
-        text: the JSON that cuDNN reads.
-        source: the file that it was read from, for messages.
-    """
+    """A GPU, as cuDNN describes it."""
 
     name: str
     compute_capability: str
@@ -70,13 +63,6 @@ class DeviceProfile:
 
         >>> DeviceProfile.load("h200").name
         'NVIDIA H200'
-
-        Args:
-            path: of the file, or the name of a profile that the package has.
-
-        Raises:
-            ConfigError: it cannot be read, or a field is missing or invalid; the message names the
-                field.
         """
         # A file of the user goes before one of the package.
         name = os.fspath(path)
@@ -93,15 +79,7 @@ class DeviceProfile:
 
     @classmethod
     def parse(cls, text: str, source: str) -> DeviceProfile:
-        """Check the JSON of a profile.
-
-        Args:
-            text: the JSON.
-            source: where the JSON comes from, for messages.
-
-        Raises:
-            ConfigError: as for `load`.
-        """
+        """Check the JSON of a profile."""
         try:
             fields = parse_json(text)
         except ValueError as error:
@@ -117,33 +95,19 @@ class DeviceProfile:
 
     @classmethod
     def of_handle(cls, cudnn: Cudnn, handle: Handle) -> DeviceProfile:
-        """The profile of a device of this machine.
-
-        Args:
-            cudnn: the library.
-            handle: of the device.
-        """
+        """The profile of a device of this machine."""
         return cls.parse(cls.text_of_handle(cudnn, handle), "of this device")
 
     @staticmethod
     def text_of_handle(cudnn: Cudnn, handle: Handle) -> str:
-        """The JSON in which cuDNN describes a device of this machine.
-
-        Args:
-            cudnn: the library.
-            handle: of the device.
-        """
+        """The JSON in which cuDNN describes a device of this machine."""
         _require_deviceless(cudnn)
         with Descriptor(cudnn, Kind.DEVICEPROP) as device:
             device.set_handle(Attribute.DEVICEPROP_HANDLE, handle)
             return device.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile for `load`.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the profile for `load`."""
         try:
             # Indented, because people compare and edit profiles.
             Path(path).write_text(json.dumps(json.loads(self.text), indent=2) + "\n")
@@ -153,15 +117,7 @@ class DeviceProfile:
             ) from error
 
     def descriptor(self, cudnn: Cudnn) -> Descriptor:
-        """Make the descriptor with which cuDNN plans for the device.
-
-        Args:
-            cudnn: the library.
-
-        Raises:
-            ConfigError: the library needs a field that the profile lacks.
-            UnsupportedError: the library is too old for this, or does not know the architecture.
-        """
+        """Make the descriptor with which cuDNN plans for the device."""
         _require_deviceless(cudnn)
         device = Descriptor(cudnn, Kind.DEVICEPROP)
         # The text as it was read: cuDNN may use fields that this module does not know.
@@ -169,7 +125,6 @@ class DeviceProfile:
         try:
             return device.finalize()
         except CudnnError as error:
-            # A failure of the library says nothing about the profile.
             if not error.is_refusal:
                 raise
             known = json.loads(self.text)
@@ -186,7 +141,6 @@ class DeviceProfile:
 
 
 def _require_deviceless(cudnn: Cudnn) -> None:
-    # Older releases have no descriptor of device properties.
     if cudnn.version < DEVICELESS_SINCE:
         raise UnsupportedError(
             f"device profiles need cuDNN 9.8 or newer, {cudnn.path} is {cudnn.version_text}; "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -21,39 +20,24 @@ from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
 
-class AnyHandle(Protocol):
-    """The methods of a handle that `Handles` uses."""
-
-    def set_stream(self, stream: int) -> None:
-        """Enqueue what follows on a stream."""
-
-
 class Handles:
     """One handle per thread and device, on the stream that is current there.
 
     cuDNN forbids two threads in one handle. Setting the stream costs microseconds, so it is set
     only when it changes. A new thread may get the number of a thread that has ended, and then gets
     its handle, too. So there are never more handles than threads that ran at the same time.
-
-    Args:
-        open_handle: opens a handle on a device.
-        current_stream: address of the stream that is current on a device.
     """
 
     def __init__(
-        self, open_handle: Callable[[int], AnyHandle], current_stream: Callable[[int], int]
+        self, open_handle: Callable[[int], Handle], current_stream: Callable[[int], int]
     ) -> None:
         self._open = open_handle
         self._current_stream = current_stream
         # Needs no lock: each thread reads and writes only keys with its own number.
-        self._held: dict[tuple[int, int], tuple[AnyHandle, int]] = {}
+        self._held: dict[tuple[int, int], tuple[Handle, int]] = {}
 
-    def get(self, device: int) -> AnyHandle:
-        """This thread's handle on a device, whose stream is torch's current one.
-
-        Args:
-            device: number of the device in this process.
-        """
+    def get(self, device: int) -> Handle:
+        """This thread's handle on a device, whose stream is torch's current one."""
         # Autograd runs backward in threads of its own, which get handles at their first launch.
         key = (threading.get_ident(), device)
         stream = self._current_stream(device)
@@ -68,11 +52,7 @@ class Handles:
 
 
 class Runtime:
-    """Builds plans and launches them.
-
-    Args:
-        cudnn: the library that torch has loaded.
-    """
+    """Builds plans and launches them."""
 
     def __init__(self, cudnn: Cudnn) -> None:
         self.cudnn = cudnn
@@ -84,19 +64,10 @@ class Runtime:
         with torch.cuda.device(device):
             return Handle(self.cudnn)
 
-    def _handle(self, device: int) -> Handle:
-        handle = self._handles.get(device)
-        assert isinstance(handle, Handle)
-        return handle
-
     def configurations(
         self, device: int, problem: Problem, views: Views | None = None, bias: bool = False
     ) -> list[Configuration]:
-        """cuDNN's proposals for a problem on a device, or for one with a bias.
-
-        Raises:
-            UnsupportedError: cuDNN proposes nothing.
-        """
+        """cuDNN's proposals for a problem on a device, or for one with a bias."""
         with self._building, torch.cuda.device(device):
             return configurations(self._target(device), problem, views=views, bias=bias)
 
@@ -112,38 +83,26 @@ class Runtime:
         """A plan of alpha * convolution + beta * (old value of the result).
 
         Threads may launch it one at a time.
-
-        Raises:
-            UnsupportedError: cuDNN does not compute the problem by this engine.
-            RuntimeError: cuDNN or the device failed.
         """
         with self._building, torch.cuda.device(device), _failures():
             target = self._target(device)
             return build(target, problem, identity, alpha=alpha, beta=beta, views=views)
 
     def _target(self, device: int) -> Target:
-        return Target(self.cudnn, handle=self._handle(device))
+        return Target(self.cudnn, handle=self._handles.get(device))
 
     def pack(self, plan: ExecutionPlan, pointers: tuple[int, ...], workspace: int) -> Descriptor:
-        """Addresses for a launch: of operands, result and perhaps bias, and of the workspace.
-
-        Raises:
-            RuntimeError: cuDNN failed.
-        """
+        """Addresses for a launch: of operands, result and perhaps bias, and of the workspace."""
         with _failures():
             return self.cudnn.variant_pack(plan.uids, pointers, workspace)
 
     def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
-        """Enqueue a plan on the current stream of a device.
-
-        Raises:
-            RuntimeError: cuDNN or the device failed, as torch would say it.
-        """
+        """Enqueue a plan on the current stream of a device."""
         # Nearly all launches are on the current device; entering `torch.cuda.device` costs time.
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():
-                self.cudnn.execute(self._handle(device), plan.descriptor, pack)
+                self.cudnn.execute(self._handles.get(device), plan.descriptor, pack)
         except CudnnError as error:  # without `_failures`, whose generator takes a microsecond
             raise RuntimeError(str(error)) from error
 

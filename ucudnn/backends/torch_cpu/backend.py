@@ -19,9 +19,12 @@ from ucudnn.backends._base import (
     Roofline,
     Span,
 )
-from ucudnn.backends.torch_cpu import machine
-from ucudnn.backends.torch_cpu._base import ONEDNN_KERNELS, empty
-from ucudnn.backends.torch_cpu.aten import (
+from ucudnn.backends.torch_cpu import processor
+from ucudnn.backends.torch_cpu.algorithm import ONEDNN_KERNELS, empty
+from ucudnn.backends.torch_cpu.diagonal import DiagonalGemm
+from ucudnn.backends.torch_cpu.fft import Fft
+from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
+from ucudnn.backends.torch_cpu.operators import (
     OneDnn,
     OneDnnNhwc,
     SlowConv2d,
@@ -29,11 +32,8 @@ from ucudnn.backends.torch_cpu.aten import (
     chosen_kernel,
     cramped_refusal,
 )
-from ucudnn.backends.torch_cpu.diagonal import DiagonalGemm
-from ucudnn.backends.torch_cpu.fft import Fft
-from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
-from ucudnn.backends.torch_cpu.machine import LoadMeter, describe_allocator, roofline
 from ucudnn.backends.torch_cpu.phases import Phases
+from ucudnn.backends.torch_cpu.processor import LoadMeter, describe_allocator, roofline
 from ucudnn.backends.torch_cpu.workspace import (
     allocated_peak_bytes,
     allocated_spans,
@@ -81,15 +81,12 @@ class TorchCpuBackend(AbstractBackend):
     blocks_host = True
 
     def device(self) -> Device:
-        """The processor of this machine."""
-        return machine.cpu_device()
+        return processor.cpu_device()
 
     def software(self) -> Software:
-        """Versions of torch and oneDNN."""
-        return machine.cpu_software()
+        return processor.cpu_software()
 
     def conditions(self) -> Conditions:
-        """The threads and the malloc of this process, and how many ranks share the processor."""
         return Conditions(
             threads=torch.get_num_threads(),
             allocator=describe_allocator(),
@@ -97,11 +94,9 @@ class TorchCpuBackend(AbstractBackend):
         )
 
     def algorithms(self) -> tuple[str, ...]:
-        """Names of all algorithms, torch's own first."""
         return tuple(_ALGORITHMS)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None if it does."""
         # TF32 is a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
@@ -112,7 +107,6 @@ class TorchCpuBackend(AbstractBackend):
         return _ALGORITHMS[algorithm].refusal(problem)
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab; None if it does."""
         reason = self.refusal(problem, algorithm)
         # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
         # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.
@@ -121,10 +115,6 @@ class TorchCpuBackend(AbstractBackend):
         return reason
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """The distinct candidates of a problem, torch's own first.
-
-        `onednn` is left out where torch's own convolution runs the same kernel.
-        """
         reasons = {name: self.refusal(problem, name) for name in _ALGORITHMS}
         names = [name for name, reason in reasons.items() if reason is None]
         if not names:
@@ -146,17 +136,14 @@ class TorchCpuBackend(AbstractBackend):
         )
 
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
-        """Lower bounds of what a candidate needs; None if the algorithm does not compute it."""
         if self.refusal(problem, algorithm) is not None:
             return None
         return _ALGORITHMS[algorithm].cost(problem)
 
     def roofline(self, dtype: str) -> Roofline:
-        """Peak rates of this process, measured at the first call."""
         return roofline(dtype)
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
-        """Build a candidate."""
         reason = self.refusal(problem, algorithm)
         if reason is not None:
             raise UnsupportedError(f"{algorithm} does not compute {problem}: {reason}")
@@ -173,7 +160,6 @@ class TorchCpuBackend(AbstractBackend):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        """Run once and return the peak of temporary memory, beyond the returned tensor."""
         # Chunks run one after another: the largest of these amounts is the peak, not their sum.
         unseen = (
             unseen_bytes(computed, kernel, torch.get_num_threads())
@@ -183,26 +169,21 @@ class TorchCpuBackend(AbstractBackend):
         return max(unseen, default=0) + allocated_peak_bytes(run)
 
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
-        """Run once and return what torch's allocator handed out between its marks."""
         return allocated_spans(run)
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """Name of the implementation: aten's choice for torch's own, else the algorithm's name."""
         return chosen_kernel(problem) if algorithm == "torch_default" else algorithm
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
-        """Run once and return the time it took."""
         # A call on a CPU returns when its result is complete, so the host's clock is enough.
         start = time.perf_counter_ns()
         run()
         return time.perf_counter_ns() - start
 
     def state(self) -> DeviceState:
-        """The load by other processes, if it takes processors that this one needs."""
         return DeviceState(_load.load())
 
     def activity(self) -> Activity:
-        """CPU time and involuntary context switches of this process."""
         # Involuntary switches: the scheduler took the processor away while there was still work.
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)
@@ -213,12 +194,10 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(range(threads, problem.batch + 1, threads))
 
     def cache_bytes(self) -> int:
-        """Size of the last-level cache that this process can use."""
-        return machine.usable_cache_bytes()
+        return processor.usable_cache_bytes()
 
     def memory_bytes(self) -> int:
-        """Half of the memory that is available now."""
-        return machine.available_memory_bytes() // 2
+        return processor.available_memory_bytes() // 2
 
 
 def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

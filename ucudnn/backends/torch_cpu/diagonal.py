@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format, torch_dtype
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm
-from ucudnn.backends.torch_cpu.taps import direct_cost
+from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, direct_cost
 from ucudnn.problem import Problem
 
 # Columns of dy in a block, at least: products of narrower matrices are far from the peak.
@@ -31,9 +30,9 @@ class DiagonalGemm(AbstractAlgorithm):
     """One matrix product per channel and filter row, over blocks of columns."""
 
     name = "diagonal_gemm"
+    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse all but 1-D and 2-D weight gradients of depthwise layers with wide filters."""
         if (
             problem.op != "wgrad"
             or not problem.in_channels == problem.out_channels == problem.groups
@@ -66,13 +65,7 @@ class DiagonalGemm(AbstractAlgorithm):
         )
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
         return _DiagonalGemm(problem)
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: products and diagonals are summed in a fixed order."""
-        del problem
-        return True
 
 
 class _RowTap(NamedTuple):
@@ -85,24 +78,14 @@ class _RowTap(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """A division of the columns of dy into blocks, each with the columns of x that it needs.
-
-    Args:
-        number: of blocks.
-        block: columns of dy in each block; the last block is padded with zeros.
-        window: columns of x that the filter covers beside a block, padding included.
-        columns: number of these that are copied; a single block needs no padding.
-        skipped: columns of padding before the copied ones.
-        x_rows: rows of x, sorted by their remainder modulo the stride, padded to a multiple of it.
-        taps: the rows that are combined, by filter row.
-    """
+    """A division of the columns of dy into blocks, each with the columns of x that it needs."""
 
     number: int
-    block: int
-    window: int
-    columns: int
-    skipped: int
-    x_rows: int
+    block: int  # columns of dy in each block; the last one is padded with zeros
+    window: int  # columns of x that the filter covers beside a block, padding included
+    columns: int  # how many of these are copied; a single block needs no padding
+    skipped: int  # columns of padding before the copied ones
+    x_rows: int  # rows of x, sorted by their remainder modulo the stride and padded to a multiple
     taps: tuple[_RowTap, ...]
 
 
@@ -161,7 +144,6 @@ class _DiagonalGemm(Executable):
         self._dtype = torch.promote_types(torch_dtype(problem), torch.float32)
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
         form = memory_format(self._problem)
         return self._sum(a, b).to(a.dtype).contiguous(memory_format=form)
 

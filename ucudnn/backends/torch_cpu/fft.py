@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable
-from ucudnn.backends.torch_cpu.taps import direct_cost
+from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, OpsExecutable, direct_cost
 from ucudnn.problem import Problem
 
 
@@ -23,9 +22,9 @@ class Fft(AbstractAlgorithm):
     """
 
     name = "fft"
+    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse half precision, and filters of one element."""
         if problem.bytes_per_element < 4:
             return f"torch has no Fourier transform in {problem.dtype} on a CPU"
         if set(problem.kernel_size) == {1}:
@@ -48,13 +47,7 @@ class Fft(AbstractAlgorithm):
         return Cost(transforms + products, traffic, _workspace(problem, sizes, padded, spectra))
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
         return _Fft(problem)
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: transforms, products and sums have a fixed order."""
-        del problem
-        return True
 
 
 def transform_sizes(problem: Problem) -> list[int]:

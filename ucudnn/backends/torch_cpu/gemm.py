@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from math import prod
 from types import EllipsisType
 
@@ -9,9 +10,15 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, empty
-from ucudnn.backends.torch_cpu.machine import product_dtype
-from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost, taps
+from ucudnn.backends.torch_cpu.algorithm import (
+    AbstractAlgorithm,
+    OpsExecutable,
+    columns_bytes,
+    direct_cost,
+    empty,
+    taps,
+)
+from ucudnn.backends.torch_cpu.processor import product_dtype
 from ucudnn.problem import Problem
 
 _ALL = slice(None)
@@ -22,20 +29,20 @@ class Gemm(AbstractAlgorithm):
     """One matrix product per sample or chunk for 1x1 filters: no temporary copy at stride 1."""
 
     name = "gemm"
+    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse filters larger than 1x1, padding, and groups in channels-last."""
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
             return "it computes filters of size 1 without padding only"
-        return places_refusal(problem) if problem.layout == "nhwc" else None
+        return _places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
         """Cost of the products; strided or half operands are copied, one sample at a time."""
         if problem.layout == "nhwc":
-            return places_cost(problem)
-        x_sample, y_sample = (
-            prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
-        )
+            return _places_cost(problem)
+        # A 1x1 filter reads every stride-th place of x: as many as the output has.
+        x_sample = problem.in_channels * prod(problem.output_size)
+        y_sample = prod(problem.y_shape[1:])
         workspace = 0
         # x and dy of a sample in float32, and the excess of a float32 sum over a half dw.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
@@ -47,13 +54,7 @@ class Gemm(AbstractAlgorithm):
         return direct_cost(problem)._replace(workspace_bytes=workspace)
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
-        return PlacesGemm(problem) if problem.layout == "nhwc" else _Gemm(problem)
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: its products and sums have a fixed order."""
-        del problem
-        return True
+        return _PlacesGemm(problem) if problem.layout == "nhwc" else _Gemm(problem)
 
 
 class Im2colGemm(AbstractAlgorithm):
@@ -64,17 +65,17 @@ class Im2colGemm(AbstractAlgorithm):
     """
 
     name = "im2col_gemm"
+    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse 1x1 filters without padding, which gemm computes, and groups in channels-last."""
         if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):
             return "a filter of size 1 needs no columns; gemm computes it"
-        return places_refusal(problem) if problem.layout == "nhwc" else None
+        return _places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
         """Cost of the product, padding included; columns are written once and read once."""
         if problem.layout == "nhwc":
-            return places_cost(problem)
+            return _places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
         # the product has channels before samples, which is another order where there are several
         y = 0
@@ -87,18 +88,7 @@ class Im2colGemm(AbstractAlgorithm):
         return Cost(problem.flops, direct.traffic_bytes + 2 * columns, workspace)
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
-        return PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: its products and sums have a fixed order."""
-        del problem
-        return True
-
-
-def _sampled_shape(problem: Problem) -> tuple[int, ...]:
-    """Shape of the part of x that a 1x1 filter reads: every stride-th position."""
-    return (problem.batch, problem.in_channels, *problem.output_size)
+        return _PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
 
 
 class _Gemm(OpsExecutable):
@@ -164,46 +154,83 @@ class _Gemm(OpsExecutable):
         return tensor.view(self._groups, tensor.shape[0] // self._groups, -1)
 
 
-class _Im2colGemm(OpsExecutable):
-    """Executable: columns of shape (C, *kernel_size, N, *output_size), one GEMM for all samples."""
+class _ColumnGemm(OpsExecutable):
+    """Base of products of columns: for each output the inputs that its filter covers.
+
+    `_shape` of the columns of a batch, and `_of_tap`, those of one filter position as a view of the
+    shape (N, C, *output_size), are all that depends on the layout.
+    """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._dtype = product_dtype(problem)
         self._taps = tuple(taps(problem))
 
-    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        return self._y(x, w).to(x.dtype).contiguous()
+    @abstractmethod
+    def _shape(self, batch: int) -> tuple[int, ...]: ...
 
-    def _y(self, x: Tensor, w: Tensor) -> Tensor:
-        problem = self.problem
-        y = torch.bmm(self._filters(w), self._column_rows(self._columns(x)))
-        # The product has channels outermost; the transpose is a view, which the caller copies.
-        return y.view(problem.out_channels, x.shape[0], *problem.output_size).transpose(0, 1)
+    @abstractmethod
+    def _of_tap(self, columns: Tensor, tap: tuple[int, ...]) -> Tensor: ...
+
+    @abstractmethod
+    def _write_dx(self, dy: Tensor, w: Tensor, dx: Tensor) -> None: ...
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
         dx = empty(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
         self._write_dx(dy, w, dx)
         return dx
 
-    def _write_dx(self, dy: Tensor, w: Tensor, dx: Tensor) -> None:
-        problem = self.problem
-        rows = torch.bmm(self._filters(w).mT, self._output_rows(dy))
-        columns = rows.view(
-            problem.in_channels, *problem.kernel_size, dy.shape[0], *problem.output_size
-        )
+    def _filled(self, x: Tensor) -> Tensor:
+        # a filter position that only ever meets padding is no tap, and its columns are zero
+        every_tap = len(self._taps) == prod(self.problem.kernel_size)
+        new = x.new_empty if every_tap else x.new_zeros
+        columns = new(self._shape(x.shape[0]), dtype=self._dtype)
+        every_output = tuple(slice(0, size) for size in self.problem.output_size)
+        for tap, outputs, inputs in self._taps:
+            column = self._of_tap(columns, tap)
+            if outputs != every_output:  # padding
+                column.zero_()
+            column[(_ALL, _ALL, *outputs)] = x[(_ALL, _ALL, *inputs)]
+        return columns
+
+    def _add_up(self, columns: Tensor, dx: Tensor) -> None:
+        """The transpose of im2col: add up what falls on the same input."""
         # a half-precision dx is summed in float32 and rounded once
-        total = dx if problem.bytes_per_element > 2 else dx.float()
+        total = dx if dx.dtype.itemsize > 2 else dx.float()
         total.zero_()
         for tap, outputs, inputs in self._taps:
-            into = total.transpose(0, 1)[(_ALL, _ALL, *inputs)]
-            where: tuple[int | slice, ...] = (_ALL, *tap, _ALL, *outputs)
-            into += columns[where]
+            into = total[(_ALL, _ALL, *inputs)]
+            into += self._of_tap(columns, tap)[(_ALL, _ALL, *outputs)]
         if total is not dx:
             dx.copy_(total)
 
+
+class _Im2colGemm(_ColumnGemm):
+    """Executable: columns of shape (C, *kernel_size, N, *output_size), one GEMM for all samples."""
+
+    def _shape(self, batch: int) -> tuple[int, ...]:
+        problem = self.problem
+        return (problem.in_channels, *problem.kernel_size, batch, *problem.output_size)
+
+    def _of_tap(self, columns: Tensor, tap: tuple[int, ...]) -> Tensor:
+        where: _Index = (_ALL, *tap)
+        return columns[where].transpose(0, 1)
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        return self._y(x, w).to(x.dtype).contiguous()
+
+    def _y(self, x: Tensor, w: Tensor) -> Tensor:
+        problem = self.problem
+        y = torch.bmm(self._filters(w), self._column_rows(self._filled(x)))
+        # The product has channels outermost; the transpose is a view, which the caller copies.
+        return y.view(problem.out_channels, x.shape[0], *problem.output_size).transpose(0, 1)
+
+    def _write_dx(self, dy: Tensor, w: Tensor, dx: Tensor) -> None:
+        rows = torch.bmm(self._filters(w).mT, self._output_rows(dy))
+        self._add_up(rows.view(self._shape(dy.shape[0])), dx)
+
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        dw = torch.bmm(self._output_rows(dy), self._column_rows(self._columns(x)).mT)
+        dw = torch.bmm(self._output_rows(dy), self._column_rows(self._filled(x)).mT)
         return dw.view(self.problem.w_shape).to(x.dtype)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -219,24 +246,7 @@ class _Im2colGemm(OpsExecutable):
             return
         rows = self._output_rows(b)
         total = out.view(self.problem.groups, rows.shape[1], -1)
-        torch.baddbmm(total, rows, self._column_rows(self._columns(a)).mT, out=total)
-
-    def _columns(self, x: Tensor) -> Tensor:
-        problem = self.problem
-        shape = (problem.in_channels, *problem.kernel_size, x.shape[0], *problem.output_size)
-        # a filter position that only ever meets padding is no tap, and its columns are zero
-        every_tap = len(self._taps) == prod(problem.kernel_size)
-        new = x.new_empty if every_tap else x.new_zeros
-        columns = new(shape, dtype=self._dtype)
-        every_output = tuple(slice(0, size) for size in problem.output_size)
-        for tap, outputs, inputs in self._taps:
-            where: tuple[int | slice, ...] = (_ALL, *tap)
-            column = columns[where]
-            if outputs != every_output:  # padding
-                column.zero_()
-            source = x.transpose(0, 1)[(_ALL, _ALL, *inputs)]
-            column[(_ALL, _ALL, *outputs)] = source
-        return columns
+        torch.baddbmm(total, rows, self._column_rows(self._filled(a)).mT, out=total)
 
     def _column_rows(self, columns: Tensor) -> Tensor:
         channels = self.problem.in_channels // self.problem.groups
@@ -256,10 +266,10 @@ class _Im2colGemm(OpsExecutable):
 # With channels last, tensors are matrices of positions by channels: a 1x1 convolution at stride 1
 # is one product of the operands themselves, for the whole chunk. Other filters take columns: for
 # each output the channels of every input that its filter covers.
-def needs_columns(problem: Problem) -> bool:
+def _needs_columns(problem: Problem) -> bool:
     """True unless each output reads only the input at its own position.
 
-    >>> needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
+    >>> _needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
     False
     """
     # Padding and a stride may cancel out in the size of the output, but not in its places.
@@ -267,7 +277,7 @@ def needs_columns(problem: Problem) -> bool:
     return moves or prod(problem.kernel_size) > 1
 
 
-def places_refusal(problem: Problem) -> str | None:
+def _places_refusal(problem: Problem) -> str | None:
     """Reason why the products do not compute a channels-last problem; None if they do."""
     # In channels-last the other groups' channels lie between the rows of one group's matrix.
     if problem.groups > 1:
@@ -275,39 +285,29 @@ def places_refusal(problem: Problem) -> str | None:
     return None
 
 
-def places_cost(problem: Problem) -> Cost:
+def _places_cost(problem: Problem) -> Cost:
     """Cost of the product with padding; columns, if any, are written and read once."""
     direct = direct_cost(problem)
-    if not needs_columns(problem):
+    if not _needs_columns(problem):
         return direct
     columns = columns_bytes(problem)
     return Cost(problem.flops, direct.traffic_bytes + 2 * columns, columns)
 
 
-class PlacesGemm(OpsExecutable):
+class _PlacesGemm(_ColumnGemm):
     """One matrix product over columns of the shape (N, *output_size, *kernel_size, C)."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._dtype = product_dtype(problem)
-        self._taps = tuple(taps(problem))
-        self._needs_columns = needs_columns(problem)
+        self._needs_columns = _needs_columns(problem)
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        """y from x and w."""
         y = empty(self.problem, (x.shape[0], *self.problem.y_shape[1:]))
         # y = columns * filters^T: (places, taps * channels) by (taps * channels, channels out).
         self._product(self._columns(x), self._filters(w).t(), y)
         return y
 
-    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
-        """dx from dy and w."""
-        dx = empty(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
-        self._write_dx(dy, w, dx)
-        return dx
-
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dw from x and dy."""
         problem = self.problem
         # dw = dy^T * columns, which sums over all places of all samples in one product.
         dw = torch.mm(self._matrix(dy).t(), self._columns(x)).to(x.dtype)
@@ -315,7 +315,6 @@ class PlacesGemm(OpsExecutable):
         return dw.view(problem.out_channels, *problem.kernel_size, channels).movedim(-1, 1)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Compute into a slice of an existing result (fprop, dgrad)."""
         if self.problem.op == "fprop":
             self._product(self._columns(a), self._filters(b).t(), out)
         else:
@@ -326,18 +325,8 @@ class PlacesGemm(OpsExecutable):
         if not self._needs_columns:
             self._product(rows, filters, dx)
             return
-        # The transpose of im2col: the product gives each output's contribution to the inputs that
-        # its filter covers, and the loop below adds up those that fall on the same input.
-        columns = torch.mm(rows, filters).view(self._columns_shape(dy.shape[0]))
-        # a half-precision dx is summed in float32 and rounded once
-        total = dx if dx.dtype.itemsize > 2 else dx.float()
-        total.zero_()
-        for tap, outputs, inputs in self._taps:
-            into = total.movedim(1, -1)[(_ALL, *inputs)]
-            where: _Index = (_ALL, *outputs, *tap)
-            into += columns[where]
-        if total is not dx:
-            dx.copy_(total)
+        columns = torch.mm(rows, filters).view(self._shape(dy.shape[0]))
+        self._add_up(columns, dx)
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Multiply into a tensor, without a temporary if it has the layout of the product."""
@@ -348,26 +337,19 @@ class PlacesGemm(OpsExecutable):
         else:
             target.copy_(torch.mm(left, right).view(target.shape))
 
-    def _columns_shape(self, batch: int) -> tuple[int, ...]:
+    def _shape(self, batch: int) -> tuple[int, ...]:
         problem = self.problem
         return (batch, *problem.output_size, *problem.kernel_size, problem.in_channels)
+
+    def _of_tap(self, columns: Tensor, tap: tuple[int, ...]) -> Tensor:
+        where: _Index = (..., *tap, _ALL)
+        return columns[where].movedim(-1, 1)
 
     def _columns(self, x: Tensor) -> Tensor:
         if not self._needs_columns:
             return self._matrix(x)
-        # a filter position that only ever meets padding is no tap, and its columns are zero
-        every_tap = len(self._taps) == prod(self.problem.kernel_size)
-        new = x.new_empty if every_tap else x.new_zeros
-        columns = new(self._columns_shape(x.shape[0]), dtype=self._dtype)
-        every_output = tuple(slice(0, size) for size in self.problem.output_size)
-        for tap, outputs, inputs in self._taps:
-            where: _Index = (..., *tap, _ALL)
-            column = columns[where]
-            if outputs != every_output:  # padding
-                column.zero_()
-            column[(_ALL, *outputs)] = x.movedim(1, -1)[(_ALL, *inputs)]
         places = x.shape[0] * prod(self.problem.output_size)
-        return columns.view(places, prod(self.problem.kernel_size) * self.problem.in_channels)
+        return self._filled(x).view(places, prod(self.problem.kernel_size) * x.shape[1])
 
     def _matrix(self, tensor: Tensor) -> Tensor:
         """A matrix of positions by channels; a view if the tensor is contiguous."""
@@ -376,5 +358,4 @@ class PlacesGemm(OpsExecutable):
         return matrix.to(self._dtype)
 
     def _filters(self, w: Tensor) -> Tensor:
-        """A matrix of channels out by (*kernel_size, channels in)."""
         return w.movedim(1, -1).reshape(w.shape[0], -1).to(self._dtype)

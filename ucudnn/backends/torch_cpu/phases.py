@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, empty
-from ucudnn.backends.torch_cpu.aten import OneDnn, cramped_refusal
+from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, Slices, empty
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
-from ucudnn.backends.torch_cpu.taps import Slices
+from ucudnn.backends.torch_cpu.operators import OneDnn, cramped_refusal
 from ucudnn.problem import Problem
 
 # In order of preference: oneDNN where it computes the phase.
@@ -34,9 +33,9 @@ class Phases(AbstractAlgorithm):
     """One convolution at stride 1 per phase, written into a strided view of dx."""
 
     name = "phases"
+    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse other ops, stride 1, and problems with a phase that nothing here computes."""
         # At stride 1 there is a single phase, the whole problem.
         if problem.op != "dgrad" or set(problem.stride) == {1}:
             return "it computes data gradients of strided convolutions only"
@@ -50,9 +49,7 @@ class Phases(AbstractAlgorithm):
         operations = traffic = workspace = 0
         element = problem.bytes_per_element
         covered = 0
-        for phase in _phases(problem):
-            inner = _inner(phase.problem)
-            assert inner is not None
+        for phase, inner in _computed_phases(problem):
             cost = inner.cost(phase.problem)
             copied = element * problem.batch * problem.in_channels * phase.places
             covered += copied
@@ -65,24 +62,14 @@ class Phases(AbstractAlgorithm):
         return Cost(operations, traffic, workspace)
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
         return _PhasesExecutable(problem)
 
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: phases are computed one after another, by algorithms that are."""
-        del problem
-        return True
-
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        """The problem and the inner algorithm of each phase."""
-        for phase in _phases(problem):
-            inner = _inner(phase.problem)
-            assert inner is not None
+        for phase, inner in _computed_phases(problem):
             yield phase.problem, inner.name
 
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
-    """The inner algorithm that computes a phase; None if there is none."""
     # Phases are small, so that filters may hang over them, see `cramped_refusal`.
     if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
         return _INNER[0]
@@ -90,30 +77,26 @@ def _inner(problem: Problem) -> AbstractAlgorithm | None:
     return next(able, None)
 
 
+def _computed_phases(problem: Problem) -> Iterator[tuple[_Phase, AbstractAlgorithm]]:
+    """The phases of a problem that is not refused, with what computes each."""
+    for phase in _phases(problem):
+        inner = _inner(phase.problem)
+        assert inner is not None
+        yield phase, inner
+
+
 class _AxisPhase(NamedTuple):
-    """One phase along one axis; phases that no output reads are omitted.
+    """One phase along one axis; phases that no output reads are omitted."""
 
-    Args:
-        taps: positions of the filter that read the phase.
-        taps_count: number of them.
-        inputs: its positions in dx that some output reads.
-        places: number of them.
-        outputs: positions of dy that read it.
-        outputs_count: number of them.
-        begin: zeros before the outputs, in units of the phase.
-        end: zeros after them.
-        dilation: dilation of the remaining filter.
-    """
-
-    taps: slice
+    taps: slice  # positions of the filter that read the phase
     taps_count: int
-    inputs: slice
-    places: int
-    outputs: slice
+    inputs: slice  # positions in dx that some output reads
+    places: int  # how many these are
+    outputs: slice  # positions of dy that read it
     outputs_count: int
-    begin: int
-    end: int
-    dilation: int
+    begin: int  # zeros before the outputs, in units of the phase
+    end: int  # zeros after them
+    dilation: int  # of the remaining filter
 
 
 def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
@@ -160,23 +143,13 @@ def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
 
 
 class _Phase(NamedTuple):
-    """One phase along all axes.
+    """One phase along all axes."""
 
-    Args:
-        problem: forward convolution of dy with reversed filters that computes the phase; both ends
-            of an axis have the same padding.
-        taps: positions of the filter.
-        inputs: positions in dx.
-        outputs: positions of dy.
-        kept: positions of the result that belong to dx; the others come from excess padding.
-        places: number of them.
-    """
-
-    problem: Problem
+    problem: Problem  # fprop of dy with reversed filters; paddings are equal at both ends
     taps: Slices
     inputs: Slices
     outputs: Slices
-    kept: Slices
+    kept: Slices  # positions of the result that belong to dx; excess padding computes the others
     places: int
 
 
@@ -218,16 +191,13 @@ def _phase(problem: Problem, parts: tuple[_AxisPhase, ...]) -> _Phase:
 class _PhasesExecutable(Executable):
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._phases = []
-        for phase in _phases(problem):
-            inner = _inner(phase.problem)
-            assert inner is not None
-            self._phases.append((phase, inner.executable(phase.problem)))
+        self._phases = [
+            (phase, inner.executable(phase.problem)) for phase, inner in _computed_phases(problem)
+        ]
         places = sum(phase.places for phase, _ in self._phases)
         self._is_all_covered = places == prod(problem.input_size)
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
         dx = empty(self._problem, (a.shape[0], *self._problem.x_shape[1:]))
         self.write(a, b, dx)
         return dx

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.profiler import profile, record_function
 
 from ucudnn.backends._base import Span
-from ucudnn.backends.torch_cpu._base import COLUMN_KERNELS, ONEDNN_KERNELS
-from ucudnn.backends.torch_cpu.machine import has_instructions
+from ucudnn.backends.torch_cpu.algorithm import COLUMN_KERNELS, ONEDNN_KERNELS
+from ucudnn.backends.torch_cpu.processor import has_instructions
 from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
 
@@ -37,15 +37,9 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     >>> import torch
     >>> allocated_peak_bytes(lambda: torch.ones(1 << 20).add(1).sum()) // (1 << 20)
     8
-
-    Raises:
-        BusyError: torch's profiler is in use.
     """
     result, changes = _changes(run)
-    allocated = peak = 0
-    for change in changes:
-        allocated += change or 0
-        peak = max(peak, allocated)
+    peak = max(span.peak_bytes for span in _spans(changes))
     kept = 0 if result is None else result.untyped_storage().nbytes()
     # Negative where the returned tensor existed before the call.
     return max(peak - kept, 0)
@@ -61,18 +55,12 @@ def allocated_spans(run: Callable[[Callable[[], None]], object]) -> list[Span]:
     ...     return kept.add(1).sum()
     >>> [span.peak_bytes >> 20 for span in allocated_spans(work)]
     [4, 8]
-
-    Args:
-        run: called with a function that makes a mark.
-
-    Raises:
-        BusyError: torch's profiler is in use.
     """
+    _, changes = _changes(lambda: run(_mark))
+    return _spans(changes)
 
-    def marked() -> None:
-        run(_mark)
 
-    _, changes = _changes(marked)
+def _spans(changes: list[int | None]) -> list[Span]:
     spans, allocated, peak = list[Span](), 0, 0
     for change in changes:
         if change is None:
@@ -91,11 +79,7 @@ def _mark() -> None:
 
 
 def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
-    """Run once; what was allocated (negative: freed) in the order of time, None for a mark.
-
-    Raises:
-        BusyError: torch's profiler is in use.
-    """
+    """Run once; what was allocated (negative: freed) in the order of time, None for a mark."""
     if torch._C._autograd._profiler_enabled():  # there is one per process, and it is the user's
         raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
@@ -119,11 +103,6 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
     convolutions take the columns of one sample per thread (dgrad) and the scratch of half-precision
     products. oneDNN takes such scratch if the processor lacks instructions. A test compares the
     bound with a counting malloc, on this processor and on older ones that oneDNN imitates.
-
-    Args:
-        problem: with the chunk as its batch.
-        kernel: the kernel that runs, such as "slow_conv2d" or "im2col_gemm".
-        threads: intra-operator threads.
     """
     native = has_instructions(problem.dtype)
     if kernel in ONEDNN_KERNELS:

@@ -88,7 +88,7 @@ def install(profile: str) -> None:
     descriptors: dict[str, Any] = {}
 
     def target(self: runtime.Runtime, index: int) -> Target:
-        self._handle(index)
+        self._handles.get(index)
         if not descriptors:
             descriptors["of the device"] = device.descriptor(self.cudnn)
         return Target(self.cudnn, device=descriptors["of the device"])
@@ -121,7 +121,7 @@ def _building(build: Callable[..., Any]) -> Callable[..., _Plan]:
 def _launch(self: runtime.Runtime, device: int, plan: _Plan, pack: _Pack) -> None:
     """Compute alpha * convolution + bias + beta * result, with the given addresses alone."""
     faults.at_launch(plan.built.identity)
-    handle: Any = self._handle(device)
+    handle: Any = self._handles.get(device)
     assert handle.stream == torch.cuda.current_stream().cuda_stream, "it follows another stream"
     assert bool(pack.workspace) == bool(plan.workspace_bytes), "it has no workspace"
     problem = plan.problem

@@ -106,11 +106,7 @@ def usable_cache_bytes() -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be allocated without swapping and within a container's limit.
-
-    Args:
-        root: where proc and sys are mounted.
-    """
+    """Memory that can be allocated without swapping and within a container's limit."""
     meminfo = root / "proc/meminfo"
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -149,17 +145,18 @@ def onednn_isa_limit() -> str:
 
 
 def has_instructions(dtype: str) -> bool:
-    """True if convolutions and matrix products in a dtype need no such fallback here.
+    """True if convolutions and matrix products in a dtype are computed by instructions for it.
 
-    Args:
-        dtype: of a problem. Half precision counts only with AVX-512, where it was checked.
+    Half precision counts only with AVX-512, where it was checked.
     """
+    cpu, limit = torch.cpu, onednn_isa_limit()
     if dtype == "float16":
-        return _avx512() and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return cpu._is_avx512_supported() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
     if dtype == "bfloat16":
-        return _avx512_bf16() and onednn_isa_limit() not in _BELOW_BFLOAT16
-    # Without AVX2 the fallback is taken in float32 and float64, too.
-    return platform.machine() not in _X86 or (_avx2() and onednn_isa_limit() not in _BELOW_AVX2)
+        return cpu._is_avx512_bf16_supported() and limit not in _BELOW_BFLOAT16
+    # Without AVX2 there is a fallback in float32 and float64, too.
+    is_x86 = platform.machine() in _X86
+    return not is_x86 or (cpu._is_avx2_supported() and limit not in _BELOW_AVX2)
 
 
 def product_dtype(problem: Problem) -> torch.dtype:
@@ -174,18 +171,6 @@ def product_dtype(problem: Problem) -> torch.dtype:
     )
 
 
-def _avx2() -> bool:
-    return bool(torch.cpu._is_avx2_supported())
-
-
-def _avx512() -> bool:
-    return bool(torch.cpu._is_avx512_supported())
-
-
-def _avx512_bf16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported())
-
-
 class _Reading(NamedTuple):
     clock_s: float
     machine_s: float  # processor time of everybody, and what a hypervisor gave to other machines
@@ -197,9 +182,6 @@ class LoadMeter:
 
     >>> LoadMeter(Path("no/such/file")).load()
     0.0
-
-    Args:
-        path: file of the system's counters; if there is none, the load is reported as 0.
     """
 
     def __init__(self, path: Path = Path("/proc/stat")) -> None:
@@ -243,12 +225,7 @@ class LoadMeter:
 
 
 def roofline(dtype: str) -> Roofline:
-    """Peak rates of this process with its present threads, `MARGIN` times the best measured.
-
-    Args:
-        dtype: of a problem. Half precision is at least as fast as float32, which it may be
-            computed in.
-    """
+    """Peak rates of this process with its present threads, `MARGIN` times the best measured."""
     threads = torch.get_num_threads()
     with _measuring:
         operations = _operations_per_s(dtype, threads)
@@ -260,7 +237,6 @@ def roofline(dtype: str) -> Roofline:
 
 @lru_cache
 def _operations_per_s(dtype: str, threads: int) -> float:
-    """Operations per second of the faster of two matrix products."""
     best = 0.0
     for side, rows_per_thread in _PRODUCTS:
         rows = min(rows_per_thread * threads, _MOST_ROWS)
@@ -296,11 +272,7 @@ def _shortest_ns(run: Callable[[], object]) -> int:
 
 
 def describe_allocator() -> str:
-    """Name the malloc of this process, and its mmap threshold if one was set.
-
-    Returns:
-        "glibc", "glibc,mmap_threshold=1073741824", "tcmalloc", "jemalloc", "mimalloc" or "system".
-    """
+    """Name the malloc of this process, and its mmap threshold if one was set."""
     name, threshold = _allocator(), _threshold_of_environment()
     return name if name != _GLIBC or threshold is None else f"{name},mmap_threshold={threshold}"
 
@@ -316,13 +288,7 @@ def _allocator() -> str:
 
 
 class Filling(NamedTuple):
-    """What it costs to fill a block of 64 MiB, medians of five.
-
-    Args:
-        fresh_ns: of one that is newly allocated.
-        reused_ns: of one that is in use.
-        faults: pages that the system hands out for a fresh one.
-    """
+    """What it costs to fill a block of 64 MiB, medians of five."""
 
     fresh_ns: int
     reused_ns: int
@@ -346,10 +312,7 @@ def filling() -> Filling:
 
 
 def give_back_free_blocks() -> None:
-    """Let glibc's malloc return the blocks that are free to the system.
-
-    >>> give_back_free_blocks()
-    """
+    """Let glibc's malloc return the blocks that are free to the system."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ucudnn.backends import aten
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import memory_format
-from ucudnn.backends.torch_cpu._base import (
+from ucudnn.backends.tensors import memory_format, padded, symmetric
+from ucudnn.backends.torch_cpu.algorithm import (
     COLUMN_KERNELS,
     AbstractAlgorithm,
     OpsExecutable,
+    columns_bytes,
+    direct_cost,
     phantom,
 )
-from ucudnn.backends.torch_cpu.padding import padded, symmetric
-from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost
 from ucudnn.problem import Problem
 
 _aten = torch.ops.aten
@@ -90,16 +90,13 @@ class TorchDefault(AbstractAlgorithm):
     name = "torch_default"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuses nothing."""
         del problem
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of the kernel that aten picks."""
         return _kernel_cost(problem, chosen_kernel(problem))
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
         return padded(problem, partial(_Aten, forward=_convolution, backward=_convolution_backward))
 
     def is_deterministic(self, problem: Problem) -> bool:
@@ -107,7 +104,6 @@ class TorchDefault(AbstractAlgorithm):
         return chosen_kernel(problem) != "onednn" or cramped_refusal(problem) is None
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        """The kernel that aten picks."""
         return ((problem, chosen_kernel(problem)),)
 
 
@@ -121,15 +117,12 @@ class OneDnn(AbstractAlgorithm):
     name = "onednn"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Needs a dtype oneDNN computes here, and for dgrad and wgrad aten's own choice."""
         return onednn_refusal(problem)
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of a direct convolution where oneDNN has no other."""
         return _kernel_cost(problem, self.name)
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
         return padded(problem, partial(_Aten, forward=_onednn, backward=_convolution_backward))
 
     def is_deterministic(self, problem: Problem) -> bool:
@@ -141,9 +134,9 @@ class OneDnnNhwc(AbstractAlgorithm):
     """oneDNN on operands that are copied to channels-last; the result is copied back."""
 
     name = "onednn_nhwc"
+    has_fixed_order = True  # what oneDNN computes wrongly is refused
 
     def refusal(self, problem: Problem) -> str | None:
-        """Needs channels-first operands and what oneDNN needs."""
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
         # As 2-D, because torch has no channels-last layout in 1-D.
@@ -164,22 +157,16 @@ class OneDnnNhwc(AbstractAlgorithm):
         )
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
         return _lifted(problem, _nhwc)
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: what oneDNN computes wrongly is refused."""
-        del problem
-        return True
 
 
 class SlowConv2d(AbstractAlgorithm):
     """aten's own im2col and GEMM per sample, parallel over the batch."""
 
     name = "slow_conv2d"
+    has_fixed_order = True  # gradients of samples are added one after another
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse 3-D problems, groups and dilation."""
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
             return "it computes 1-D and 2-D problems without groups and dilation only"
         # With one channel both layouts have the same strides, by which torch's kernel tells them.
@@ -188,20 +175,13 @@ class SlowConv2d(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of the products of columns, with padding."""
         return _kernel_cost(problem, self.name)
 
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
         is_last = problem.layout == "nhwc"
         forward = partial(_slow_conv2d, is_last=is_last)
         backward = partial(_slow_conv2d_backward, is_last=is_last)
         return _lifted(problem, partial(_Aten, forward=forward, backward=backward))
-
-    def is_deterministic(self, problem: Problem) -> bool:
-        """True: gradients of samples are added in their order."""
-        del problem
-        return True
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
@@ -305,7 +285,6 @@ class _Lifted(Executable):
         self._inner = inner
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
         return self._inner.alone(a.unsqueeze(2), b.unsqueeze(2)).squeeze(2)
 
 
@@ -358,7 +337,6 @@ class _Aten(OpsExecutable):
         self._like = None if like is None else phantom(problem, like)
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        """y from x and w."""
         return _tensor(self._forward(x, w, None, self._geometry))
 
     # aten's forward operators begin with the bias, which takes no time of its own.
@@ -371,7 +349,6 @@ class _Aten(OpsExecutable):
         out.copy_(self.alone_biased(a, b, bias))
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
-        """dx from dy and w."""
         x_like = self._like
         assert x_like is not None
         if x_like.shape[0] < dy.shape[0]:  # built for a smaller chunk than it is given
@@ -380,7 +357,6 @@ class _Aten(OpsExecutable):
         return _tensor(results[0])
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dw from x and dy."""
         assert self._like is not None
         return _tensor(self._backward(dy, x, self._like, self._geometry, _WGRAD)[1])
 

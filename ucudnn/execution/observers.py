@@ -1,0 +1,268 @@
+"""Stand-ins for the convolutions of a process, which record, watch or time each of them.
+
+They stand where the runner of a plan does, below autograd and autocast: torch, or a plan, computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from filelock import FileLock
+from torch import Tensor
+
+from ucudnn.backends import aten
+from ucudnn.backends.tensors import memory_format, problem_of
+from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
+from ucudnn.execution.override import Convolution, Everything
+from ucudnn.execution.runner import Runner
+from ucudnn.layer_table import Row, format_rows, read_rows
+from ucudnn.problem import OPS, Problem
+from ucudnn.system.files import write
+from ucudnn.system.processes import ForkSafeLock
+
+_Result = TypeVar("_Result")
+_EVERYTHING = Everything()
+
+
+class Recorder(AbstractRunner):
+    """Counts convolutions, each by its pass, and plans none.
+
+    >>> import torch
+    >>> recorder, geometry = Recorder(), Geometry((1,), (0,), (1,), False, (0,), 1)
+    >>> x, w = torch.ones(2, 3, 9), torch.ones(4, 3, 3)
+    >>> _ = [recorder.bound(x, w, geometry).forward(x, w, None) for _ in range(2)]
+    >>> [(row.name, str(row.problem), row.calls) for row in recorder.rows()]
+    [('conv1', 'fprop conv1d(3->4, k3, 9) at batch 2', 2)]
+    """
+
+    filter_shapes = Everything()
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By problem, and by whether a bias was added to its result.
+        self._counts: Counter[tuple[Problem, bool]] = Counter()
+
+    def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
+        """All passes that could be planned."""
+        found = {which: problem_of(which, x, w, *geometry) for which in OPS}
+        return {which: problem for which, problem in found.items() if problem is not None}
+
+    def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
+        """Count a call; it is not kept as looked up, so that the next one comes here, too."""
+        with self._lock:
+            self._counts[bound.problems[which], has_bias] += 1
+        return None
+
+    def clear(self) -> None:
+        """Forget everything, as in a forked child, whose parent has the same counts."""
+        self._counts.clear()
+
+    def rows(self) -> list[Row]:
+        """The convolutions so far, in the order of their first calls."""
+        return _rows(self._counts)
+
+    def save(self, path: str) -> None:
+        """Add the counts to a table, which is made where there is none, and forget them."""
+        # DataLoader's workers and launchers compute none.
+        if not self._counts:
+            return
+        # Ranks of a job end at the same time.
+        with FileLock(lock_of(path)):
+            counts: Counter[tuple[Problem, bool]] = Counter()
+            for row in read_rows(path) if Path(path).exists() else ():
+                counts[row.problem, row.has_bias] += row.calls
+            # Those of the file first, which keep their names so.
+            write(path, format_rows(_rows(counts + self._counts)).encode(), "the table of layers")
+        self.clear()
+
+
+def lock_of(path: str) -> Path:
+    """The file by which processes take turns to write a table.
+
+    >>> lock_of("/tmp/layers.csv")
+    PosixPath('/tmp/.layers.csv.lock')
+    """
+    return Path(path).with_name(f".{Path(path).name}.lock")
+
+
+def _rows(counts: Counter[tuple[Problem, bool]]) -> list[Row]:
+    # Passes of one convolution have one name; modules have no names at this level.
+    numbers: dict[Problem, int] = {}
+    rows = []
+    for (problem, has_bias), count in counts.items():
+        number = numbers.setdefault(replace(problem, op="fprop"), len(numbers) + 1)
+        rows.append(Row(f"conv{number}", problem, count, has_bias))
+    return rows
+
+
+class WatchedCall(NamedTuple):
+    """One call of a convolution."""
+
+    # For each kernel that it runs - one, or two gradients - the bytes of operands that must be
+    # copied first, because they do not lie in memory as the kernel reads them. Kernels that cannot
+    # be planned are left out.
+    copied: Mapping[Problem, int]
+    marks: tuple[int, int, int]  # before it was looked up, before it ran, after it had run
+
+
+class Watcher:
+    """Computes all convolutions of this process, by torch or by a plan, and notes each call.
+
+    Calls are noted in the order in which they end.
+    """
+
+    def __init__(self, mark: Callable[[], None], runner: Runner | None = None) -> None:
+        self.calls: list[WatchedCall] = []
+        self.filter_shapes = Everything()
+        self._mark = mark
+        self._runner = runner
+        # Threads that use streams of their own may call convolutions at the same time.
+        self._lock = ForkSafeLock()
+        self._marks = 0
+
+    def mark(self) -> int:
+        """Make a mark and return its number."""
+        with self._lock:
+            self._mark()
+            self._marks += 1
+            return self._marks - 1
+
+    def note(self, copied: Mapping[Problem, int], looked_up: int, began: int) -> None:
+        """Note a call that has just ended, with its last mark."""
+        marks = looked_up, began, self.mark()
+        self.calls.append(WatchedCall(copied, marks))
+
+    def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
+        """The convolution of operands of these shapes."""
+        # Looking up a problem or a plan may allocate memory, which is no part of the step.
+        number, runner = self.mark(), self._runner
+        return _Marked(self, convolution_by(runner, x, w, geometry), geometry, number)
+
+
+class _Torchs(NamedTuple):
+    """Torch's own convolution."""
+
+    geometry: Geometry
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return aten.convolution(x, w, bias, *self.geometry)
+
+    def backward(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        found = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
+        return tuple(found)
+
+
+def convolution_by(runner: Runner | None, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
+    """The convolution of operands of these shapes by a plan; by torch where there is none."""
+    if runner is None or w.shape not in runner.filter_shapes:
+        return _Torchs(geometry)
+    return runner.bound(x, w, geometry)
+
+
+class _Marked(NamedTuple):
+    """A convolution whose calls are noted."""
+
+    watcher: Watcher
+    convolution: Convolution
+    geometry: Geometry
+    looked_up: int
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        copied = self._copied(x, w, {"fprop": (x, w)})
+        began = self.watcher.mark()
+        result = self.convolution.forward(x, w, bias)
+        self.watcher.note(copied, self.looked_up, began)
+        return result
+
+    def backward(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        operands = {"dgrad": (dy, w), "wgrad": (x, dy)}
+        asked = {op: operands[op] for op, wanted in zip(operands, mask, strict=False) if wanted}
+        copied = self._copied(x, w, asked)
+        began = self.watcher.mark()
+        result = self.convolution.backward(dy, x, w, bias_sizes, mask)
+        self.watcher.note(copied, self.looked_up, began)
+        return result
+
+    def _copied(
+        self, x: Tensor, w: Tensor, operands: Mapping[str, tuple[Tensor, ...]]
+    ) -> Mapping[Problem, int]:
+        copied = {}
+        for op, tensors in operands.items():
+            problem = problem_of(op, x, w, *self.geometry)
+            if problem is not None:
+                form = memory_format(problem)
+                copied[problem] = sum(
+                    one.nbytes for one in tensors if not one.is_contiguous(memory_format=form)
+                )
+        return copied
+
+
+class KernelTimer:
+    """Computes convolutions of this process, by torch or by a plan, and times each kernel.
+
+    `times_ns` has each kernel that can be planned, all of its calls together. The two gradients of
+    a layer are computed one after the other, which takes torch as long as both at once.
+    """
+
+    def __init__(
+        self,
+        elapsed_ns: Callable[[Callable[[], object]], int],
+        runner: Runner | None = None,
+        filter_shapes: Container[Any] = _EVERYTHING,
+    ) -> None:
+        self.filter_shapes = filter_shapes
+        self.times_ns: dict[Problem, int] = {}
+        self._elapsed_ns = elapsed_ns
+        self._runner = runner
+
+    def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
+        """The convolution of operands of these shapes."""
+        # Looking a plan up is part of what it costs, and is timed with each kernel.
+        return _Timed(self, lambda: convolution_by(self._runner, x, w, geometry), geometry)
+
+    def timed(self, problem: Problem | None, compute: Callable[[], _Result]) -> _Result:
+        """Compute a kernel and add its time."""
+        if problem is None:
+            return compute()
+        results: list[_Result] = []
+        time_ns = self._elapsed_ns(lambda: results.append(compute()))
+        self.times_ns[problem] = self.times_ns.get(problem, 0) + time_ns
+        return results[0]
+
+
+class _Timed(NamedTuple):
+    """A convolution whose kernels are timed."""
+
+    timer: KernelTimer
+    look_up: Callable[[], Convolution]
+    geometry: Geometry
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        problem = problem_of("fprop", x, w, *self.geometry)
+        return self.timer.timed(problem, lambda: self.look_up().forward(x, w, bias))
+
+    def backward(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        def gradients(op: str, only: list[bool]) -> tuple[Tensor | None, ...]:
+            if not any(only):
+                return None, None, None
+            # The gradient of the bias alone is no kernel of a plan.
+            is_kernel = only != [False, False, True]
+            problem = problem_of(op, x, w, *self.geometry) if is_kernel else None
+            return self.timer.timed(
+                problem, lambda: self.look_up().backward(dy, x, w, bias_sizes, only)
+            )
+
+        of_input = gradients("dgrad", [mask[0], False, False])
+        # torch sums the bias along with the gradient of the weights.
+        of_weights = gradients("wgrad", [False, *mask[1:]])
+        return of_input[0], *of_weights[1:]
