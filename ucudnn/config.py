@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from inspect import cleandoc
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -393,6 +393,13 @@ class Config:
 # With `python -OO` there is no docstring.
 Config.__doc__ = cleandoc(Config.__doc__ or "") + "\n\nArgs:\n"
 Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTINGS.items())
+# With defaults, which as factories of fields would be unreadable.
+Config.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=SETTINGS[one.name].default)
+        for one in fields(Config)
+    ]
+)
 
 
 def require_config(config: object) -> Config:

@@ -25,8 +25,6 @@ from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
-from ucudnn.tuning.model import tune
-from ucudnn.tuning.results import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
 # By exact class: a subclass may have a forward of its own, which a change of class would drop.
@@ -291,18 +289,6 @@ def _unswap(model: nn.Module) -> None:
         else:
             continue
         planned_nn.unfollow(module)
-
-
-def tune_(
-    model: nn.Module,
-    example_inputs: Any,
-    config: Config | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
-    *,
-    real: bool = False,
-) -> Conversion:
-    """Tune a model and convert it in place: `tune` and then `convert_`."""
-    return convert_(model, tune(model, example_inputs, config, on_progress, real=real))
 
 
 def _is_torchs_own(kernel: KernelPlan) -> bool:

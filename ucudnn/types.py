@@ -81,4 +81,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_BY_NAME])
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -49,7 +49,7 @@ def test_a_new_plan_is_true(plan):
     assert list(found) == names  # the larger saving first: two layers run kernel 1
     assert all(is_true for is_true, _ in found.values())
     assert "torch's own convolution 3.00 times that" in found["canary 1"][1]
-    assert "the plan says 3.00" in found["canary 1"][1]
+    assert "3.00 when it was tuned" in found["canary 1"][1]
 
 
 def test_nothing_is_written_to_the_cache(plan, here):
