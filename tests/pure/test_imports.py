@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -39,6 +40,22 @@ def test_every_module_can_be_imported_without_optional_packages() -> None:
     for module in pkgutil.walk_packages(ucudnn.__path__, "ucudnn."):
         if module.name != "ucudnn.__main__":
             importlib.import_module(module.name)
+
+
+def test_following_a_plan_loads_nothing_that_makes_one() -> None:
+    program = "import sys, ucudnn.convert; print('ucudnn.tuning' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert output.stdout.strip() == b"False"
+
+
+def test_what_tab_and_help_show() -> None:
+    assert [name for name in dir(ucudnn) if not name.startswith("_")] == sorted(
+        [*ucudnn.__all__, "cache", "distributed", "nn", "solvers"]
+    )
+    shown = inspect.signature(ucudnn.Config).parameters
+    settings = ucudnn.Config.from_dict(ucudnn.Config().to_dict())
+    assert all(getattr(settings, name) == one.default for name, one in shown.items())
+    assert ucudnn.Config(*(one.default for one in shown.values())) == settings
 
 
 def test_importing_the_package_loads_one_module_of_it_and_reads_no_metadata(package: Path) -> None:
