@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ucudnn.convert import convert_ as convert_
     from ucudnn.convert import installed as installed
     from ucudnn.convert import revert_ as revert_
+    from ucudnn.convert import tune_ as tune_
     from ucudnn.errors import PlanError as PlanError
     from ucudnn.errors import UcudnnError as UcudnnError
     from ucudnn.plan import Plan as Plan
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ucudnn.tracing import trace as trace
     from ucudnn.tuning.advisor import advise as advise
     from ucudnn.tuning.model import tune as tune
-    from ucudnn.tuning.model import tune_ as tune_
 
     __version__: str
 
@@ -48,7 +48,7 @@ _MODULE_BY_NAME = {
     "revert_": "convert",
     "trace": "tracing",
     "tune": "tuning.model",
-    "tune_": "tuning.model",
+    "tune_": "convert",
 }
 # Reached as attributes without an import statement of their own.
 _SUBMODULES = ("cache", "distributed", "nn", "solvers")

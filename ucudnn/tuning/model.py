@@ -11,7 +11,6 @@ from torch import nn
 
 from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config, require_config
-from ucudnn.convert import Conversion, convert_
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import original_of
@@ -86,18 +85,6 @@ def tune(
     traced = trace_layers(model, example_inputs, config.ops, real=real)
     how = {"real": real}
     return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
-
-
-def tune_(
-    model: nn.Module,
-    example_inputs: Any,
-    config: Config | None = None,
-    on_progress: Report | None = None,
-    *,
-    real: bool = False,
-) -> Conversion:
-    """Tune a model and convert it in place: `tune` and then `convert_`."""
-    return convert_(model, tune(model, example_inputs, config, on_progress, real=real))
 
 
 def tune_traced(
