@@ -151,7 +151,7 @@ def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan] | None]) -> Pla
 
 def _for_this_device(plans: Iterable[Plan]) -> tuple[Plan, Device, Software]:
     made_for = []
-    # One plan per kind of device: that of this rank is the one made for its kind.
+    # There is one plan for each kind of device; this rank follows the one made for its own.
     for plan in plans:
         device, software = identify(plan.backend)
         if plan.device == device:

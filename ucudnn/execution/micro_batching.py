@@ -184,8 +184,9 @@ class _BuffersBefore:
     @untraced_alone
     def _first(self) -> Iterator[None]:
         yield
-        # Masks and tables of indices are seldom written to, and may be large. Of others torch may
-        # not count the changes: not of running statistics.
+        # Of buffers of integers, as masks and tables of indices, which may be large and are seldom
+        # written to, only those that have changed are kept. All others are: torch does not count
+        # every change, such as those of running statistics.
         self._found = [
             (buffers, name, own, version, value)
             for buffers, name, own, version, value in self._found

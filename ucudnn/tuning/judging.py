@@ -289,7 +289,7 @@ def _meter(
 
 
 class _Installer:
-    """Installs plans in turn, and keeps the calls that each has looked up, as in training.
+    """Installs one plan after the other, and keeps for each the calls that it has looked up.
 
     Without this, looking up all calls would be part of the time of each step.
     """

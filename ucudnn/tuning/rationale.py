@@ -20,7 +20,7 @@ _Known = dict[Problem, list[Measurement]]
 _TIMED = ("ok", "screened")
 # A ratio of times that is not 1.00 when it is printed.
 _SLOWER = 1.005
-# The positions that a split into chunks of one size has: the whole batch in one, or several.
+# Roles of chunks of one size: a single chunk is ALONE; of several, one is FIRST, the others LATER.
 _POSITIONS = ({Role.ALONE}, {Role.FIRST, Role.LATER})
 # Alternatives of a kernel that are named.
 _MOST = 8

@@ -88,7 +88,7 @@ class PlanDraft:
         timing: Timing,
         default: Timing | None,
     ) -> KernelPlan:
-        """The plan, with an entry for each batch."""
+        """The kernel's plan: a split for every batch from 1 to the planned one."""
         algorithms: dict[str, int] = {}
 
         def index(algorithm: str) -> int:

@@ -43,7 +43,7 @@ class _Operation(NamedTuple):
     beta: Attribute
 
 
-# cuDNN numbers the same attributes apart for each of the three operations.
+# Each of the three operations has numbers of its own in cuDNN for the same attributes.
 _OPERATIONS = {
     "fprop": _Operation(
         Kind.OPERATION_CONVOLUTION_FORWARD,
