@@ -165,8 +165,8 @@ class Results:
         assert default.workspace_bytes is not None
         spread_ns, samples = default.spread_ns or 0, len(default.samples)
         timing = Timing(default.time_ns, spread_ns, default.workspace_bytes, samples)
-        # Only the whole batch was timed. Smaller ones that torch computes by the same implementation
-        # take no longer, so the plan covers them, too.
+        # Only the whole batch was timed. Smaller ones that torch computes by the same
+        # implementation take no longer, so the plan covers them, too.
         whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
         kernels = (
             self.kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM)
