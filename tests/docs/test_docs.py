@@ -126,7 +126,7 @@ def options(command: Any) -> Iterator[str]:
     yield "--help"
 
 
-@pytest.mark.parametrize("name", ["steps"])
+@pytest.mark.parametrize("name", ["steps", "fit"])
 def test_pictures_are_what_their_scripts_draw(repository: Path, tmp_path: Path, name: str) -> None:
     kept, drawn = repository / "docs" / f"{name}.svg", tmp_path / f"{name}.svg"
     script = repository / "docs" / f"make_{name}.py"
