@@ -63,7 +63,7 @@ class Costs:
 
 
 def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Costs:
-    """Sort items for the sweep and fold time, chunk count and rank into one integer each.
+    """Sort items for the sweep, and make one integer of each item's time, chunk count and rank.
 
     Any order within one workspace gives the same costs. Efficient items come first, because that
     saves passes. The order is total, so that the same items in another order give the same splits.

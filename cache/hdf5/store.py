@@ -205,7 +205,7 @@ class DeviceStore:
         return True
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Keep entries, on the disk where that is possible; all or none."""
+        """Keep entries on disk, or in memory while the disk refuses; if it raises, none is kept."""
         # Later than every entry that is there, because another machine's clock may be ahead; but
         # no later than a reader accepts, because it may be far ahead.
         self._tables()

@@ -261,7 +261,7 @@ class AbstractBackend(ABC):
 
     # A memory budget for whole steps needs it; nothing else does.
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span] | None:
-        """Run once and return the memory between its marks; None if the allocator cannot say.
+        """Run once; what was allocated between its marks, or None if the allocator cannot say.
 
         Args:
             run: called with a function that makes a mark; n marks make n + 1 spans.

@@ -92,8 +92,8 @@ def tf32_allowed() -> bool:
     >>> torch.backends.cudnn.conv.fp32_precision == ("tf32" if tf32_allowed() else "ieee")
     True
     """
-    # `torch.backends.cudnn.allow_tf32` raises once the newer setting was used; the newer one
-    # follows both. Read in C++: through `conv.fp32_precision` it takes a microsecond of every call.
+    # `torch.backends.cudnn.allow_tf32` raises once `fp32_precision` was set, which is right
+    # whichever was set. Read in C++: from Python it takes a microsecond of every call.
     return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
 
 

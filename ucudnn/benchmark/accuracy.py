@@ -308,8 +308,7 @@ def _gathers(
             is_outside = (scaled % step != 0) | (source < 0) | (source >= sources[axis])
             shape = [1] * problem.rank + [left.numel()]
             shape[axis] = len(positions)
-            # A term outside must still have an index that can be gathered; it is set to 0
-            # afterwards.
+            # A term outside of the tensor needs a valid index, too; its value is set to 0 later.
             index = index + (source.clamp(0, sources[axis] - 1) * stride).view(shape)
             outside = outside | is_outside.view(shape)
             left, stride = left // extents[axis], stride * sources[axis]

@@ -181,7 +181,11 @@ def _drop_beaten(
     rounds: int,
     known: Mapping[tuple[int, str], tuple[int, int]],
 ) -> None:
-    """Eliminate rivals that are far slower than the best, then closer ones, then by intervals."""
+    """Drop rivals after a round.
+
+    In the first rounds those go that are slower than the best by a factor, which falls from round
+    to round; later those whose interval does not overlap that of the best.
+    """
     if not protocol.lapped:
         return
     for group, rivals in _rivals_by_group(entrants, results).items():

@@ -323,7 +323,7 @@ def _totals(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "Convolutions", times, f"{planned / torchs:.2f} times as long, summed up"
     most = f"{format_bytes(max(sizes))} → " if sizes else ""
     kept = "no limit" if limit is None else f"limit {format_bytes(limit)}"
-    # With a pool it is the sum over all calls, which nothing of torch's compares with.
+    # With a pool, the plan's workspace is the sum over all calls, of which torch has no number.
     if plan.config.total_bytes is not None:
         most, kept = "", f"pool of {format_bytes(plan.config.total_bytes)}"
     yield "Workspace", f"{most}{format_bytes(plan.workspace_bytes)}", f"at most; {kept}"

@@ -526,7 +526,7 @@ class _Trials:
         self.ways[place] = replace(way, largest=largest)
 
     def _check(self, way: WayAdvice, points: list[tuple[int, int]], budget: int) -> bool:
-        """Run a step of the largest batch; False if there is no room for it."""
+        """Run a step of the largest batch; False if there is no time or no memory for it."""
         place, largest = self.ways.index(way), way.largest
         assert largest is not None
         if largest.batch == self.batch:

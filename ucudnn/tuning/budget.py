@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _RACING = 0.4
 # However little it could gain, a group gets this fraction of the time that is left.
 _LEAST_PART = 0.05
-# Steps that a race of whole steps takes at least: one that warms up and tells how long steps are,
-# the peaks of two contestants, and one round.
+# Steps that a race of whole steps takes at least: one to warm up and to learn how long steps are,
+# two for the peaks of the contestants, and two for one round.
 LEAST_RACE_STEPS = 5
 # A kernel below this many times the ignored share of the step is not measured beyond its default:
 # to save the ignored share it would have to become faster by more than a tenth of its time.

@@ -96,7 +96,7 @@ class _AxisPhase(NamedTuple):
     outputs_count: int
     begin: int  # zeros before the outputs, in units of the phase
     end: int  # zeros after them
-    dilation: int  # of the remaining filter
+    dilation: int  # of the filter that `taps` leaves
 
 
 def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
