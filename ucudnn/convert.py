@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize, register_after_fork
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
-
-if TYPE_CHECKING:
-    from ucudnn.tuning.results import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
 # By exact class: a subclass may have a forward of its own, which a change of class would drop.
@@ -298,11 +295,14 @@ def tune_(
     model: nn.Module,
     example_inputs: Any,
     config: Config | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Any], None] | None = None,
     *,
     real: bool = False,
 ) -> Conversion:
-    """Tune a model and convert it in place: `tune` and then `convert_`."""
+    """Tune a model and convert it in place: `tune` and then `convert_`.
+
+    The arguments are those of `tune`; `on_progress` gets a `ucudnn.types.Progress`.
+    """
     # Here, because following a plan loads nothing that makes one.
     from ucudnn.tuning.model import tune
 

@@ -212,11 +212,11 @@ def test_one_cap_where_torch_has_no_list():
 
 
 def test_advice_is_json_and_says_what_is_predicted():
-    found = advice(profile(Line(MS, 20 * MS / MIB)))
+    found = advice(profile(Line(MS, 20 * MS / MIB), coded=(HALF,)))
     document = json.loads(json.dumps(found.to_dict()))
-    assert document["chosen"]["harm"] == 4
+    assert document["chosen"]["harm"] == 2
     assert document["verdict"] == found.verdict
-    first, line, model, _, verdict = found.sentences()
+    first, line, model, _, _, verdict = found.sentences()
     assert "would take" in first
     assert "(predicted)" in first
     assert line.startswith(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from networks import SPEECH, monai, tensors_in, transformers
+from packaged import SPEECH, monai, tensors_in, transformers
 from torch import nn
 
 import ucudnn

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from networks import NARROW, SPEECH, monai, tensors_in, transformers
+from packaged import NARROW, SPEECH, monai, tensors_in, transformers
 from torch import Tensor, nn
 
 

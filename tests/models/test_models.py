@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from networks import monai, transformers
+from packaged import monai, transformers
 from torch import Tensor, nn
 
 import ucudnn
