@@ -199,7 +199,7 @@ def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
     search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
     one = search.try_(Division(micro_batch=1) if loop else Division((Segment("", 1),)))
     limit = one.peak_bytes * 9 // 10
-    seen = search.in_parts(limit) if loop else search.within(limit)
+    seen = search.in_parts(limit, inside=True) if loop else search.within(limit, inside=True)
     assert seen is not None
     assert seen.peak_bytes <= limit
     segments, size = seen.division

@@ -23,7 +23,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Division
 from ucudnn.tracing import Traced
-from ucudnn.tuning.segmenting import SegmentSearch, half_of
+from ucudnn.tuning.segmenting import Seen, SegmentSearch, half_of
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
 from ucudnn.units import format_bytes
 
@@ -216,10 +216,7 @@ class MemoryBudget:
                 until=half_of(self.config, self._began),
                 effort=self.config.effort,
             )
-            best = search.within(limit)
-            if self.config.loop:
-                in_parts = search.in_parts(limit)
-                best = min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
+            best = self._best(search, limit)
         self._memory = replace(
             self._memory, ways=search.ways(self._held.total), whole=search.reasons()
         )
@@ -239,9 +236,22 @@ class MemoryBudget:
                 way = one.way(self._held.total)
                 name = f"{way.name}, without workspace"
                 least.append(replace(way, name=name, peak_bytes=peak, time_ns=0))
+        # Last, because small micro-batches with more recomputation are slow.
+        with undisturbed(self._model):
+            best = self._best(search, limit, inside=True)
+        if best.peak_bytes <= limit:
+            self._memory = replace(self._memory, ways=search.ways(self._held.total))
+            return best.division
         least = [min(least, key=lambda way: way.peak_bytes)]
         self._memory = replace(self._memory, ways=(*search.ways(self._held.total), *least))
         return None
+
+    def _best(self, search: SegmentSearch, limit: int, *, inside: bool = False) -> Seen:
+        best = search.within(limit, inside=inside)
+        if self.config.loop:
+            in_parts = search.in_parts(limit, inside=inside)
+            best = min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
+        return best
 
     def _profiler(self, memory_format: str, division: Division) -> StepProfiler:
         return StepProfiler(

@@ -268,11 +268,12 @@ class SegmentSearch:
         step_s = max(one.time_ns for one in self.seen) / 1e9
         return self.until is not None and monotonic() + steps * step_s >= self.until
 
-    def within(self, limit: int) -> Seen:
+    def within(self, limit: int, *, inside: bool = False) -> Seen:
         """The fastest step within a limit that was run; the one of the smallest peak if none was.
 
         Args:
             limit: of the peak, in bytes above what is allocated before the step.
+            inside: if none fits, look for segments inside micro-batches, too.
         """
         last = len(self.seen) + _MOST_TRIALS
         while len(self.seen) < last:
@@ -288,7 +289,8 @@ class SegmentSearch:
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
-        if self._best(limit).peak_bytes > limit and not self.reason_against_parts():
+        is_small = self._best(limit).peak_bytes <= limit
+        if inside and not is_small and not self.reason_against_parts():
             whole = self._described(Segment("", 1))
             self._go_inside(
                 limit, lambda size, inner: Division((replace(whole, micro_batch=size), *inner))
@@ -325,11 +327,12 @@ class SegmentSearch:
         steps = (one for one in self.seen if one.division.micro_batch is None)
         return min(steps, key=lambda one: one.cost(limit))
 
-    def in_parts(self, limit: int | None = None) -> Seen | None:
+    def in_parts(self, limit: int | None = None, *, inside: bool = False) -> Seen | None:
         """The fastest step of a loop over micro-batches; None if none fits.
 
         Args:
             limit: of the peak, as for `within`; None: any.
+            inside: as for `within`.
 
         Raises:
             ConfigError: the samples of the model depend on each other.
@@ -346,7 +349,8 @@ class SegmentSearch:
             is_found = any(limit is None or one.peak_bytes <= limit for one in tried)
             if not is_known and not (is_found and self.is_over(2)):
                 tried.append(self.try_(Division(micro_batch=size)))
-        if limit is not None and not any(one.peak_bytes <= limit for one in tried):
+        is_small = limit is None or any(one.peak_bytes <= limit for one in tried)
+        if inside and limit is not None and not is_small:
             before = len(self.seen)
             self._go_inside(limit, lambda size, inner: Division(inner, size))
             tried += self.seen[before:]
