@@ -312,12 +312,12 @@ class SegmentSearch:
             part = next(parts_of(self._inputs, size))
             inner = SegmentSearch(self._model, part, self._backend, True, until=self.until)
             room = limit - max(0, peak - inner.seen[0].peak_bytes)
-            while True:
+            for is_first in (True, False, False):
                 last = self.try_(division(size, inner.within(max(0, room)).division.segments))
                 if last.peak_bytes <= limit or room <= 0:
                     break
-                # What lies beside the micro-batches is another at another moment.
-                room -= 2 * (last.peak_bytes - limit)
+                # What lies beside the micro-batches changes; in the end the smallest peak is tried.
+                room = room - 2 * (last.peak_bytes - limit) if is_first else 0
             if last.peak_bytes > limit or self.is_over(2):
                 break
             size *= 2
