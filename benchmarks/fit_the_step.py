@@ -1,10 +1,11 @@
-"""Training steps within less memory: torch, its checkpoints, and plans by segments and by loops.
+"""Training steps within less memory: torch, its checkpoints, its compiler, and plans.
 
     python benchmarks/fit_the_step.py --out fit_the_step.json          # all networks, an hour
     python benchmarks/fit_the_step.py segresnet convnext --rounds 5
 
 Each network runs in a process of its own. Its ways run in turn, on the same weights and inputs;
-peaks are torch's allocator's own count, with parameters and inputs.
+peaks are torch's allocator's own count, with parameters and inputs. Each way of the inference has
+a process of its own, because malloc keeps blocks that other ways have freed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config as compiler
 from networks import hugging_face, plain, unet3d
 from provenance import provenance
 from torch import Tensor, nn
@@ -83,14 +87,14 @@ CASES = {
     "convnext": Case(partial(hugging_face, "ConvNextModel"), (16, 3, 224, 224), ("40%",), ("60%",)),
     "segresnet": Case(segresnet, (4, 1, 64, 64, 64), ("30%", "25%"), ("30%", "15%")),
     "denoiser": Case(Denoiser, (8, 3, 64, 64), ("50%",)),
-    "hifigan": Case(partial(hugging_face, "SpeechT5HifiGan"), (8, 64, 80), ("50%",)),
+    "hifigan": Case(partial(hugging_face, "SpeechT5HifiGan"), (8, 64, 80), ("50%", "31%")),
     # At a batch of 4, parameters and their gradients alone are 64 % of the peak.
     "wav2vec2": Case(
         partial(hugging_face, "Wav2Vec2Model", apply_spec_augment=False, layerdrop=0.0),
         (12, 32000),
         ("50%",),
     ),
-    "resnet50": Case(partial(plain, "resnet50"), (32, 3, 224, 224), ("65%",)),
+    "resnet50": Case(partial(plain, "resnet50"), (32, 3, 224, 224), ("65%", "57%")),
     "unet3d": Case(unet3d, (2, 1, 64, 64, 64), ("65%",)),
 }
 
@@ -140,6 +144,17 @@ def planned(model: nn.Module, x: Tensor, share: str, loop: bool) -> Contestant:
     return Contestant(twin, plan, time.monotonic() - began)
 
 
+def compiled(model: nn.Module, x: Tensor) -> Contestant:
+    """A copy compiled by torch, which may keep half of the activations."""
+    contestant = Contestant(copy.deepcopy(model))
+    contestant.model.compile()
+    # The setting is read when a shape is seen for the first time.
+    with compiler.patch(activation_memory_budget=0.5):
+        contestant.step(x)
+        contestant.step(x[:FEW])
+    return contestant
+
+
 def gradients(contestant: Contestant, x: Tensor) -> list[Tensor]:
     """Those of one step."""
     torch.manual_seed(1)
@@ -167,7 +182,11 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     case, backend = CASES[name], open_backend("torch_cpu")
     torch.manual_seed(0)
     model, x = case.make(), torch.randn(case.shape)
-    ways = {"torch": Contestant(model), "torch.utils.checkpoint": Contestant(checkpointed(model))}
+    ways = {
+        "torch": Contestant(model),
+        "torch.utils.checkpoint": Contestant(checkpointed(model)),
+        "torch.compile, activation budget 0.5": compiled(model, x),
+    }
     refused: dict[str, str] = {}
     wanted = [(share, False) for share in case.shares] + [(share, True) for share in case.loops]
     for share, loop in wanted:
@@ -198,53 +217,105 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     return {"network": name, "shape": case.shape, "ways": rows, "refused": refused}
 
 
+class Served(NamedTuple):
+    """What one process infers by, in evaluation."""
+
+    model: nn.Module
+    x: Tensor
+
+
+SERVED: list[Served] = []
+
+
+def in_memory_format(title: str) -> Served:
+    """ResNet-50 and its input, in the layout that the title of a way names."""
+    torch.manual_seed(0)
+    model, x = plain("resnet50").eval(), torch.randn(32, 3, 224, 224)
+    if title.startswith("channels_last"):
+        return Served(
+            model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        )
+    return Served(model, x)
+
+
+def inference_plan(title: str) -> ucudnn.Plan:
+    """A plan for the layout that the title names."""
+    return ucudnn.tune(*in_memory_format(title), ucudnn.Config(ops=("fprop",)))
+
+
+def serve(title: str, plan: ucudnn.Plan | None) -> None:
+    """Have this process infer in one way."""
+    served = in_memory_format(title)
+    if plan is not None:
+        ucudnn.convert_(served.model, plan)
+    if title.startswith("compiled"):
+        served.model.compile()
+    SERVED.append(served)
+
+
+def inferred_here() -> tuple[int, Any]:
+    """The peak of this process's way, and its results."""
+    [(model, x)] = SERVED
+    with torch.no_grad():
+        found = model(x)
+        tensors = [*model.parameters(), *model.buffers(), x]
+        held = sum(one.numel() * one.element_size() for one in tensors)
+        peak_bytes = held + open_backend("torch_cpu").workspace_bytes(partial(model, x), ())
+    return peak_bytes, found.numpy()
+
+
+def inference_ns() -> int:
+    """The time of an inference by this process's way."""
+    [(model, x)] = SERVED
+    with torch.no_grad():
+        return open_backend("torch_cpu").elapsed_ns(partial(model, x))
+
+
+def process(**settings: Any) -> ProcessPoolExecutor:
+    """A process that has run nothing else."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), **settings)
+
+
 def inferred(rounds: int) -> dict[str, Any]:
     """ResNet-50 in evaluation, in three ways and by the plan of each, as JSON values."""
-    backend, shape = open_backend("torch_cpu"), (32, 3, 224, 224)
-    torch.manual_seed(0)
-    model, x = plain("resnet50").eval(), torch.randn(shape)
-    config = ucudnn.Config(ops=("fprop",))
-    ways: dict[str, tuple[nn.Module, Tensor]] = {}
-    for title, layout in (("eager", None), ("channels_last", torch.channels_last)):
-        own, batch = copy.deepcopy(model), x
-        if layout is not None:
-            own, batch = own.to(memory_format=layout), x.to(memory_format=layout)
-        ways[title] = own, batch
-        twin = copy.deepcopy(own)
-        ucudnn.convert_(twin, ucudnn.tune(own, batch, config))
-        ways[f"{title}, plan"] = twin, batch
-    # A plan for a model that is compiled afterwards.
-    for title in ("eager", "eager, plan"):
-        own, batch = ways[title]
-        compiled = copy.deepcopy(own)
-        compiled.compile()
-        ways[title.replace("eager", "compiled")] = compiled, batch
-    rows: dict[str, dict[str, Any]] = {}
-    with torch.no_grad():
-        exact = model(x)
-        for title, (own, batch) in ways.items():
-            found = own(batch)
-            tensors = [*own.parameters(), *own.buffers(), batch]
-            held = sum(one.numel() * one.element_size() for one in tensors)
-            rows[title] = {
-                "peak_bytes": held + backend.workspace_bytes(partial(own, batch), ()),
-                "deviation": float((found - exact).abs().max() / exact.abs().max()),
+    plans: dict[str, ucudnn.Plan | None] = {}
+    for title in ("eager", "channels_last"):
+        with process() as planner:
+            plans[title] = None
+            plans[f"{title}, plan"] = planner.submit(inference_plan, title).result()
+    # A model is compiled after it was converted.
+    plans |= {"compiled": None, "compiled, plan": plans["eager, plan"]}
+    with ExitStack() as stack:
+        servers = {
+            title: stack.enter_context(process(initializer=serve, initargs=(title, one)))
+            for title, one in plans.items()
+        }
+        found = {title: one.submit(inferred_here).result() for title, one in servers.items()}
+        exact = found["eager"][1]
+        rows: dict[str, dict[str, Any]] = {
+            title: {
+                "peak_bytes": peak_bytes,
+                "deviation": float(abs(results - exact).max() / abs(exact).max()),
                 "samples_ns": [],
             }
+            for title, (peak_bytes, results) in found.items()
+        }
         for number in range(rounds + 1):
-            for title, (own, batch) in ways.items():
-                time_ns = backend.elapsed_ns(partial(own, batch))
+            for title, server in servers.items():
+                time_ns = server.submit(inference_ns).result()
                 if number:
                     rows[title]["samples_ns"].append(time_ns)
-    return {"network": INFERENCE, "shape": shape, "ways": rows, "refused": {}}
+    return {"network": INFERENCE, "shape": (32, 3, 224, 224), "ways": rows, "refused": {}}
 
 
 def in_a_process(name: str, rounds: int) -> dict[str, Any]:
-    """The same in a process that has run nothing else."""
-    run = partial(inferred, rounds) if name == INFERENCE else partial(measured, name, rounds)
+    """All ways of a network."""
     began = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(run)
+    if name == INFERENCE:
+        found = inferred(rounds)
+    else:
+        with process() as own:
+            found = own.submit(measured, name, rounds).result()
     return {**found, "wall_s": round(time.monotonic() - began), "made": provenance()}
 
 
