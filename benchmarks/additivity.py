@@ -64,10 +64,10 @@ class Additivity:
 
 def chunks(axis: AbstractAxis, split: Split) -> Counter[Arm]:
     """The chunks of a split as tuning times them, and how many there are of each."""
-    places = positions(len(split.steps))
+    places = positions(len(split.chunks))
     return Counter(
-        Arm(axis.size_of(step), step.algorithm, role_of(axis.problem, place))
-        for step, place in zip(split.steps, places, strict=True)
+        Arm(axis.size_of(chunk), chunk.algorithm, role_of(axis.problem, place))
+        for chunk, place in zip(split.chunks, places, strict=True)
     )
 
 

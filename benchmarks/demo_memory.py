@@ -39,7 +39,7 @@ def sweep(
     deadline: float,
     on_row: Callable[[dict[int, dict[str, int | str]], list[Run]], None],
 ) -> list[Run]:
-    """Step times of jobs, planned for the largest batch, at every batch; three blocks each.
+    """Chunk times of jobs, planned for the largest batch, at every batch; three blocks each.
 
     Args:
         jobs: of one network; their own batch is the largest.

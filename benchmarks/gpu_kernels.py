@@ -28,7 +28,7 @@ from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.backends.cudnn.executable import DefaultExecutable
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import bind, empty_result
-from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import Problem
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Choice:
     @property
     def split(self) -> Split:
         """All chunks."""
-        return self.axis.split([Step(self.size, self.configuration.identity)] * self.chunks)
+        return self.axis.split([Chunk(self.size, self.configuration.identity)] * self.chunks)
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ def compare_calls(
     """Time the calls that decide; per limit a row for splits.csv, without the kernel's columns."""
     chosen = {limit: best_within(choices, limit) for limit in suite.limits_mib}
     splits = {one.split for pair in chosen.values() if pair for one in pair if one}
-    whole = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
+    whole = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
     calls = {split: bind(suite.backend, problem, split) for split in splits}
     runs = {split: partial(call, operands.a, operands.b) for split, call in calls.items()}
     own = partial(bind(suite.backend, problem, whole), operands.a, operands.b)
@@ -384,7 +384,7 @@ def compare_calls(
         samples = interleaved(blocks)
     text = {name: " ".join(f"{one:.2f}" for one in taken) for name, taken in samples.items()}
     more = {
-        split: (captured_us(suite, run), f"{host_us(run) / len(split.steps):.2f}")
+        split: (captured_us(suite, run), f"{host_us(run) / len(split.chunks):.2f}")
         for split, run in runs.items()
     }
     rows: Rows = []
@@ -396,7 +396,7 @@ def compare_calls(
         rows.append(
             (
                 *(limit, undivided.configuration.identity if undivided else ""),
-                *(best.axis.name, best.split.steps[0].size, best.chunks),
+                *(best.axis.name, best.split.chunks[0].size, best.chunks),
                 best.configuration.identity,
                 f"{best.configuration.workspace_bytes / 2**20:.1f}",
                 "" if best.is_measured else f"{best.call_us:.2f}",

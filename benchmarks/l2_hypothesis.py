@@ -159,7 +159,7 @@ def run_trial(
         split = kernel.split(problem.batch)
         trial.splits[name] = f"{split.axis}: {split}"
         trial.workspace_bytes[name] = kernel.timing.workspace_bytes
-        trial.chunks = len(split.steps)  # in the end, of the divided plan
+        trial.chunks = len(split.chunks)  # in the end, of the divided plan
         contexts[name] = lambda plan=plan: ucudnn.installed(plan)
     run = call(problem, device)
     samples: dict[str, list[int]] = {name: [] for name in contexts}

@@ -124,7 +124,7 @@ def tuned(
         round(seconds, 1),
         kernels=len(splits),
         changed=sum(not split.is_default for split in splits),
-        divided=sum(len(split.steps) > 1 for split in splits),
+        divided=sum(len(split.chunks) > 1 for split in splits),
         over_limit=len(plan.left_out),
         workspace_bytes=plan.workspace_bytes,
     )

@@ -63,7 +63,7 @@ def reuse_bars() -> bool:
     ):
         items = engines(LAYER, policy, batch)
         table, taken = timed(lambda items=items, n=batch: reuse(items, n), 5 if batch > 256 else 15)
-        used = len(set(table.history.steps.tolist()))
+        used = len(set(table.history.last.tolist()))
         front = len(table.front(batch))
         notes = f"{len(items)} items, {used} accepted, front of {front} {released}"
         passed &= report(f"reuse, {policy}, N={batch}", bar_ms, taken, notes)

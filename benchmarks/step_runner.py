@@ -160,7 +160,7 @@ class Runner:
             "kernels": len(plan.kernels),
             "not_default": sum(not kernel.is_default for kernel in plan.kernels),
             "divided": sum(
-                len(kernel.split(kernel.problem.batch).steps) > 1 for kernel in plan.kernels
+                len(kernel.split(kernel.problem.batch).chunks) > 1 for kernel in plan.kernels
             ),
             "workspace_bytes": plan.workspace_bytes,
             "conversion": str(conversion),

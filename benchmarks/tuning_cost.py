@@ -42,7 +42,7 @@ from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
 from ucudnn.measurement import Measurement, Role
-from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import Problem
 from ucudnn.tuning.confirmation import race
 from ucudnn.tuning.measurer import KernelMeasurer
@@ -217,24 +217,24 @@ def best_split(
     """The fastest split by what was timed."""
     splits = BatchSplits(BatchAxis(problem), (), entries, session.kernel_of, limit).splits()
     if session.kernel_of(problem, DEFAULT_ALGORITHM) is not None:
-        splits.insert(0, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
+        splits.insert(0, Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),)))
     return min(splits, key=lambda split: cost_ns(split, entries))
 
 
 def cost_ns(split: Split, entries: Iterable[Measurement]) -> float:
-    """The sum of the steps' medians in their roles; infinite where one was not timed."""
+    """The sum of the chunks' medians in their roles; infinite where one was not timed."""
     times = {
         (entry.key.problem.batch, entry.key.algorithm, entry.key.conditions.role): entry.time_ns
         for entry in entries
     }
     total = 0.0
-    for place, step in enumerate(split.steps):
+    for place, chunk in enumerate(split.chunks):
         roles = (Role.LATER,) if place else (Role.FIRST, Role.ALONE, Role.LATER)
-        if len(split.steps) == 1:
+        if len(split.chunks) == 1:
             roles = (Role.ALONE,)
-        elif not place and not any((step.size, step.algorithm, r) in times for r in roles[:2]):
+        elif not place and not any((chunk.size, chunk.algorithm, r) in times for r in roles[:2]):
             roles = (Role.LATER,)
-        found = [times.get((step.size, step.algorithm, role)) for role in roles]
+        found = [times.get((chunk.size, chunk.algorithm, role)) for role in roles]
         total += next((time_ns for time_ns in found if time_ns), float("inf"))
     return total
 
@@ -278,7 +278,7 @@ def same_twice(session: Session, problem: Problem) -> list[Measurement]:
     """Time torch's own convolution under two names, as finalists are."""
     backend = session.backend
     ring = Ring.allocate(backend, problem)
-    call = bind(backend, problem, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
+    call = bind(backend, problem, Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),)))
     samplers = [Sampler(WholeLoop(ring, call), backend) for _ in SAME]
     for sampler in samplers:
         sampler.warm_up(FINALS)

@@ -21,7 +21,7 @@ from ucudnn.cache.entries import Entry
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
-from ucudnn.split import Split, Step
+from ucudnn.split import Chunk, Split
 from ucudnn.system.files import parse_json
 
 
@@ -78,12 +78,12 @@ _TEXTS = Kind(
 
 
 def split_to_text(split: Split) -> str:
-    """A split as JSON: its fields, with runs of equal steps as (number, size, algorithm).
+    """A split as JSON: its fields, with runs of equal chunks as (number, size, algorithm).
 
-    >>> split_to_text(Split("batch", (Step(4, "gemm"), Step(4, "gemm"))))
+    >>> split_to_text(Split("batch", (Chunk(4, "gemm"), Chunk(4, "gemm"))))
     '{"axis": "batch", "steps": [[2, 4, "gemm"]]}'
     """
-    runs = [[len(list(run)), step.size, step.algorithm] for step, run in groupby(split.steps)]
+    runs = [[len(list(run)), chunk.size, chunk.algorithm] for chunk, run in groupby(split.chunks)]
     return json.dumps({"axis": split.axis, "steps": runs}, ensure_ascii=False)
 
 
@@ -92,8 +92,8 @@ def split_from_text(text: str) -> Split:
     try:
         values = dict(parse_json(text))
         runs = values.pop("steps")
-        steps = (Step(int(size), str(name)) for n, size, name in runs for _ in range(n))
-        return Split(steps=tuple(steps), **values)
+        chunks = (Chunk(int(size), str(name)) for n, size, name in runs for _ in range(n))
+        return Split(chunks=tuple(chunks), **values)
     except (KeyError, TypeError, ValueError):
         raise ValueError(text) from None
 

@@ -318,9 +318,9 @@ class _Solved:
     def options(self) -> Iterator[Option]:
         """The chunks of the best split."""
         assert self._table is not None
-        steps = self._table.split(self._batch, None)
-        for name, step in zip(positions(len(steps)), steps, strict=True):
-            yield self._best[name, step.size]
+        chunks = self._table.split(self._batch, None)
+        for name, chunk in zip(positions(len(chunks)), chunks, strict=True):
+            yield self._best[name, chunk.size]
 
 
 def _tie(option: Option) -> tuple[int, int, str]:

@@ -51,7 +51,7 @@ def reuse(
     >>> table.front(4)
     [(0, 40), (8, 20), (16, 18)]
     >>> table.split(3, limit=16)
-    (Step(size=2, algorithm='fast'), Step(size=1, algorithm='fast'))
+    (Chunk(size=2, algorithm='fast'), Chunk(size=1, algorithm='fast'))
 
     With three lists, an item of `items` computes a batch alone. A split of two or more chunks has
     one chunk of `first`, and all others are of `accumulate`. The lists differ because a chunk alone

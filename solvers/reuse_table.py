@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import Item, require_int, require_limit
 from ucudnn.solvers.sweep import FIRST, Costs, History, Rows
-from ucudnn.split import Step
+from ucudnn.split import Chunk
 from ucudnn.system.processes import cached_property
 from ucudnn.units import format_bytes
 
@@ -36,7 +36,7 @@ class ReuseTable:
     >>> table = reuse([Item(1, 0, 10, "slow"), Item(2, 64, 11, "fast")], batch=5)
     >>> table.time_ns(5, limit=None), table.time_ns(5, limit=63)
     (32, 50)
-    >>> [step.size for step in table.split(5, limit=64)]
+    >>> [chunk.size for chunk in table.split(5, limit=64)]
     [2, 2, 1]
 
     Args:
@@ -62,13 +62,13 @@ class ReuseTable:
         fastest: dict[int, int] = {}
         time_ns = None
         entries = self.history.entries(self.rows.final, n)
-        keys, steps = self.history.keys[entries].tolist(), self.history.steps[entries].tolist()
-        for key, step in zip(keys, steps, strict=True):
+        keys, last = self.history.keys[entries].tolist(), self.history.last[entries].tolist()
+        for key, item in zip(keys, last, strict=True):
             # A lower key at the same time has fewer chunks or lower ranks, which is no new point.
             # Several items may need the same workspace: the last of them is the fastest.
             if key // self.costs.unit_ns != time_ns:
                 time_ns = key // self.costs.unit_ns
-                fastest[int(self.costs.workspaces[step])] = time_ns
+                fastest[int(self.costs.workspaces[item])] = time_ns
         return list(fastest.items())
 
     def time_ns(self, n: int, limit: int | None = None) -> int | None:
@@ -81,10 +81,10 @@ class ReuseTable:
         entry = self.history.latest(self.rows.final, self._require_batch(n), self._count(limit))
         return None if entry is None else int(self.history.keys[entry]) // self.costs.unit_ns
 
-    def split(self, n: int, limit: int | None = None) -> tuple[Step, ...]:
+    def split(self, n: int, limit: int | None = None) -> tuple[Chunk, ...]:
         """The fastest split of batch n within a workspace limit.
 
-        The first step is the first chunk. The sizes of the others do not increase.
+        The sizes of all chunks but the first do not increase.
 
         Args:
             n: the batch, from 1 to N.
@@ -93,7 +93,7 @@ class ReuseTable:
         Raises:
             PlanError: nothing fits; it carries the smallest workspace that would.
         """
-        return tuple(Step(item.batch, item.algorithm) for item in self.items(n, limit))
+        return tuple(Chunk(item.batch, item.algorithm) for item in self.items(n, limit))
 
     def items(self, n: int, limit: int | None = None) -> tuple[Item, ...]:
         """The items of `split(n, limit)`, with the time and workspace of each chunk.
@@ -104,7 +104,7 @@ class ReuseTable:
         count = self._settled(n, limit)
         if count is None:
             raise self._nothing_fits(n, limit)
-        # Any order computes the same, so they are sorted: equal splits then have equal steps.
+        # Any order computes the same, so they are sorted: equal splits then have equal chunks.
         chunks = sorted(self._chunks(self.rows.final, n, count), key=_turn)
         return tuple(item for _, item in chunks)
 
@@ -114,7 +114,7 @@ class ReuseTable:
         # A cell without an entry was never reached; else the first entry needs least workspace.
         if entries.start == entries.stop:
             return None
-        return int(self.costs.workspaces[self.history.steps[entries.start]])
+        return int(self.costs.workspaces[self.history.last[entries.start]])
 
     def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
         """Entries of a plan file for n = 1..N; they trace the split of any n back to 0.
@@ -154,8 +154,8 @@ class ReuseTable:
         """Role and item of each chunk of the best split of n by the first `count` items."""
         while n and (entry := self.history.latest(row, n, count)) is not None:
             # The table is exact for the first `count` items: the best split of the rest goes on.
-            step = int(self.history.steps[entry])
-            role, item = int(self.costs.roles[step]), self.costs.items[step]
+            last = int(self.history.last[entry])
+            role, item = int(self.costs.roles[last]), self.costs.items[last]
             yield role, item
             row, n = self._sources[role, row], n - item.batch
 
@@ -181,7 +181,7 @@ class ReuseTable:
         best = keys[entry] // unit
         while entry > start and keys[entry - 1] // unit == best:
             entry -= 1
-        return self._count(int(self.costs.workspaces[self.history.steps[entry]]))
+        return self._count(int(self.costs.workspaces[self.history.last[entry]]))
 
     def _count(self, limit: int | None) -> int:
         """Number of items of the sweep within a limit."""

@@ -185,23 +185,23 @@ class Sweep:
         # The empty arrays set the dtype, and `concatenate` refuses a list of none.
         cells = np.concatenate([np.empty(0, np.int64), *(log[0] for log in self._log)])
         keys = np.concatenate([self._costs.keys[:0], *(log[1] for log in self._log)])
-        steps = np.repeat(
+        last = np.repeat(
             np.array([log[2] for log in self._log], np.int32), [len(log[0]) for log in self._log]
         )
         # Stable: within a cell entries keep the order of the sweep, by workspace.
         by_cell = np.argsort(cells, kind="stable")
         starts = np.searchsorted(cells[by_cell], np.arange(self._rows.count * self._end + 1))
-        return History(self._end, starts, keys[by_cell], steps[by_cell])
+        return History(self._end, starts, keys[by_cell], last[by_cell])
 
 
 @dataclass(frozen=True)
 class History:
-    """Every cost that a cell (row, batch) has had, with the item that was its last step."""
+    """Every cost that a cell (row, batch) has had, with the item of its last chunk."""
 
     end: int  # upper bound of the batches, exclusive
     starts: Integers  # index of the first entry of each cell
     keys: Integers  # costs, descending within a cell
-    steps: Integers  # positions of items in the order of the sweep, ascending within a cell
+    last: Integers  # positions of items in the order of the sweep, ascending within a cell
 
     def entries(self, row: int, n: int) -> slice:
         """Range of the entries of a cell."""
@@ -211,5 +211,5 @@ class History:
     def latest(self, row: int, n: int, count: int) -> int | None:
         """The entry of a cell after the first `count` items; None before it has one."""
         cell = self.entries(row, n)
-        place = int(np.searchsorted(self.steps[cell], count))
+        place = int(np.searchsorted(self.last[cell], count))
         return cell.start + place - 1 if place else None

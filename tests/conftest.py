@@ -300,7 +300,7 @@ def _forced(division: str, algorithm: str) -> Iterator[Counter[str]]:
 
     def split(_: Plan, problem: Problem) -> Split:
         chosen = _forced_split(backend, problem, division, algorithm)
-        used.update([chosen.axis, *(step.algorithm for step in chosen.steps)])
+        used.update([chosen.axis, *(chunk.algorithm for chunk in chosen.chunks)])
         return chosen
 
     plan = Plan((), backend.device(), backend.software(), backend.conditions(), Config())
@@ -315,7 +315,7 @@ def _forced_split(
     backend: AbstractBackend, problem: Problem, division: str, algorithm: str
 ) -> Split:
     from ucudnn.slabs import row_count, slabs
-    from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+    from ucudnn.split import DEFAULT_ALGORITHM, Chunk, Split
 
     chance = random.Random(f"{problem!r} {division} {algorithm}")
     is_rows = division.endswith("rows")
@@ -327,14 +327,14 @@ def _forced_split(
     else:
         parts = [problem.with_batch(size) for size in sizes]
         refusal = backend.refusal
-    steps = []
+    chunks = []
     for size, part in zip(sizes, parts, strict=True):
         wanted = backend.algorithms() if algorithm == "mixed" else (algorithm,)
         able = [name for name in wanted if part is None or refusal(part, name) is None]
         if not able and refusal(part, DEFAULT_ALGORITHM) is not None:
-            return Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-        steps.append(Step(size, chance.choice(able or [DEFAULT_ALGORITHM])))
-    return Split("spatial" if is_rows else "batch", tuple(steps))
+            return Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
+        chunks.append(Chunk(size, chance.choice(able or [DEFAULT_ALGORITHM])))
+    return Split("spatial" if is_rows else "batch", tuple(chunks))
 
 
 def _sizes(extent: int, division: str) -> list[int]:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ucudnn.convert import tune_ as tune_
     from ucudnn.errors import PlanError as PlanError
     from ucudnn.errors import UcudnnError as UcudnnError
+    from ucudnn.plan import Chunk as Chunk
     from ucudnn.plan import Plan as Plan
     from ucudnn.plan import Split as Split
-    from ucudnn.plan import Step as Step
     from ucudnn.problem import Problem as Problem
     from ucudnn.tracing import trace as trace
     from ucudnn.tuning.advisor import advise as advise
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _MODULE_BY_NAME = {
+    "Chunk": "plan",
     "Config": "config",
     "Plan": "plan",
     "PlanError": "errors",
     "Problem": "problem",
     "Split": "plan",
-    "Step": "plan",
     "UcudnnError": "errors",
     "advise": "tuning.advisor",
     "convert_": "convert",

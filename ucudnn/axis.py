@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ucudnn.problem import Problem
 from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
-from ucudnn.split import Split, Step
+from ucudnn.split import Chunk, Split
 
 # The largest batch that is split along rows, too: chunks of a larger one are small enough.
 MOST_SAMPLES = 8
@@ -46,12 +46,12 @@ class AbstractAxis(ABC):
         """Chunk sizes that a policy allows, in ascending order."""
 
     @abstractmethod
-    def split(self, steps: Iterable[Step]) -> Split:
-        """The split whose steps are chunks of these sizes."""
+    def split(self, chunks: Iterable[Chunk]) -> Split:
+        """The split whose chunks have these sizes."""
 
     @abstractmethod
-    def size_of(self, step: Step) -> int:
-        """The size of the chunk of a step; the last chunk may have fewer rows than that."""
+    def size_of(self, chunk: Chunk) -> int:
+        """The size of the problem of a chunk; the last chunk may have fewer rows than that."""
 
     def __str__(self) -> str:
         return f"the {self.name} axis"
@@ -89,11 +89,11 @@ class BatchAxis(AbstractAxis):
         # The undivided batch competes with every split, also where it is no power of two.
         return (*_powers_of_two_below(self.extent), self.extent)
 
-    def split(self, steps: Iterable[Step]) -> Split:
-        return Split("batch", tuple(steps))
+    def split(self, chunks: Iterable[Chunk]) -> Split:
+        return Split("batch", tuple(chunks))
 
-    def size_of(self, step: Step) -> int:
-        return step.size
+    def size_of(self, chunk: Chunk) -> int:
+        return chunk.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,25 +152,25 @@ class RowAxis(AbstractAxis):
             and inner.output_size[0] <= whole.output_size[0]
         )
 
-    def split(self, steps: Iterable[Step]) -> Split:
+    def split(self, chunks: Iterable[Chunk]) -> Split:
         left, found = row_count(self.problem), []
-        for step in steps:
+        for chunk in chunks:
             # The last unit of dgrad may have fewer rows than the stride.
-            rows = min(step.size * self._unit, left)
-            found.append(replace(step, size=rows))
+            rows = min(chunk.size * self._unit, left)
+            found.append(replace(chunk, size=rows))
             left -= rows
         return Split("spatial", tuple(found))
 
-    def size_of(self, step: Step) -> int:
+    def size_of(self, chunk: Chunk) -> int:
         """The number of units that its rows fill, rounded up."""
-        return -(-step.size // self._unit)
+        return -(-chunk.size // self._unit)
 
 
 def axis_of(problem: Problem, split: Split) -> AbstractAxis:
     """The axis along which a split divides a problem.
 
     >>> problem = Problem("fprop", 6, 4, 4, (9,), (3,))
-    >>> axis_of(problem, Split("spatial", (Step(7, "gemm"),))).extent
+    >>> axis_of(problem, Split("spatial", (Chunk(7, "gemm"),))).extent
     7
     """
     return RowAxis(problem) if split.axis == RowAxis.name else BatchAxis(problem)

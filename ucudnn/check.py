@@ -13,7 +13,7 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.execution.validity import Finding, device_is_missing, findings_without_running
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
 from ucudnn.tuning.session import Session
 from ucudnn.units import format_bytes, format_ns
 
@@ -87,8 +87,8 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
     # A plan does not say which layers have a bias, but some algorithms exist only with one.
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
-    has_bias = any(step.algorithm in fused for step in split.steps)
-    default = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
+    has_bias = any(chunk.algorithm in fused for chunk in split.chunks)
+    default = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
     # Both in one call: only times that are taken side by side can be compared.
     splits = [split] if kernel.default is None else [split, default]
     try:

@@ -27,7 +27,7 @@ from ucudnn.outcomes import (
 )
 from ucudnn.problem import Problem
 from ucudnn.segment import Division, MicroBatch, Segment, is_size, micro_batches
-from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.files import parse_json, write
 from ucudnn.system.markup import html_table
 from ucudnn.system.processes import cached_property
@@ -37,11 +37,11 @@ __all__ = [
     "BY_BATCH",
     "BY_SLABS",
     "DEFAULT_ALGORITHM",
+    "Chunk",
     "KernelPlan",
     "Plan",
     "Segment",
     "Split",
-    "Step",
     "Timing",
 ]
 _FORMAT = "ucudnn-plan"

@@ -1,4 +1,4 @@
-"""The split of a call into steps, its time, and the splits of one kernel for every batch."""
+"""The split of a call into chunks, its time, and the splits of one kernel for every batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DEFAULT_ALGORITHM = "torch_default"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Chunk:
     """One chunk of a split: its extent along the split axis, and the algorithm that computes it.
 
-    >>> Step(32, "onednn").size
+    >>> Chunk(32, "onednn").size
     32
     """
 
@@ -32,45 +32,45 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The steps of one call, in order, along one axis: "batch" or the outermost "spatial" one.
+    """The chunks of one call, in order, along one axis: "batch" or the outermost "spatial" one.
 
-    Along the spatial axis a step's size is a number of rows (planes in 3-D) of the result; of dy
+    Along the spatial axis a chunk's size is a number of rows (planes in 3-D) of the result; of dy
     for wgrad.
 
-    >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
+    >>> Split("batch", (Chunk(4, "gemm"), Chunk(2, "gemm"))).size
     6
-    >>> print(Split("batch", (Step(4, "gemm"), Step(2, "gemm"))))
+    >>> print(Split("batch", (Chunk(4, "gemm"), Chunk(2, "gemm"))))
     4 gemm + 2 gemm
-    >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn"))))
+    >>> print(Split("spatial", (Chunk(8, "onednn"), Chunk(8, "onednn"))))
     slabs of 2x8 onednn
     """
 
     axis: str
-    steps: tuple[Step, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def size(self) -> int:
-        """The extent of the axis: the sum of the steps' sizes."""
-        return sum(step.size for step in self.steps)
+        """The extent of the axis: the sum of the chunks' sizes."""
+        return sum(chunk.size for chunk in self.chunks)
 
     @property
     def is_default(self) -> bool:
         """True if the split is torch's own convolution on the undivided batch."""
-        return len(self.steps) == 1 and self.steps[0].algorithm == DEFAULT_ALGORITHM
+        return len(self.chunks) == 1 and self.chunks[0].algorithm == DEFAULT_ALGORITHM
 
     def __str__(self) -> str:
-        # Equal steps in sequence are written once: a split may have hundreds.
-        runs: list[tuple[Step, int]] = []
-        for step in self.steps:
-            if runs and runs[-1][0] == step:
-                runs[-1] = (step, runs[-1][1] + 1)
+        # Equal chunks in sequence are written once: a split may have hundreds.
+        runs: list[tuple[Chunk, int]] = []
+        for chunk in self.chunks:
+            if runs and runs[-1][0] == chunk:
+                runs[-1] = (chunk, runs[-1][1] + 1)
             else:
-                runs.append((step, 1))
+                runs.append((chunk, 1))
         described = " + ".join(
-            f"{count}x{step.size} {step.algorithm}"
+            f"{count}x{chunk.size} {chunk.algorithm}"
             if count > 1
-            else f"{step.size} {step.algorithm}"
-            for step, count in runs
+            else f"{chunk.size} {chunk.algorithm}"
+            for chunk, count in runs
         )
         return f"slabs of {described}" if self.axis == "spatial" else described
 
@@ -101,8 +101,8 @@ class Timing:
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is computed undivided, by slabs, or by steps along the batch. Then the last step of
-    batch n is in `last[n - 1]`; the steps before it are those of batch n - size, and so on to 0.
+    A batch is computed undivided, by slabs, or by chunks along the batch. Then the last chunk of
+    batch n is in `last[n - 1]`; the chunks before it are those of batch n - size, and so on to 0.
 
     Args:
         problem: the kernel at the largest planned batch N.
@@ -110,9 +110,9 @@ class KernelPlan:
         algorithms: names that `alone` and `last` point into.
         alone: for n = 1..N the index of the algorithm that computes n undivided; -1: split it
             along the batch, -2: by slabs.
-        last: for n = 1..N the (size, algorithm index) of the last step of a split of n whose first
+        last: for n = 1..N the (size, algorithm index) of the last chunk of a split of n whose first
             chunk may be all of it; size 0 if there is none.
-        predicted_time_ns: sum over the steps of the plan of N.
+        predicted_time_ns: sum over the chunks of the plan of N.
         timing: of the plan of N as a whole call; predicted if the device was not there.
         default: torch's own convolution at N, measured in the same rounds; None if torch cannot
             compute the problem, or if a recording has no such measurement.
@@ -184,7 +184,7 @@ class KernelPlan:
         return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
 
     def split(self, batch: int) -> Split:
-        """The steps for a batch from 1 to `problem.batch`.
+        """The chunks for a batch from 1 to `problem.batch`.
 
         Raises:
             PlanError: the batch is outside that range.
@@ -201,17 +201,17 @@ class KernelPlan:
             )
         index = self.alone[batch - 1]
         if index >= 0:
-            return Split("batch", (Step(batch, self.algorithms[index]),))
+            return Split("batch", (Chunk(batch, self.algorithms[index]),))
         if index == BY_SLABS:
-            rows = tuple(Step(size, self.algorithms[index]) for size, index in self.slabs)
+            rows = tuple(Chunk(size, self.algorithms[index]) for size, index in self.slabs)
             return Split("spatial", rows)
-        # `last` gives the final step first, so the walk runs backwards.
-        steps = []
+        # `last` gives the final chunk first, so the walk runs backwards.
+        chunks = []
         while batch:
             size, index = self.last[batch - 1]
-            steps.append(Step(size, self.algorithms[index]))
+            chunks.append(Chunk(size, self.algorithms[index]))
             batch -= size
-        return Split("batch", tuple(reversed(steps)))
+        return Split("batch", tuple(reversed(chunks)))
 
     def by_default(self, every_batch: bool) -> KernelPlan:
         """The same kernel with torch's own undivided convolution, which must have been measured."""

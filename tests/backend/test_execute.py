@@ -10,7 +10,7 @@ import torch
 from ucudnn.backends import Executable
 from ucudnn.execution.execute import Call, bind
 from ucudnn.measurement import Role, positions, role_of
-from ucudnn.plan import Split, Step
+from ucudnn.plan import Chunk, Split
 from ucudnn.problem import OPS, Problem
 
 SPLITS = {
@@ -21,8 +21,8 @@ SPLITS = {
 }
 
 
-def split_of(steps):
-    return Split("batch", tuple(Step(size, algorithm) for size, algorithm in steps))
+def split_of(chunks):
+    return Split("batch", tuple(Chunk(size, algorithm) for size, algorithm in chunks))
 
 
 def relative_error(result, expected):
@@ -147,6 +147,6 @@ def test_wgrad_adds_up_where_the_strides_of_one_pixel_say_channels_last(
     x, dy = backend.operands(problem, 2)
     x = torch.empty_strided(x.shape, (2, 1, 2, 2)).copy_(x)
     assert x.is_contiguous()
-    split = Split("batch", (Step(1, first), Step(1, second)))
+    split = Split("batch", (Chunk(1, first), Chunk(1, second)))
     result = bind(backend, problem, split)(x, dy)
     torch.testing.assert_close(result.double(), exact(problem, x, dy), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ucudnn.errors import ProblemError, UnsupportedError
 from ucudnn.execution.execute import bind
-from ucudnn.plan import Split, Step
+from ucudnn.plan import Chunk, Split
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
 from ucudnn.slabs import row_count, slab
 
@@ -20,7 +20,7 @@ few = settings(
 
 def rows_of(problem, *sizes, algorithm="torch_default"):
     assert sum(sizes) == row_count(problem)
-    return Split("spatial", tuple(Step(size, algorithm) for size in sizes))
+    return Split("spatial", tuple(Chunk(size, algorithm) for size in sizes))
 
 
 def relative_error(result, expected):
@@ -58,7 +58,7 @@ def problems(draw):
 @pytest.mark.usefixtures("poisoned")
 def test_every_division_into_rows_gives_the_whole(backend, exact, data, problem):
     """Any slabs, by any algorithms, compared with float64."""
-    steps, rows, begin = [], row_count(problem), 0
+    chunks, rows, begin = [], row_count(problem), 0
     while begin < rows:
         end = data.draw(st.integers(begin + 1, rows))
         part = slab(problem, begin, end).problem or problem
@@ -67,10 +67,10 @@ def test_every_division_into_rows_gives_the_whole(backend, exact, data, problem)
             for candidate in backend.candidates(part)
             if backend.slab_refusal(part, candidate.algorithm) is None
         ]
-        steps.append(Step(end - begin, data.draw(st.sampled_from(algorithms))))
+        chunks.append(Chunk(end - begin, data.draw(st.sampled_from(algorithms))))
         begin = end
     a, b = backend.operands(problem, problem.batch)
-    split = Split("spatial", tuple(steps))
+    split = Split("spatial", tuple(chunks))
     result, expected = bind(backend, problem, split)(a, b), exact(problem, a, b)
     assert result.shape == problem.result_shape
     # Where only padding is read the rounding errors of a transform are all that there is.

@@ -13,7 +13,7 @@ from functools import partial
 
 from ucudnn.backends import open_backend
 from ucudnn.execution.execute import Call, bind
-from ucudnn.plan import Split, Step
+from ucudnn.plan import Chunk, Split
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
 
@@ -61,9 +61,9 @@ def calls(problem: Problem) -> Iterator[tuple[str, Call]]:
     backend = open_backend("torch_cpu")
     for candidate in backend.candidates(problem):
         name, rows = candidate.algorithm, row_count(problem)
-        split = Split("batch", (Step(problem.batch, name),))
+        split = Split("batch", (Chunk(problem.batch, name),))
         if problem.input_size in {geometry["input_size"] for geometry in SLABS.values()}:
-            split = Split("spatial", (Step(rows // 3, name),) * 3)
+            split = Split("spatial", (Chunk(rows // 3, name),) * 3)
         yield name, bind(backend, problem, split)
 
 

@@ -27,7 +27,7 @@ from ucudnn.measurement import (
     Subject,
 )
 from ucudnn.problem import Problem
-from ucudnn.split import Split, Step
+from ucudnn.split import Chunk, Split
 
 GPU = Device("cuda", "NVIDIA H200", compute_capability="9.0", cores=132)
 KEYS = [
@@ -258,7 +258,7 @@ def test_no_truncation_goes_unseen() -> None:
 
 # Facts beside the numbers; laws.py has that they come back
 
-SPLIT = Split("batch", (Step(3, "gemm"), Step(1, "“gemm”")))
+SPLIT = Split("batch", (Chunk(3, "gemm"), Chunk(1, "“gemm”")))
 OTHER_SUBJECTS = [
     replace(KEYS[0], subject=Subject.FIRST_RUN),
     *(

@@ -19,7 +19,7 @@ from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.text import plan_csv
-from ucudnn.split import Split, Step
+from ucudnn.split import Chunk, Split
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.rationale import Alternative, Rationale, rationales
 
@@ -286,8 +286,8 @@ def test_any_plan_is_drawn_as_it_splits(drawn, random_plan):
         assert len(shown) + len(own) == len(plan.kernels)
         for place, label in enumerate(shown):
             one = plan.kernels[int(label.split()[0])]
-            steps = one.split(one.problem.batch).steps
-            expected = [(str(step.size), step.algorithm) for step in steps]
+            chunks = one.split(one.problem.batch).chunks
+            expected = [(str(chunk.size), chunk.algorithm) for chunk in chunks]
             assert [piece[2:] for piece in pieces(figure, place)] == expected
 
 
@@ -452,7 +452,7 @@ def test_the_timeline_has_each_call_with_its_memory(drawn):
 def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
     rejected = (
         Alternative(
-            Split("batch", (Step(32, "fast"),)),
+            Split("batch", (Chunk(32, "fast"),)),
             9 * MS,
             8 << 20,
             1e-7,
@@ -460,10 +460,10 @@ def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
             "needs more than the limit of 4 MiB",
         ),
         Alternative(
-            Split("batch", (Step(32, "slow"),)), 10**9, 0, None, True, "takes 50.00 times as long"
+            Split("batch", (Chunk(32, "slow"),)), 10**9, 0, None, True, "takes 50.00 times as long"
         ),
         Alternative(
-            Split("batch", (Step(32, "broken"),)), None, None, None, False, "does not work"
+            Split("batch", (Chunk(32, "broken"),)), None, None, None, False, "does not work"
         ),
     )
     first = Rationale(((0, 40 * MS), (2 << 20, 15 * MS)), rejected, Timing(25 * MS, 0, 1 << 20, 3))

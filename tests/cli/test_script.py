@@ -44,7 +44,7 @@ from ucudnn.execution import runner
 used = set()
 build = runner.build
 def spied(backend, problem, split):
-    used.update(step.algorithm for step in split.steps)
+    used.update(chunk.algorithm for chunk in split.chunks)
     return build(backend, problem, split)
 runner.build = spied
 atexit.register(lambda: print("used", *sorted(used), file=sys.stderr))
@@ -107,7 +107,7 @@ def plan(train: Path, one_thread: None) -> Path:
     )
     replace(made, kernels=tuple(slow)).save(path)
     assert all(
-        kernel.split(4).steps[0].algorithm == "slow_conv2d"
+        kernel.split(4).chunks[0].algorithm == "slow_conv2d"
         for kernel in ucudnn.Plan.load(path).kernels
     )
     assert DEFAULT_ALGORITHM != "slow_conv2d"

@@ -106,7 +106,7 @@ def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
         assert shown.count("±") + shown.count("1 run") >= len(kernels)  # every default's time
         for kernel in kernels:
             split, size = kernel.split(8), format_bytes(kernel.default.workspace_bytes)
-            assert split.steps[0].algorithm in table
+            assert split.chunks[0].algorithm in table
             # At 80 columns cells have several lines; below there is one cell for each kernel.
             if width < 80:
                 parts = (f"{kernel.problem}{split}", f"in {size}")

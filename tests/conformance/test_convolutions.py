@@ -489,10 +489,10 @@ def chunks_of(problem: Problem, plan: Plan) -> list[tuple[str, str, int]]:
     if split.is_default:
         return []
     if split.axis == "batch":
-        return [(problem.op, step.algorithm, step.size) for step in split.steps]
-    parts = slabs(problem, [step.size for step in split.steps])
+        return [(problem.op, chunk.algorithm, chunk.size) for chunk in split.chunks]
+    parts = slabs(problem, [chunk.size for chunk in split.chunks])
     return [
-        (problem.op, step.algorithm, problem.batch)
-        for step, part in zip(split.steps, parts, strict=True)
+        (problem.op, chunk.algorithm, problem.batch)
+        for chunk, part in zip(split.chunks, parts, strict=True)
         if part.problem is not None
     ]

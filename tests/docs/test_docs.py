@@ -187,7 +187,7 @@ def test_the_examples_of_solvers_give_what_their_comments_say(repository: Path) 
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     assert len(blocks) == 2
     names: dict[str, object] = {}
-    exec("from ucudnn.plan import Step", names)
+    exec("from ucudnn.plan import Chunk", names)
     for line in "".join(blocks).splitlines():
         code, _, said = line.partition("  # ")
         if said:

@@ -12,7 +12,7 @@ import torch
 from ucudnn.backends.cudnn.backend import CudnnBackend
 from ucudnn.backends.cudnn.executable import RefusedError
 from ucudnn.execution.execute import bind
-from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import OPS, Problem
 
 LAYER = Problem("fprop", 10, 16, 32, (14, 14), (3, 3), padding=((1, 1), (1, 1)), math="tf32")
@@ -38,7 +38,7 @@ def chunked(backend, problem):
     """A call by cuDNN's first engine, whose remainder is smaller."""
     sizes = (4, 4, 2)
     name = engine(backend, problem.with_batch(4), *sizes)
-    return bind(backend, problem, Split("batch", tuple(Step(size, name) for size in sizes)))
+    return bind(backend, problem, Split("batch", tuple(Chunk(size, name) for size in sizes)))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -56,7 +56,7 @@ def test_chunks_give_the_whole(backend, exact, tolerance, op, layout, dtype):
 @pytest.mark.parametrize("op", OPS)
 def test_the_default_and_engines_share_a_split(backend, exact, tolerance, op):
     problem = replace(LAYER, op=op)
-    steps = (Step(6, DEFAULT_ALGORITHM), Step(4, engine(backend, problem.with_batch(4))))
+    steps = (Chunk(6, DEFAULT_ALGORITHM), Chunk(4, engine(backend, problem.with_batch(4))))
     a, b = backend.operands(problem, 10)
     result = bind(backend, problem, Split("batch", steps))(a, b)
     assert relative_error(result, exact(problem, a, b)) < 2 * tolerance(problem)
@@ -71,7 +71,7 @@ def test_slabs_of_rows_give_the_whole(backend, exact, tolerance, op, layout):
     a, b = backend.operands(problem, 2)
     expected = exact(problem, a, b)
     for candidate in backend.candidates(inner):
-        split = Split("spatial", tuple(Step(size, candidate.algorithm) for size in (5, 5, 4)))
+        split = Split("spatial", tuple(Chunk(size, candidate.algorithm) for size in (5, 5, 4)))
         try:
             result = bind(backend, problem, split)(a, b)
         except RefusedError:  # at the edges, whose padding differs
@@ -85,8 +85,8 @@ def test_half_precision_sums_grow_in_float32(backend, exact, dtype):
     x, dy = backend.operands(problem, 64)
     expected = exact(problem, x, dy)
     name = engine(backend, problem.with_batch(1))
-    whole = bind(backend, problem, Split("batch", (Step(64, DEFAULT_ALGORITHM),)))(x, dy)
-    parts = bind(backend, problem, Split("batch", (Step(1, name),) * 64))(x, dy)
+    whole = bind(backend, problem, Split("batch", (Chunk(64, DEFAULT_ALGORITHM),)))(x, dy)
+    parts = bind(backend, problem, Split("batch", (Chunk(1, name),) * 64))(x, dy)
     assert relative_error(parts, expected) <= 2 * relative_error(whole, expected)
 
 
@@ -227,7 +227,7 @@ def test_tensors_beyond_32_bits_are_computed_in_chunks(backend):
     assert "32 bits" in backend.refusal(problem, name)
     x = torch.ones(problem.x_shape, dtype=torch.float16, device="cuda")
     w = torch.full(problem.w_shape, 2.0, dtype=torch.float16, device="cuda")
-    y = bind(backend, problem, Split("batch", (Step(300, name),) * 7))(x, w)
+    y = bind(backend, problem, Split("batch", (Chunk(300, name),) * 7))(x, w)
     assert y.eq(2).all()
 
 

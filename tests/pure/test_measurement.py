@@ -20,7 +20,7 @@ from ucudnn.measurement import (
     Subject,
 )
 from ucudnn.problem import Problem
-from ucudnn.split import Split, Step
+from ucudnn.split import Chunk, Split
 
 KEY = MeasurementKey(
     problem=Problem("fprop", 4, 6, 8, (9, 7), (3, 3)),
@@ -41,14 +41,14 @@ OTHERS: dict[str, Any] = {
     "race": "another",
 }
 CALL = replace(
-    KEY, algorithm="", subject=Subject.CALL, split=Split("batch", (Step(4, "gemm"),)), race="one"
+    KEY, algorithm="", subject=Subject.CALL, split=Split("batch", (Chunk(4, "gemm"),)), race="one"
 )
 
 
 def test_the_key_is_hashable_and_every_field_counts() -> None:
     assert {*OTHERS, "split"} == {item.name for item in fields(MeasurementKey)}
     keys = {KEY, *(replace(KEY, **{name: value}) for name, value in OTHERS.items())}
-    keys |= {CALL, replace(CALL, split=Split("batch", (Step(4, "onednn"),)))}
+    keys |= {CALL, replace(CALL, split=Split("batch", (Chunk(4, "onednn"),)))}
     assert len(keys) == 3 + len(OTHERS)
     assert pickle.loads(pickle.dumps(KEY)) == KEY
 

@@ -18,7 +18,7 @@ from ucudnn.errors import ConfigError, PlanError, PlanFileError
 from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Origin
-from ucudnn.plan import BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step, Timing
+from ucudnn.plan import BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.problem import Problem
 
 PERTURBED = "timed while others used the processors"
@@ -58,7 +58,7 @@ def plan(*kernels: KernelPlan, **changes: Any) -> Plan:
 
 def test_each_batch_is_alone_or_the_walk_of_its_last_steps() -> None:
     splits = [
-        [(step.size, step.algorithm) for step in kernel().split(n).steps] for n in range(1, 6)
+        [(chunk.size, chunk.algorithm) for chunk in kernel().split(n).chunks] for n in range(1, 6)
     ]
     assert splits == [
         [(1, "onednn")],
@@ -93,9 +93,9 @@ def test_every_split_covers_its_batch(
     for n in range(1, len(alone) + 1):
         split = value.split(n)
         assert split.axis == "batch"
-        assert sum(step.size for step in split.steps) == split.size == n
-        assert all(step.size > 0 and step.algorithm in ("a", "b") for step in split.steps)
-        assert (len(split.steps) == 1) or alone[n - 1] == -1
+        assert sum(chunk.size for chunk in split.chunks) == split.size == n
+        assert all(chunk.size > 0 and chunk.algorithm in ("a", "b") for chunk in split.chunks)
+        assert (len(split.chunks) == 1) or alone[n - 1] == -1
 
 
 @pytest.mark.parametrize("batch", [0, -1, 6])
@@ -126,9 +126,9 @@ def test_a_table_without_a_split_of_every_batch_is_refused(changes: dict[str, An
 
 
 def test_default_means_torchs_own_undivided_convolution() -> None:
-    assert Split("batch", (Step(5, "torch_default"),)).is_default
-    assert not Split("batch", (Step(5, "onednn"),)).is_default
-    assert not Split("batch", (Step(3, "torch_default"), Step(2, "torch_default"))).is_default
+    assert Split("batch", (Chunk(5, "torch_default"),)).is_default
+    assert not Split("batch", (Chunk(5, "onednn"),)).is_default
+    assert not Split("batch", (Chunk(3, "torch_default"), Chunk(2, "torch_default"))).is_default
     assert not kernel().is_default
     assert kernel(alone=(1, 0, -1, -1, 0)).is_default
 
@@ -150,7 +150,7 @@ def test_the_same_slabs_serve_every_batch() -> None:
     assert not value.is_default
     for batch in (1, 2):
         split = value.split(batch)
-        assert split == Split("spatial", (Step(4, "onednn"), Step(3, "gemm")))
+        assert split == Split("spatial", (Chunk(4, "onednn"), Chunk(3, "gemm")))
         assert str(split) == "slabs of 4 onednn + 3 gemm"
 
 
@@ -182,9 +182,9 @@ def test_only_the_planned_batch_was_timed_as_a_whole() -> None:
     assert [kernel().is_derived(n) for n in range(1, 6)] == [True, True, True, True, False]
 
 
-def test_a_split_reads_as_runs_of_equal_steps() -> None:
-    steps = (Step(2, "onednn"), Step(2, "onednn"), Step(1, "gemm"))
-    assert str(Split("batch", steps)) == "2x2 onednn + 1 gemm"
+def test_a_split_reads_as_runs_of_equal_chunks() -> None:
+    chunks = (Chunk(2, "onednn"), Chunk(2, "onednn"), Chunk(1, "gemm"))
+    assert str(Split("batch", chunks)) == "2x2 onednn + 1 gemm"
 
 
 def test_a_problem_finds_the_smallest_kernel_that_covers_it() -> None:

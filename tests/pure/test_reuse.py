@@ -11,7 +11,7 @@ from exhaustive import exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucudnn.plan import Step
+from ucudnn.plan import Chunk
 from ucudnn.solvers import Item, ReuseTable, reuse
 
 LIMITS = (None, 0, 1, 2, 3, 4, 5)
@@ -108,7 +108,7 @@ def test_sizes_of_chunks_do_not_rise(chunks: list[Item], launch_ns: int) -> None
         if split is not None:
             assert_order(split)
             assert all(item in chunks for item in split)
-            assert table.split(n) == tuple(Step(item.batch, item.algorithm) for item in split)
+            assert table.split(n) == tuple(Chunk(item.batch, item.algorithm) for item in split)
 
 
 def assert_order(split: Sequence[Item]) -> None:
@@ -179,7 +179,7 @@ def test_a_chain_may_be_a_first_chunk_by_itself_a_split_is_not() -> None:
         accumulate=[Item(2, 0, 1, "later")],
     )
     assert table.time_ns(2) == 100
-    assert table.split(4) == (Step(2, "first"), Step(2, "later"))
+    assert table.split(4) == (Chunk(2, "first"), Chunk(2, "later"))
     assert [entry.last and entry.last.algorithm for entry in table.walk()] == [
         None,
         "first",
@@ -229,12 +229,12 @@ def test_golden_front_of_the_released_mu_cudnn() -> None:
 
 def test_fewer_chunks_win_then_less_workspace_then_the_deterministic_algorithm() -> None:
     halves, whole = Item(2, 1, 5, "half"), Item(4, 9, 10, "whole")
-    assert reuse([halves, whole], 4).split(4) == (Step(4, "whole"),)
-    assert reuse([halves, whole], 4).split(4, 8) == (Step(2, "half"),) * 2
+    assert reuse([halves, whole], 4).split(4) == (Chunk(4, "whole"),)
+    assert reuse([halves, whole], 4).split(4, 8) == (Chunk(2, "half"),) * 2
     roomy, tight = Item(4, 9, 10, "roomy"), Item(4, 3, 10, "tight", rank=1)
-    assert reuse([roomy, tight], 4).split(4) == (Step(4, "tight"),)
+    assert reuse([roomy, tight], 4).split(4) == (Chunk(4, "tight"),)
     random_order, fixed_order = Item(4, 3, 10, "atomic", rank=1), Item(4, 3, 10, "fixed")
-    assert reuse([random_order, fixed_order], 4).split(4) == (Step(4, "fixed"),)
+    assert reuse([random_order, fixed_order], 4).split(4) == (Chunk(4, "fixed"),)
 
 
 @pytest.mark.parametrize("scale", [10**6, 10**15, 10**18, 10**30])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ucudnn.axis import RowAxis
 from ucudnn.errors import ProblemError
-from ucudnn.plan import Step
+from ucudnn.plan import Chunk
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import Slab, inner_problem, row_alignment, row_count, slab, slabs
 
@@ -158,7 +158,7 @@ def test_rows_are_left_alone_where_they_cannot_matter() -> None:
 def test_the_last_slab_of_a_strided_gradient_may_be_smaller() -> None:
     axis = RowAxis(replace(CONV, op="dgrad", stride=(3, 1)))
     assert axis.extent == 14
-    split = axis.split([Step(8, "a"), Step(4, "b"), Step(2, "a")])
+    split = axis.split([Chunk(8, "a"), Chunk(4, "b"), Chunk(2, "a")])
     assert split.axis == "spatial"
-    assert [step.size for step in split.steps] == [24, 12, 4]
-    assert [step.algorithm for step in split.steps] == ["a", "b", "a"]
+    assert [chunk.size for chunk in split.chunks] == [24, 12, 4]
+    assert [chunk.algorithm for chunk in split.chunks] == ["a", "b", "a"]

@@ -6,7 +6,7 @@ import pytest
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.config import Config
-from ucudnn.plan import Split, Step
+from ucudnn.plan import Chunk, Split
 from ucudnn.problem import Problem
 from ucudnn.tuning.tuner import tune_problems
 
@@ -20,7 +20,7 @@ def test_what_a_call_takes_beside_its_chunks_is_seen(op, extra_ms, scripted, scr
     backend = scripted(torch_default=lambda size: (size * MS, size << 20))
     problem = Problem(op, 12, 4, 4, (9, 9), (3, 3))
     (kernel,) = tune_problems([("layer", problem)], Config(workspace_limit="4MiB")).kernels
-    assert kernel.split(12).steps == (Step(4, "torch_default"),) * 3
+    assert kernel.split(12).chunks == (Chunk(4, "torch_default"),) * 3
 
     class Dearer(module.WholeLoop):
         def prepare(self, times):
@@ -49,11 +49,11 @@ def test_chunks_are_those_that_were_measured(op, roles, script):
     whole = Problem(op, 2, 8, 8, (27, 9), (3, 3), (2, 1))
     by_rows = RowAxis(whole)
     for axis in (by_rows, BatchAxis(whole.with_batch(14))):
-        steps = [Step(size, "gemm") for size in (4, axis.extent - 6, 2)]
+        steps = [Chunk(size, "gemm") for size in (4, axis.extent - 6, 2)]
         counts = chunks(axis, axis.split(steps))
         assert sum(arm.size * count for arm, count in counts.items()) == axis.extent
         found = {role: sum(n for arm, n in counts.items() if arm.role == role) for role in roles}
         assert found == roles
-    undivided = Split("batch", (Step(14, "gemm"),))
+    undivided = Split("batch", (Chunk(14, "gemm"),))
     ((arm, count),) = chunks(BatchAxis(whole.with_batch(14)), undivided).items()
     assert (arm, count) == ((14, "gemm", "alone"), 1)

@@ -16,7 +16,7 @@ from ucudnn.benchmark.accuracy import Reference
 from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.benchmark.protocol import ChunkLoop, Ring, ring_samples
 from ucudnn.measurement import Role
-from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import Problem
 
 PADDED = {"padding": ((1, 1), (1, 1))}
@@ -30,7 +30,7 @@ def test_workspace_of_a_chunk_is_what_a_call_of_such_chunks_takes(op, algorithm)
     roles = (Role.FIRST, Role.LATER) if op == "wgrad" else (Role.LATER,)
     with torch.no_grad():
         looks = [bench.look(Arm(2, algorithm, role), None) for role in roles]
-        whole = bench.whole([Split("batch", (Step(2, algorithm),) * 4)])[0]
+        whole = bench.whole([Split("batch", (Chunk(2, algorithm),) * 4)])[0]
     assert max(look.workspace_bytes for look in looks) == whole.workspace_bytes
 
 
@@ -42,7 +42,7 @@ def test_chunks_of_different_algorithms_do_not_add_up(op):
     names = ("slow_conv2d", "onednn_nhwc")
     with torch.no_grad():
         looks = [bench.look(Arm(4, name, Role.LATER), None) for name in names]
-        mixed = Split("batch", tuple(Step(4, name) for name in names))
+        mixed = Split("batch", tuple(Chunk(4, name) for name in names))
         (whole,) = bench.whole([mixed])
     most = max(look.workspace_bytes for look in looks)
     # poisoning takes an element

@@ -12,7 +12,7 @@ from by_hand import linear
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError, UntunedWarning
-from ucudnn.plan import Plan, Split, Step, Timing
+from ucudnn.plan import Chunk, Plan, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
 from ucudnn.tuning import budget, session
@@ -187,7 +187,7 @@ def test_a_busy_process_in_the_middle_of_tuning_changes_no_plan(scripted):
         config = Config(workspace_limit="7MiB", cache=f"{Config().cache}-{first}")
         busy = tune_problems([("a", NARROW)], config)
         backend.disturbance = lambda: 1.0
-        retimed = sum(costs[step.algorithm](step.size)[0] for step in busy.split(NARROW).steps)
+        retimed = sum(costs[chunk.algorithm](chunk.size)[0] for chunk in busy.split(NARROW).chunks)
         assert retimed <= 1.05 * calm.kernels[0].timing.time_ns
 
 
@@ -197,8 +197,8 @@ def finalist(split: Split, samples, workspace=0, is_deterministic=True) -> Final
 
 
 def test_ties_go_to_less_workspace_then_fewer_chunks_then_deterministic():
-    halves = Split("batch", (Step(4, "a"), Step(4, "a")))
-    whole, other = Split("batch", (Step(8, "b"),)), Split("batch", (Step(8, "c"),))
+    halves = Split("batch", (Chunk(4, "a"), Chunk(4, "a")))
+    whole, other = Split("batch", (Chunk(8, "b"),)), Split("batch", (Chunk(8, "c"),))
     same = [100] * 9
     lean = finalist(halves, same, workspace=1)
     assert choose([finalist(whole, same, workspace=2), lean], None) == lean
@@ -214,8 +214,8 @@ def test_ties_go_to_less_workspace_then_fewer_chunks_then_deterministic():
 
 
 def test_a_planned_call_costs_more_than_was_timed_of_it():
-    default = finalist(Split("batch", (Step(8, "torch_default"),)), [100] * 9)
-    other = finalist(Split("batch", (Step(8, "b"),)), [80] * 9)
+    default = finalist(Split("batch", (Chunk(8, "torch_default"),)), [100] * 9)
+    other = finalist(Split("batch", (Chunk(8, "b"),)), [80] * 9)
     assert choose([default, other], None, overhead_ns=10) == other
     assert choose([default, other], None, overhead_ns=19) == default
     # where torch's own does not fit, nothing but the kernels themselves can be compared
@@ -237,7 +237,7 @@ def test_where_a_call_needs_more_than_its_chunks_smaller_chunks_are_tried(
     monkeypatch.setattr(backend, "workspace_bytes", workspace_bytes)
     config = Config(workspace_limit="8MiB")
     plan = tune_problems([("layer", NARROW)], config)
-    assert {step.size for step in plan.split(NARROW).steps} == {{1: 4, 3: 2, 7: 1}[more_mib]}
+    assert {chunk.size for chunk in plan.split(NARROW).chunks} == {{1: 4, 3: 2, 7: 1}[more_mib]}
     assert plan.workspace_bytes <= 8 * MIB
     smallest = (1 + more_mib) * MIB
     with pytest.raises(PlanError, match=f"the smallest needs {1 + more_mib} MiB") as caught:
@@ -269,9 +269,9 @@ def test_ever_smaller_limits_on_one_cache(op, policy, scripted):
     for limit in (3_122_375, 1_258_290, 314_571, 150_000):
         config = Config(workspace_limit=limit, policy=policy)
         assert tune_problems([("layer", problem)], config).workspace_bytes <= limit
-    assert {step.size for step in tune_problems([("l", problem)], config).split(problem).steps} == {
-        1
-    }
+    assert {
+        chunk.size for chunk in tune_problems([("l", problem)], config).split(problem).chunks
+    } == {1}
 
 
 @pytest.mark.parametrize("other", range(1, 8))

@@ -47,7 +47,7 @@ def here(scripted, monkeypatch):
 
 
 def algorithms(plan):
-    return {step.algorithm for step in plan.kernels[0].split(8).steps}
+    return {chunk.algorithm for chunk in plan.kernels[0].split(8).chunks}
 
 
 def test_what_varies_is_not_planned(here):
@@ -75,7 +75,7 @@ def test_torchs_own_that_varies_is_a_baseline_and_never_the_plan(here):
     here.varying = {"torch_default"}
     plan = tune_problems(LAYERS, Config(deterministic=True))
     kernel = plan.kernels[0]
-    assert {step.algorithm for step in kernel.split(8).steps} == {"exact"}
+    assert {chunk.algorithm for chunk in kernel.split(8).chunks} == {"exact"}
     assert kernel.default.time_ns == 8 * MS
     # nor does a race of whole steps give the kernel back to it
     assert not has_default(plan, kernel)

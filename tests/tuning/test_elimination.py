@@ -50,7 +50,7 @@ def tune(**settings):
 def test_a_slow_algorithm_runs_small_chunks_alone(costed):
     backend = costed(torch_default=linear(1.0), crawl=linear(4.0), fast=linear(0.5))
     kernel = tune()
-    assert kernel.split(64).steps[0].algorithm == "fast"
+    assert kernel.split(64).chunks[0].algorithm == "fast"
     run = sizes_run(backend)
     assert max(run["crawl"]) <= 2
     assert max(run["fast"]) == 64
@@ -76,7 +76,7 @@ def test_a_fixed_cost_that_large_chunks_share_rules_nothing_out(costed):
     costs = {"torch_default": linear(1.0), "spectral": linear(0.1, fixed_ms=19.0)}
     backend = costed(**costs)
     kernel = tune()
-    assert kernel.split(64).steps[0].algorithm == "spectral"
+    assert kernel.split(64).chunks[0].algorithm == "spectral"
     assert 64 in sizes_run(backend)["spectral"]
 
 
@@ -119,7 +119,7 @@ def test_a_roofline_is_not_trusted_by_thorough_tuning_or_where_something_beats_i
     costed, per_s, effort
 ):
     backend = costed(Roofline(per_s, per_s), torch_default=linear(1.0), fast=linear(0.5))
-    assert tune(effort=effort).split(64).steps[0].algorithm == "fast"
+    assert tune(effort=effort).split(64).chunks[0].algorithm == "fast"
     assert backend.runs
 
 

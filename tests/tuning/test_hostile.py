@@ -52,7 +52,7 @@ def test_wrong_results_disqualify_loudly(hostile, op, policy):
     problem = replace(FPROP, op=op)
     with pytest.warns(WrongResultWarning, match="disqualified") as caught:
         plan = tune_problems([("layer", problem)], Config(policy=policy), backend=backend)
-    assert {step.algorithm for step in plan.split(problem).steps} == {"torch_default"}
+    assert {chunk.algorithm for chunk in plan.split(problem).chunks} == {"torch_default"}
     said = " ".join(str(warning.message) for warning in caught)
     assert "wrong is disqualified for" in said
     assert "half is disqualified for" in said

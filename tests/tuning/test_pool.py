@@ -132,7 +132,7 @@ def test_a_limit_holds_for_each_kernel_beside_the_pool(scripted):
     config = Config(total_workspace="100MiB", workspace_limit="5MiB")
     plan = tune_problems(LAYERS, config)
     assert max(kernel.timing.workspace_bytes for kernel in plan.kernels) == 4 * MIB
-    assert {kernel.split(N).steps[0].algorithm for kernel in plan.kernels} == {"fast"}
+    assert {kernel.split(N).chunks[0].algorithm for kernel in plan.kernels} == {"fast"}
 
 
 class PerSide:
@@ -327,8 +327,8 @@ def test_smaller_batches_stay_within_the_parts(timed):
         for n in range(1, N + 1):
             needs = 0
             for kernel in plan.kernels:
-                steps = kernel.split(n).steps
-                most = max(HUNGRY[step.algorithm](step.size)[1] for step in steps)
+                chunks = kernel.split(n).chunks
+                most = max(HUNGRY[chunk.algorithm](chunk.size)[1] for chunk in chunks)
                 needs += most * len(kernel.layers)
             assert needs <= total
 

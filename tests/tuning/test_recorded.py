@@ -16,7 +16,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError, UntunedWarning
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
-from ucudnn.plan import Split, Step
+from ucudnn.plan import Chunk, Split
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_summary, plan_table
 from ucudnn.tuning.tuner import tune_problems
@@ -121,7 +121,7 @@ def test_what_was_not_raced_is_predicted_and_marked(tmp_path, limit_mib, steps, 
     limit = None if limit_mib is None else limit_mib * MIB
     plan = replay(record(tmp_path, alone()), workspace_limit=limit)
     (kernel,) = plan.kernels
-    assert plan.split(FPROP) == Split("batch", tuple(Step(*step) for step in steps))
+    assert plan.split(FPROP) == Split("batch", tuple(Chunk(*step) for step in steps))
     # torch's own was measured, as the one chunk that it is
     assert kernel.timing.is_predicted == kernel.is_derived(8) == (time_us == 800)
     assert kernel.timing.time_ns == kernel.predicted_time_ns == time_us * 1000
@@ -140,7 +140,7 @@ def test_half_precision_gradients_count_the_chunk_and_the_sum_as_workspace(tmp_p
     problem = Problem("wgrad", 8, 64, 64, (9, 9), (3, 3), dtype="float16")
     chunks = [entry(problem.with_batch(n), "eng0", 10 * n, 1) for n in (1, 2, 4)]
     (kernel,) = replay(record(tmp_path, chunks), problem).kernels
-    assert [step.size for step in kernel.split(8).steps] == [4, 4]
+    assert [chunk.size for chunk in kernel.split(8).chunks] == [4, 4]
     weights = 64 * 64 * 9
     assert kernel.timing.workspace_bytes == MIB + 2 * weights + 4 * weights
 
@@ -266,7 +266,7 @@ def test_a_recording_with_gaps_is_planned_by_what_was_timed(tmp_path, default_us
         entries.append(entry(problem, "torch_default", default_us, 99 if over else 0))
     folder = record(tmp_path, entries)
     (kernel,) = replay(folder, problem, workspace_limit="1MiB").kernels
-    assert sorted(step.size for step in kernel.split(6).steps) == [1, 1, 4]
+    assert sorted(chunk.size for chunk in kernel.split(6).chunks) == [1, 1, 4]
     assert kernel.timing.time_ns == kernel.predicted_time_ns == 22_000_000
     assert all(kernel.split(n).size == n for n in range(1, 7))
 

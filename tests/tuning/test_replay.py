@@ -10,7 +10,7 @@ import pytest
 
 from ucudnn.benchmark.protocol import FINALS
 from ucudnn.benchmark.statistics import median_ns
-from ucudnn.plan import Split, Step, Timing
+from ucudnn.plan import Chunk, Split, Timing
 from ucudnn.tuning.confirmation import Finalist, choose
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -67,7 +67,7 @@ def test_the_same_algorithm_under_two_names_is_a_tie(path, tuning_cost):
 
 def _finalist(name: str, samples: tuple[int, ...]) -> Finalist:
     timing = Timing(median_ns(samples), 0, 0, len(samples))
-    return Finalist(Split("batch", (Step(8, name),)), timing, tuple(samples))
+    return Finalist(Split("batch", (Chunk(8, name),)), timing, tuple(samples))
 
 
 def _binomial_interval(trials: int, confidence: float) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UntunedWarning
-from ucudnn.plan import Step
+from ucudnn.plan import Chunk
 from ucudnn.problem import Problem
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session
@@ -120,9 +120,10 @@ def test_every_smaller_batch_has_a_split_within_the_limit(scripted, limit_mib):
     for n in range(1, 17):
         split = plan.split(FPROP.with_batch(n))
         assert split.size == n
-        for step in split.steps:
+        for chunk in split.chunks:
             assert (
-                limit_mib is None or backend.costs[step.algorithm](step.size)[1] <= limit_mib * MIB
+                limit_mib is None
+                or backend.costs[chunk.algorithm](chunk.size)[1] <= limit_mib * MIB
             )
 
 
@@ -240,7 +241,7 @@ def test_the_default_wins_a_tie_for_every_batch(scripted):
     (kernel,) = plan.kernels
     assert kernel.is_default
     for n in range(1, 17):
-        assert plan.split(FPROP.with_batch(n)).steps == (Step(n, "torch_default"),)
+        assert plan.split(FPROP.with_batch(n)).chunks == (Chunk(n, "torch_default"),)
 
 
 def test_a_failing_algorithm_is_kept_with_its_reason_and_not_tried_again(scripted):
@@ -284,7 +285,7 @@ def test_short_chunks_are_not_worth_their_launch(scripted):
     scripted(torch_default=linear(0.06, 1.0), quick=lambda size: (int(0.05 * MS * size), 0))
     plan, _ = tune()
     split = plan.split(FPROP)
-    assert min(step.size for step in split.steps) >= 4
+    assert min(chunk.size for chunk in split.chunks) >= 4
     tight, _ = tune(workspace_limit=0)  # nothing else fits: then short chunks are allowed
     assert tight.split(FPROP).size == 16
 
@@ -373,7 +374,7 @@ def test_what_the_whole_needs_alone_is_not_guessed_from_what_chunks_need(scripte
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(backend.executable(FPROP, "lean")), "write", write)
         plan, _ = tune(workspace_limit="8MiB")
-    assert plan.split(FPROP).steps == (Step(16, "lean"),)
+    assert plan.split(FPROP).chunks == (Chunk(16, "lean"),)
     assert {size for name, size in backend.runs if name == "torch_default"} <= {1, 2, 4, 16}
 
 
@@ -391,12 +392,12 @@ def test_what_adds_the_bias_at_once_races_what_adds_it_afterwards(
     config = Config(workspace_limit="8MiB")
     biased = {FPROP} if has_bias else set()
     (kernel,) = tune_problems([("layer", FPROP)], config, biased=biased).kernels
-    assert {step.algorithm for step in kernel.split(FPROP.batch).steps} == {winner}
+    assert {chunk.algorithm for chunk in kernel.split(FPROP.batch).chunks} == {winner}
     per_sample = {"plain": 0.5 + bias_ms * has_bias, "fused": 0.7}[winner]
     assert kernel.timing.time_ns == pytest.approx(per_sample * MS * FPROP.batch, rel=1e-3)
     assert any(name == "fused" for name, _ in backend.runs) == has_bias
     for batch in range(1, FPROP.batch):  # which ones were not timed there decides
-        algorithms = {step.algorithm for step in kernel.split(batch).steps}
+        algorithms = {chunk.algorithm for chunk in kernel.split(batch).chunks}
         assert algorithms <= (backend.fused if winner == "fused" else {"torch_default", "plain"})
 
 
@@ -417,7 +418,7 @@ def test_chunks_fit_though_the_whole_does_not(scripted, op, dtype):
     backend.operands = lambda *asked: tuple(one.to(getattr(torch, dtype)) for one in plain(*asked))
     plan, _ = tune(Problem(op, 8, 2, 2, (4, 4), (1, 1), dtype=dtype), workspace_limit="5MiB")
     (kernel,) = plan.kernels
-    assert kernel.split(8).steps == (Step(4, "torch_default"),) * 2
+    assert kernel.split(8).chunks == (Chunk(4, "torch_default"),) * 2
 
 
 def test_a_batch_that_nothing_computes_does_not_keep_others_from_a_plan(scripted):

@@ -17,7 +17,7 @@ from ucudnn.backends import AbstractBackend, Executable, open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execution.execute import bind
-from ucudnn.plan import Plan, Split, Step
+from ucudnn.plan import Chunk, Plan, Split
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
 from ucudnn.tuning.tuner import tune_problems
@@ -106,7 +106,7 @@ def test_a_strided_gradient_is_cut_at_multiples_of_the_stride(rows):
     split = tune(problem, workspace_limit=9 * MIB).split(problem)
     assert split.axis == "spatial"
     assert split.size == 21
-    assert all(step.size % 2 == 0 for step in split.steps[:-1])
+    assert all(chunk.size % 2 == 0 for chunk in split.chunks[:-1])
 
 
 def test_rows_are_not_tried_where_the_default_fits_or_the_batch_is_large(rows):
@@ -123,7 +123,7 @@ def test_the_same_slabs_serve_smaller_batches_unless_another_kernel_runs_them(ro
     assert plan.split(CONV.with_batch(1)) == plan.split(CONV)
     rows.backend.kernels["greedy", 1] = "another"
     plan = tune(CONV, workspace_limit="9MiB")
-    assert plan.split(CONV).steps[0].algorithm == "greedy"
+    assert plan.split(CONV).chunks[0].algorithm == "greedy"
     assert not plan.covers(CONV.with_batch(1))
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_compute_the_ends_is_left_out(rows, when):
     for size in axis.sizes("all"):
         getattr(rows, when).add(("greedy", axis.ends(size)[0]))
     split = tune(CONV, workspace_limit="9MiB").split(CONV)
-    assert {step.algorithm for step in split.steps} == {"frugal"}
+    assert {chunk.algorithm for chunk in split.chunks} == {"frugal"}
 
 
 def test_what_computes_the_whole_but_no_slab_is_left_out(rows, monkeypatch):
@@ -142,16 +142,16 @@ def test_what_computes_the_whole_but_no_slab_is_left_out(rows, monkeypatch):
 
     monkeypatch.setattr(rows.backend, "slab_refusal", refusal)
     split = tune(CONV, workspace_limit="9MiB").split(CONV)
-    assert {step.algorithm for step in split.steps} == {"frugal"}
-    assert tune(CONV, workspace_limit="90MiB").split(CONV).steps == (Step(2, "greedy"),)
+    assert {chunk.algorithm for chunk in split.chunks} == {"frugal"}
+    assert tune(CONV, workspace_limit="90MiB").split(CONV).chunks == (Chunk(2, "greedy"),)
     with pytest.raises(UnsupportedError, match="greedy does not compute the slab .*: it computes"):
-        bind(rows.backend, CONV, Split("spatial", (Step(10, "greedy"), Step(11, "frugal"))))
+        bind(rows.backend, CONV, Split("spatial", (Chunk(10, "greedy"), Chunk(11, "frugal"))))
 
 
 def test_slabs_at_the_ends_keep_the_limit_too(rows):
     rows.end_bytes = 6 * MIB
     plan = tune(CONV, workspace_limit="9MiB")
-    assert {step.algorithm for step in plan.split(CONV).steps} == {"frugal"}
+    assert {chunk.algorithm for chunk in plan.split(CONV).chunks} == {"frugal"}
     assert plan.workspace_bytes == 8 * MIB  # two rows at an end
 
 
@@ -174,7 +174,7 @@ def smallest_undivided(backend: AbstractBackend, problem: Problem) -> int:
     """The least workspace in bytes that any algorithm takes for all of a problem."""
     a, b = backend.operands(problem, problem.batch)
     calls = [
-        bind(backend, problem, Split("batch", (Step(problem.batch, candidate.algorithm),)))
+        bind(backend, problem, Split("batch", (Chunk(problem.batch, candidate.algorithm),)))
         for candidate in backend.candidates(problem)
     ]
     return min(backend.workspace_bytes(partial(call, a, b), call.parts) for call in calls)

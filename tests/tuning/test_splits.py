@@ -12,7 +12,7 @@ import pytest
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import slabs
 from ucudnn.tuning.planner import predict
@@ -32,7 +32,7 @@ ALGORITHMS = (DEFAULT_ALGORITHM, "gemm", "winograd")
 TIMING = Timing(time_ns=7, spread_ns=0, workspace_bytes=0, samples=3)
 
 
-class Chunk(NamedTuple):
+class TimedChunk(NamedTuple):
     """A way to compute so much of the axis."""
 
     size: int
@@ -52,7 +52,7 @@ def one_kernel(problem: Problem, algorithm: str) -> str:
     return algorithm
 
 
-def measured(problem: Problem, role: str, chunk: Chunk) -> Measurement:
+def measured(problem: Problem, role: str, chunk: TimedChunk) -> Measurement:
     key = MeasurementKey(
         problem, chunk.algorithm, Device("cpu", "none"), Software("0"), Conditions(role), 1
     )
@@ -71,9 +71,9 @@ class Known:
     def __init__(self, axis, sizes, seed, shortest_ns=WORTHWHILE_NS, density=1.0, names=ALGORITHMS):
         self.axis, self.sizes = axis, tuple(sizes)
         self.measurements: list[Measurement] = []
-        self.alone: list[Chunk] = []
-        self.first: list[Chunk] = []
-        self.later: list[Chunk] = []
+        self.alone: list[TimedChunk] = []
+        self.first: list[TimedChunk] = []
+        self.later: list[TimedChunk] = []
         chance, problem = random.Random(seed), axis.problem
         half = problem.op == "wgrad" and problem.dtype == "float16"
         sum_bytes = 4 * prod(problem.w_shape) if half else 0
@@ -83,7 +83,7 @@ class Known:
                 least, more = chance.randint(1, 9), chance.randint(0, 3)
                 workspace = chance.choice([0, 100, 300, 500]) * size
                 time_ns = shortest_ns * least * (1 + size) + chance.randrange(1000)
-                alone = Chunk(size, name, time_ns, workspace)
+                alone = TimedChunk(size, name, time_ns, workspace)
                 later = alone._replace(time_ns=alone.time_ns + shortest_ns * more)
                 if chance.random() > density:
                     continue
@@ -99,12 +99,14 @@ class Known:
                     else:
                         self.first.append(alone)
 
-    def _add(self, role: str, chunk: Chunk, more_bytes: int, position: list[Chunk]) -> None:
+    def _add(
+        self, role: str, chunk: TimedChunk, more_bytes: int, position: list[TimedChunk]
+    ) -> None:
         self.measurements.append(measured(self.axis.part(chunk.size), role, chunk))
         position.append(chunk._replace(workspace_bytes=chunk.workspace_bytes + more_bytes))
 
     @cache  # noqa: B019 - each lives as long as its test
-    def splits(self, extent: int) -> list[tuple[Chunk, ...]]:
+    def splits(self, extent: int) -> list[tuple[TimedChunk, ...]]:
         """Every split; later chunks in one order only, as they cost the same in any."""
         several = (
             (first, *later)
@@ -114,13 +116,13 @@ class Known:
         )
         return [*((chunk,) for chunk in self.alone if chunk.size == extent), *several]
 
-    def fitting(self, extent: int, limit: int | None) -> list[tuple[Chunk, ...]]:
+    def fitting(self, extent: int, limit: int | None) -> list[tuple[TimedChunk, ...]]:
         """Those within a limit; with chunks too short for their launch only where no others are."""
         within = [s for s in self.splits(extent) if limit is None or workspace_of(s) <= limit]
         return [s for s in within if len(s) == 1 or is_worthwhile(s)] or within
 
 
-def sums(chunks: list[Chunk], size: int) -> Iterator[tuple[Chunk, ...]]:
+def sums(chunks: list[TimedChunk], size: int) -> Iterator[tuple[TimedChunk, ...]]:
     """Every multiset of chunks of a size altogether."""
     if size == 0:
         yield ()
@@ -130,15 +132,15 @@ def sums(chunks: list[Chunk], size: int) -> Iterator[tuple[Chunk, ...]]:
                 yield (chunk, *rest)
 
 
-def is_worthwhile(split: tuple[Chunk, ...]) -> bool:
+def is_worthwhile(split: tuple[TimedChunk, ...]) -> bool:
     return all(chunk.time_ns >= WORTHWHILE_NS for chunk in split)
 
 
-def time_of(split: tuple[Chunk, ...], launch_ns: int = 0) -> int:
+def time_of(split: tuple[TimedChunk, ...], launch_ns: int = 0) -> int:
     return sum(chunk.time_ns + launch_ns for chunk in split)
 
 
-def workspace_of(split: tuple[Chunk, ...]) -> int:
+def workspace_of(split: tuple[TimedChunk, ...]) -> int:
     return max(chunk.workspace_bytes for chunk in split)
 
 
@@ -166,13 +168,13 @@ def plan_of(
     return plan_by(tables, kernel(op, dtype), winner, ("layer",), TIMING, None)
 
 
-def chunks_by_truth(known: Known, split: Split) -> tuple[Chunk, ...]:
-    """The fastest way that is known of each step in its position."""
+def chunks_by_truth(known: Known, split: Split) -> tuple[TimedChunk, ...]:
+    """The fastest way that is known of each chunk in its position."""
     found = []
-    for number, step in enumerate(split.steps):
-        listed = known.later if number else known.first if len(split.steps) > 1 else known.alone
-        size = known.axis.size_of(step)
-        ways = [one for one in listed if (one.size, one.algorithm) == (size, step.algorithm)]
+    for number, chunk in enumerate(split.chunks):
+        listed = known.later if number else known.first if len(split.chunks) > 1 else known.alone
+        size = known.axis.size_of(chunk)
+        ways = [one for one in listed if (one.size, one.algorithm) == (size, chunk.algorithm)]
         found.append(min(ways, key=lambda one: one.time_ns))
     return tuple(found)
 
@@ -200,7 +202,7 @@ def test_the_first_split_is_the_fastest_and_all_are_whole_and_fit(known_of, op, 
             assert time_of(chunks_by_truth(known, splits[0])) == min(map(time_of, expected))
 
 
-def timed(*chunks: Chunk, sizes=range(1, N + 1)) -> BatchSplits:
+def timed(*chunks: TimedChunk, sizes=range(1, N + 1)) -> BatchSplits:
     """A table of chunks of fprop: of the whole alone, of others beside others."""
     entries = [
         measured(kernel().with_batch(one.size), "alone" if one.size == N else "later", one)
@@ -210,13 +212,15 @@ def timed(*chunks: Chunk, sizes=range(1, N + 1)) -> BatchSplits:
 
 
 def sizes_of(split: Split) -> list[int]:
-    return sorted(step.size for step in split.steps)
+    return sorted(chunk.size for chunk in split.chunks)
 
 
 def test_a_short_call_of_the_whole_is_no_chunk_that_is_too_short():
     short, chunk = WORTHWHILE_NS // 2, WORTHWHILE_NS
     table = timed(
-        Chunk(5, "gemm", short, 0), Chunk(1, "gemm", chunk, 0), Chunk(4, "gemm", chunk, 0)
+        TimedChunk(5, "gemm", short, 0),
+        TimedChunk(1, "gemm", chunk, 0),
+        TimedChunk(4, "gemm", chunk, 0),
     )
     assert sizes_of(table.splits()[0]) == [5]
     assert [point[:2] for point in table.front()] == [(0, short)]
@@ -224,17 +228,17 @@ def test_a_short_call_of_the_whole_is_no_chunk_that_is_too_short():
 
 def test_the_undivided_call_is_offered_though_it_is_slower_under_every_penalty():
     second = CHUNK_NS[-1]
-    slow = Chunk(5, "gemm", 9 * second, 0), Chunk(5, "winograd", 7 * second, 0)
-    table = timed(*slow, Chunk(1, "gemm", second, 0), Chunk(4, "gemm", second, 0))
-    found = [split.steps for split in table.splits()]
+    slow = TimedChunk(5, "gemm", 9 * second, 0), TimedChunk(5, "winograd", 7 * second, 0)
+    table = timed(*slow, TimedChunk(1, "gemm", second, 0), TimedChunk(4, "gemm", second, 0))
+    found = [split.chunks for split in table.splits()]
     assert sizes_of(table.splits()[0]) == [1, 4]
-    assert found[-1] == (Step(5, "winograd"),)
+    assert found[-1] == (Chunk(5, "winograd"),)
 
 
 def test_the_largest_batch_is_split_into_sizes_that_were_timed():
     """Two samples take no more than three do, which would be the faster split if it were timed."""
     cheap, dear = WORTHWHILE_NS, 9 * WORTHWHILE_NS
-    table = timed(Chunk(3, "gemm", cheap, 0), Chunk(1, "gemm", dear, 0))
+    table = timed(TimedChunk(3, "gemm", cheap, 0), TimedChunk(1, "gemm", dear, 0))
     assert [sizes_of(split) for split in table.splits()] == [[1, 1, 3]]
     plan = plan_of(table.splits()[0], table)
     assert plan.predicted_time_ns == cheap + 2 * dear
@@ -247,7 +251,7 @@ def test_where_nothing_timed_adds_up_smaller_chunks_of_the_same_kernel_are_raced
     assert table_of(known, timed_only=True).splits() == []
     table = BatchSplits(known.axis, (1, 2, 3), known.measurements, one_kernel, None)
     (split,) = table.splits()
-    assert sorted(step.size for step in split.steps) == [2, 3]
+    assert sorted(chunk.size for chunk in split.chunks) == [2, 3]
     assert table.chunks(split) is None
     plan = plan_of(split, table)
     assert (plan.split(N), plan.predicted_time_ns) == (split, TIMING.time_ns)
@@ -268,7 +272,7 @@ def test_the_best_undivided_call_within_the_limit_is_offered(seed):
     known = batch_of(seed)
     for limit in (None, 1500, 500):
         undivided = [one for one in known.fitting(N, limit) if len(one) == 1]
-        found = [split for split in table_of(known, limit).splits() if len(split.steps) == 1]
+        found = [split for split in table_of(known, limit).splits() if len(split.chunks) == 1]
         assert bool(found) == bool(undivided)
         if found:
             least = min(map(time_of, undivided))
@@ -344,10 +348,10 @@ def test_a_prediction_is_the_sum_of_the_chunks_in_their_positions(known_of, op, 
 def test_what_was_not_timed_in_its_position_is_not_predicted():
     table = table_of(rows_of(0))
     unknown = [
-        Split("spatial", (Step(4, "gemm"), Step(4, "gemm"), Step(1, "gemm"))),
-        Split("spatial", (Step(9, "gemm"),)),
-        Split("spatial", (Step(4, "gemm"), Step(5, "cufft"))),
-        Split("batch", (Step(4, "gemm"), Step(1, "gemm"))),
+        Split("spatial", (Chunk(4, "gemm"), Chunk(4, "gemm"), Chunk(1, "gemm"))),
+        Split("spatial", (Chunk(9, "gemm"),)),
+        Split("spatial", (Chunk(4, "gemm"), Chunk(5, "cufft"))),
+        Split("batch", (Chunk(4, "gemm"), Chunk(1, "gemm"))),
     ]
     assert [table.chunks(split) for split in unknown] == [None] * 4
     assert predict([table], unknown, default=None) == []
@@ -356,8 +360,8 @@ def test_what_was_not_timed_in_its_position_is_not_predicted():
 
 def test_the_default_is_predicted_as_it_was_measured_or_else_by_its_chunks():
     known = batch_of(1)
-    split = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
-    chunk = Chunk(N, DEFAULT_ALGORITHM, 123, 45)
+    split = Split("batch", (Chunk(N, DEFAULT_ALGORITHM),))
+    chunk = TimedChunk(N, DEFAULT_ALGORITHM, 123, 45)
     default = measured(kernel(), "alone", chunk)
     (finalist,) = predict([table_of(known)], [split], default)
     assert (finalist.timing.time_ns, finalist.timing.workspace_bytes) == (123, 45)
@@ -407,7 +411,9 @@ def by_batch(chance: random.Random):
     return lambda problem, algorithm: names[problem.batch, algorithm]
 
 
-def bounded(known: Known, position: list[Chunk], sizes, kernel_of) -> set[tuple[int, str, int]]:
+def bounded(
+    known: Known, position: list[TimedChunk], sizes, kernel_of
+) -> set[tuple[int, str, int]]:
     """Chunks of any of the sizes: timed, or run as the next larger one that was timed."""
     found = set()
     for name in ALGORITHMS:
@@ -454,12 +460,12 @@ def test_batches_that_nothing_computes_are_named(op, dtype, seed):
         assert table.uncovered() == missing
 
 
-def fits(chunk: Chunk, limit: int) -> bool:
+def fits(chunk: TimedChunk, limit: int) -> bool:
     return chunk.workspace_bytes <= limit
 
 
 def test_chains_lead_through_batches_that_the_default_computes():
-    default = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
+    default = Split("batch", (Chunk(N, DEFAULT_ALGORITHM),))
 
     def kernel_of(problem, algorithm):
         is_other = algorithm == DEFAULT_ALGORITHM and problem.batch not in (3, 5)
@@ -485,7 +491,7 @@ def test_the_winners_table_comes_first_and_the_others_fill_what_it_lacks():
     tables = [table_of(plain, kernel_of=kernel_of), table_of(fused, kernel_of=kernel_of)]
     assert tables[1].uncovered() == [1, 2]
     names = [
-        [{step.algorithm for step in plan_of(table.splits()[0], *tables).split(n).steps}]
+        [{chunk.algorithm for chunk in plan_of(table.splits()[0], *tables).split(n).chunks}]
         for table in tables
         for n in range(1, N + 1)
     ]
@@ -501,10 +507,10 @@ def test_slabs_serve_the_batches_at_which_each_runs_as_it_was_timed(op, seed):
     plan = plan_of(winner, batch, table, op=op)
     assert plan.split(N) == winner
     assert plan.predicted_time_ns == time_of(chunks_by_truth(known, winner))
-    entries = slabs(kernel(op), [step.size for step in winner.steps])
+    entries = slabs(kernel(op), [chunk.size for chunk in winner.chunks])
     parts = [
-        (entry.problem, step.algorithm)
-        for entry, step in zip(entries, winner.steps, strict=True)
+        (entry.problem, chunk.algorithm)
+        for entry, chunk in zip(entries, winner.chunks, strict=True)
         if entry.problem is not None
     ]
     for n in range(1, N + 1):

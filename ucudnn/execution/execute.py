@@ -1,4 +1,4 @@
-"""The one loop over the steps of a split; a benchmark times the same executables."""
+"""The one loop over the chunks of a split; a benchmark times the same executables."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """One step of a split: its problem, and its views of the whole tensors."""
+class BoundChunk:
+    """A chunk of a split: its problem, and its views of the whole tensors."""
 
     problem: Problem | None  # None if the result is zero for any operands
     algorithm: str
@@ -70,11 +70,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A split bound to the executables that compute its steps."""
+    """A split bound to the executables that compute its chunks."""
 
     problem: Problem
     split: Split
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[BoundChunk, ...]
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the problem; every split of it gives the same sums.
@@ -116,32 +116,32 @@ class Call:
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     """Build the executables of a split; chunks that differ only in their place share one."""
-    chunks = []
+    bound = []
     # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
     built: dict[tuple[Problem | None, str], Executable] = {}
     parts = _parts(problem, split)
-    for step, (part, whole, x, y) in zip(split.steps, parts, strict=True):
-        key = (whole, step.algorithm)
+    for chunk, (part, whole, x, y) in zip(split.chunks, parts, strict=True):
+        key = (whole, chunk.algorithm)
         if key not in built:
             # A batch chunk was checked with the problem. A slab has its own input size and padding,
             # which an algorithm may refuse although it computes the whole problem.
             reason = None
             if split.axis == "spatial" and whole:
-                reason = backend.slab_refusal(whole, step.algorithm)
+                reason = backend.slab_refusal(whole, chunk.algorithm)
             if reason is not None:
                 raise UnsupportedError(
-                    f"{step.algorithm} does not compute the slab {whole}: {reason}"
+                    f"{chunk.algorithm} does not compute the slab {whole}: {reason}"
                 )
-            built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
-        chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
-    return Call(problem, split, tuple(chunks))
+            built[key] = backend.executable(whole, chunk.algorithm) if whole else _Zero(problem)
+        bound.append(BoundChunk(part, chunk.algorithm, built[key], *places(problem, x, y)))
+    return Call(problem, split, tuple(bound))
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Like `bind`, and check that every step can run, which some backends find out late."""
+    """Like `bind`, and check that every chunk can run, which some backends find out late."""
     call = bind(backend, problem, split)
     # Chunks of the same problem and algorithm need one trial build; dict.fromkeys also keeps their
-    # order, so that the error names the first step that fails.
+    # order, so that the error names the first chunk that fails.
     refusals = (backend.build_refusal(*part) for part in dict.fromkeys(call.parts))
     reason = next(filter(None, refusals), None)
     if reason is not None:
@@ -156,11 +156,11 @@ def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str 
     """
     is_slabs = split.axis == "spatial"
     refusal = backend.slab_refusal if is_slabs else backend.refusal
-    # Chunks of samples are alike where their steps are, and a split may have hundreds.
-    chunks = split if is_slabs else Split(split.axis, tuple(dict.fromkeys(split.steps)))
-    parts = (part for part, *_ in _parts(problem, chunks))
-    for part, step in zip(parts, chunks.steps, strict=True):
-        algorithm = step.algorithm
+    # Chunks of equal size are alike along the batch, and a split may have hundreds.
+    different = split if is_slabs else Split(split.axis, tuple(dict.fromkeys(split.chunks)))
+    parts = (part for part, *_ in _parts(problem, different))
+    for part, chunk in zip(parts, different.chunks, strict=True):
+        algorithm = chunk.algorithm
         reason = refusal(part, algorithm) if part else None
         if reason is not None:
             return f"{algorithm} does not compute {part}: {reason}"
@@ -171,7 +171,7 @@ def _parts(
     problem: Problem, split: Split
 ) -> Iterator[tuple[Problem | None, Problem | None, Slices, Slices]]:
     """Each chunk's problem, the one its executable is built for, and its parts of x and y."""
-    sizes = [step.size for step in split.steps]
+    sizes = [chunk.size for chunk in split.chunks]
     if split.axis == "batch":
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             samples = (slice(begin, end),)

@@ -269,15 +269,18 @@ def _segments(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
     """The algorithm of each chunk, and its interval on the axis."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
-    for step, run in groupby(row.split.steps):
+    for chunk, run in groupby(row.split.chunks):
         count = len(list(run))
         together = count if count > _MOST_SEGMENTS else 1
-        size = f"{together}x{step.size}" if together > 1 else str(step.size)
-        width = step.size * together
+        size = f"{together}x{chunk.size}" if together > 1 else str(chunk.size)
+        width = chunk.size * together
         for _ in range(count // together):
             # Five digits are finer than a pixel; more would only make the file longer.
             drawn = {"y": row.place, "base": round(begin / whole, 5), "x": round(width / whole, 5)}
-            yield step.algorithm, {**drawn, "text": size, "customdata": f"{size} of {whole} {unit}"}
+            yield (
+                chunk.algorithm,
+                {**drawn, "text": size, "customdata": f"{size} of {whole} {unit}"},
+            )
             begin += width
 
 

@@ -327,9 +327,9 @@ def kernel_table(kernel: KernelPlan) -> Table:
 def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
     split = kernel.split(batch)
     # A batch that was timed as a whole has a row of its own.
-    if len(split.steps) > 1 or not kernel.is_derived(batch):
+    if len(split.chunks) > 1 or not kernel.is_derived(batch):
         return None
-    return split.steps[0].algorithm
+    return split.chunks[0].algorithm
 
 
 # Names of two plans that have none.

@@ -106,7 +106,7 @@ def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[
         else Candidate(
             problem,
             str(split),
-            is_deterministic=random.isdisjoint(step.algorithm for step in split.steps),
+            is_deterministic=random.isdisjoint(chunk.algorithm for chunk in split.chunks),
         )
         for split in splits
     ]
@@ -161,14 +161,14 @@ def choose(
     deterministic one. To tie, a median must also be within 2 % of the fastest, because wide
     intervals alone would let much slower calls tie. `overhead_ns` is added to all but the default.
 
-    >>> from ucudnn.plan import Step
+    >>> from ucudnn.plan import Chunk
     >>> def entry(name, *samples):
     ...     timing = Timing(median_ns(samples), 0, 0, len(samples))
-    ...     return Finalist(Split("batch", (Step(8, name),)), timing, samples)
+    ...     return Finalist(Split("batch", (Chunk(8, name),)), timing, samples)
     >>> slow = entry("torch_default", *[100] * 9)
-    >>> choose([slow, entry("gemm", *[90] * 9)], None).split.steps[0].algorithm
+    >>> choose([slow, entry("gemm", *[90] * 9)], None).split.chunks[0].algorithm
     'gemm'
-    >>> choose([slow, entry("gemm", *[80, 120] * 4, 90)], None).split.steps[0].algorithm
+    >>> choose([slow, entry("gemm", *[80, 120] * 4, 90)], None).split.chunks[0].algorithm
     'torch_default'
     """
     fitting = [
@@ -191,7 +191,7 @@ def choose(
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
     timing = entry.timing
     # Time comes last: between calls that tie its differences are noise.
-    chunks = len(entry.split.steps)
+    chunks = len(entry.split.chunks)
     return timing.workspace_bytes, chunks, not entry.is_deterministic, timing.time_ns
 
 

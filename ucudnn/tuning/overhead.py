@@ -18,7 +18,7 @@ from ucudnn.backends import AbstractBackend, aten, open_backend
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass, convolution
 from ucudnn.execution.execute import Call, bind
 from ucudnn.problem import OPS, Problem
-from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.split import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.system.processes import ForkSafeLock
 
 # Several calls are timed at once, since one is short against the clock. Of many such rounds some
@@ -88,7 +88,7 @@ def _undivided(backend: AbstractBackend, problem: Problem) -> Call:
     """A call that runs through the code of planned calls, with any algorithm."""
     names = (candidate.algorithm for candidate in backend.candidates(problem))
     algorithm = next(name for name in names if name != DEFAULT_ALGORITHM)
-    return bind(backend, problem, Split("batch", (Step(problem.batch, algorithm),)))
+    return bind(backend, problem, Split("batch", (Chunk(problem.batch, algorithm),)))
 
 
 class _Runner(AbstractRunner):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ucudnn.axis import axis_of
 from ucudnn.errors import PlanError
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
@@ -121,7 +121,7 @@ class KernelPlanner:
         """Splits with times of whole calls: raced, recalled, or predicted from their chunks."""
         # A backend may have no default here, as a recording in which it is missing.
         applies = self._session.kernel_of(self._problem, DEFAULT_ALGORITHM) is not None
-        default = Split("batch", (Step(self._problem.batch, DEFAULT_ALGORITHM),))
+        default = Split("batch", (Chunk(self._problem.batch, DEFAULT_ALGORITHM),))
         offered = [default] if applies else []
         offered += [split for table in tables for split in table.splits()]
         splits = list(dict.fromkeys(offered))
@@ -178,13 +178,13 @@ class KernelPlanner:
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
         """The largest workspace of a split's chunks; None if none is known."""
         axis = axis_of(self._problem, split)
-        steps = {(axis.part(axis.size_of(step)), step.algorithm) for step in split.steps}
+        chunks = {(axis.part(axis.size_of(chunk)), chunk.algorithm) for chunk in split.chunks}
         # Only chunks that were timed in full can be in a finalist. One chunk may have run in
         # several roles, of which the one that needs most counts.
         sizes = [
             entry.workspace_bytes + held_bytes(self._problem, entry.key.conditions.role)
             for entry in evidence.everything
-            if (entry.key.problem, entry.key.algorithm) in steps
+            if (entry.key.problem, entry.key.algorithm) in chunks
             and entry.workspace_bytes is not None
             and entry.status == "ok"
         ]
@@ -226,9 +226,9 @@ class KernelPlanner:
 def predict(
     tables: Sequence[AbstractSplitTable], splits: Sequence[Split], default: Measurement | None
 ) -> list[Finalist]:
-    """Finalists for `choose`, with the sums of their steps as predicted times.
+    """Finalists for `choose`, with the sums of their chunks as predicted times.
 
-    A split with a step that was not timed in its position is left out.
+    A split with a chunk that was not timed in its position is left out.
     """
     found = (_measured(split, default) or _summed(split, tables) for split in splits)
     return [finalist for finalist in found if finalist is not None]
@@ -252,7 +252,7 @@ def _measured(split: Split, default: Measurement | None) -> Finalist | None:
 
 
 def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | None:
-    """A split by the fastest measurements of its steps; None if a step has none."""
+    """A split by the fastest measurements of its chunks; None if a chunk has none."""
     chunks = known_chunks(tables, split)
     if chunks is None:
         return None

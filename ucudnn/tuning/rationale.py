@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.measurement import Measurement, Role, Subject, positions, role_of
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step, Timing
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
 from ucudnn.tuning.items import chunk_items
@@ -200,7 +200,7 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
     for (size, algorithm), items in _uniform_chunks(problem, timed).items():
         # A remainder would be another chunk, whose time is not known.
         if problem.batch % size == 0:
-            summed = _summed(problem.batch // size, Step(size, algorithm), items)
+            summed = _summed(problem.batch // size, Chunk(size, algorithm), items)
             by_algorithm.setdefault(algorithm, []).append(summed)
     for listed in by_algorithm.values():
         yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
@@ -221,11 +221,11 @@ def _uniform_chunks(
     return {chunk: items for chunk, items in found.items() if set(items) in _POSITIONS}
 
 
-def _summed(count: int, step: Step, items: Mapping[Role, Item]) -> Alternative:
+def _summed(count: int, chunk: Chunk, items: Mapping[Role, Item]) -> Alternative:
     """A split into equal chunks, by what its chunks take."""
     times = [items[position].time_ns for position in positions(count)]
     workspace = max(item.workspace_bytes for item in items.values())
-    return Alternative(Split("batch", (step,) * count), sum(times), workspace, None, False, "")
+    return Alternative(Split("batch", (chunk,) * count), sum(times), workspace, None, False, "")
 
 
 def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
@@ -237,22 +237,22 @@ def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alter
 
 
 def _undivided(problem: Problem, algorithm: str) -> Split:
-    return Split("batch", (Step(problem.batch, algorithm),))
+    return Split("batch", (Chunk(problem.batch, algorithm),))
 
 
 def _error_of(split: Split, errors: dict[tuple[int, str], float]) -> float | None:
-    """The largest error of the steps of a split, None where one is not known."""
-    steps = {(step.size, step.algorithm) for step in split.steps}
-    if split.axis == "spatial" or not steps <= errors.keys():
+    """The largest error of the chunks of a split, None where one is not known."""
+    chunks = {(chunk.size, chunk.algorithm) for chunk in split.chunks}
+    if split.axis == "spatial" or not chunks <= errors.keys():
         return None
-    return max(errors[step] for step in steps)
+    return max(errors[chunk] for chunk in chunks)
 
 
 def _reason(one: Alternative, plan: Plan, kernel: KernelPlan, varying: set[str]) -> str:
     """Reason why an alternative is not the plan: the first of these that holds."""
     limit, most = plan.limit_bytes(kernel), plan.config.max_error
     ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
-    names = {step.algorithm for step in one.split.steps}
+    names = {chunk.algorithm for chunk in one.split.chunks}
     dropped = plan.step_race.dropped if plan.step_race else ()
     reasons = {
         f"needs more than the limit of {format_bytes(limit or 0)}": _is_above(
@@ -275,7 +275,7 @@ def _is_above(value: float | None, most: float | None) -> bool:
 
 def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iterator[Alternative]:
     """Each algorithm that failed, once, where nothing else is known of it."""
-    seen = {step.algorithm for one in others for step in one.split.steps}
+    seen = {chunk.algorithm for one in others for chunk in one.split.chunks}
     for entry in known:
         name = entry.key.algorithm
         if entry.status == "failed" and name not in seen and entry.key.subject == Subject.CHUNK:

@@ -21,9 +21,9 @@ from ucudnn.split import (
     BY_BATCH,
     BY_SLABS,
     DEFAULT_ALGORITHM,
+    Chunk,
     KernelPlan,
     Split,
-    Step,
     Timing,
 )
 from ucudnn.system.processes import cached_property
@@ -96,15 +96,15 @@ class PlanDraft:
 
         passed, alone, last = self._passed(), list[int](), list[tuple[int, int]]()
         for n in range(1, self.problem.batch + 1):
-            undivided, step = self._algorithm(n), self._last(n, n in passed)
+            undivided, chunk = self._algorithm(n), self._last(n, n in passed)
             if n in self._by_slabs:
                 alone.append(BY_SLABS)
             else:
                 alone.append(BY_BATCH if undivided is None else index(undivided))
-            last.append((0, -1) if step is None else (step.batch, index(step.algorithm)))
-        slabs = self.winner.steps if self._by_slabs else ()
+            last.append((0, -1) if chunk is None else (chunk.batch, index(chunk.algorithm)))
+        slabs = self.winner.chunks if self._by_slabs else ()
         # Index the slabs before the tuple of names is taken.
-        indexed = tuple((step.size, index(step.algorithm)) for step in slabs)
+        indexed = tuple((chunk.size, index(chunk.algorithm)) for chunk in slabs)
         return KernelPlan(
             problem=self.problem,
             layers=layers,
@@ -120,12 +120,12 @@ class PlanDraft:
     def _algorithm(self, n: int) -> str | None:
         """The algorithm that computes a batch undivided, None where it is split."""
         if n in self._undivided:
-            return self.winner.steps[0].algorithm
+            return self.winner.chunks[0].algorithm
         item = self._walk[n - 1].alone
         return None if item is None else item.algorithm
 
     def _last(self, n: int, is_passed: bool) -> Item | None:
-        """Last step of the best chain of a batch; None without any, or where none is needed."""
+        """Last chunk of the best chain of a batch; None without any, or where none is needed."""
         return None if n in self._ended and not is_passed else self._walk[n - 1].last
 
     @property
@@ -144,22 +144,22 @@ class PlanDraft:
 
 
 def end_of(walk: Walk) -> Split | None:
-    """The split of the largest batch, step by step from its end; None where there is none.
+    """The split of the largest batch, chunk by chunk from its end; None where there is none.
 
-    >>> end_of([WalkEntry(None, Item(1, 0, 5, "gemm"))] * 2).steps
-    (Step(size=1, algorithm='gemm'), Step(size=1, algorithm='gemm'))
+    >>> end_of([WalkEntry(None, Item(1, 0, 5, "gemm"))] * 2).chunks
+    (Chunk(size=1, algorithm='gemm'), Chunk(size=1, algorithm='gemm'))
     """
-    n, steps = len(walk), list[Step]()
+    n, chunks = len(walk), list[Chunk]()
     lone = walk[n - 1].alone
     if lone is not None:
-        return Split("batch", (Step(n, lone.algorithm),))
+        return Split("batch", (Chunk(n, lone.algorithm),))
     while n:
         last = walk[n - 1].last
         if last is None:
             return None
-        steps.append(Step(last.batch, last.algorithm))
+        chunks.append(Chunk(last.batch, last.algorithm))
         n -= last.batch
-    return Split("batch", tuple(reversed(steps)))
+    return Split("batch", tuple(reversed(chunks)))
 
 
 class Point(NamedTuple):
@@ -241,22 +241,22 @@ class AbstractSplitTable(ABC):
         return pareto(points)
 
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step of any split; None where one has none."""
+        """The fastest measurement of each chunk of any split; None where one has none."""
         if axis_of(self.axis.problem, split) != self.axis:
             return None
         found = []
-        for position, step in zip(positions(len(split.steps)), split.steps, strict=True):
+        for position, chunk in zip(positions(len(split.chunks)), split.chunks, strict=True):
             # The last slab may have fewer rows than it was measured with; it counts as a full one.
-            chunk = self.axis.size_of(step), step.algorithm
+            wanted = self.axis.size_of(chunk), chunk.algorithm
             items = self.items[position]
-            fitting = [item for item in items if (item.batch, item.algorithm) == chunk]
+            fitting = [item for item in items if (item.batch, item.algorithm) == wanted]
             if not fitting:
                 return None
             found.append(min(fitting, key=_time_ns))
         return tuple(found)
 
-    def smallest_steps(self) -> tuple[int, tuple[Step, ...]] | None:
-        """The least workspace in bytes of any split, and its steps; None without any split."""
+    def smallest_chunks(self) -> tuple[int, tuple[Chunk, ...]] | None:
+        """The least workspace in bytes of any split, and its chunks; None without any split."""
         extent = self.axis.extent
         table = reuse_by_position(self.items, extent)
         least = table.smallest_bytes(extent) if table else None
@@ -287,12 +287,12 @@ class BatchSplits(AbstractSplitTable):
             if item.batch == batch and (limit is None or item.workspace_bytes <= limit)
         ]
         if undivided:
-            splits.append(Split("batch", (Step(batch, min(undivided, key=_cost).algorithm),)))
+            splits.append(Split("batch", (Chunk(batch, min(undivided, key=_cost).algorithm),)))
         return list(dict.fromkeys(splits))
 
     def smallest(self) -> tuple[int, str] | None:
         """The least workspace in bytes of any split, and the chunk that begins it."""
-        found = self.smallest_steps()
+        found = self.smallest_chunks()
         if found is None:
             return None
         least, (first, *_) = found
@@ -305,7 +305,7 @@ class BatchSplits(AbstractSplitTable):
         timed as whole calls, unless another implementation would run for them.
         """
         winner = draft.winner
-        if winner.axis == self.axis.name and len(winner.steps) == 1:
+        if winner.axis == self.axis.name and len(winner.chunks) == 1:
             alike = self._like_default() if winner.is_default else [self.axis.extent]
             draft.compute_as_winner(alike)
         draft.follow(self._walks)
@@ -381,7 +381,7 @@ class RowSplits(AbstractSplitTable):
 
     def smallest(self) -> tuple[int, str] | None:
         """The least workspace in bytes of any split, and the split."""
-        found = self.smallest_steps()
+        found = self.smallest_chunks()
         return None if found is None else (found[0], str(self.axis.split(found[1])))
 
     def fill(self, draft: PlanDraft) -> None:
@@ -392,10 +392,10 @@ class RowSplits(AbstractSplitTable):
     def _batches_of(self, split: Split) -> list[int]:
         """The batches at which every slab runs the kernel that it was measured with."""
         problem = self.axis.problem
-        entries = slabs(problem, [step.size for step in split.steps])
+        entries = slabs(problem, [chunk.size for chunk in split.chunks])
         parts = {
-            (entry.problem, step.algorithm)
-            for entry, step in zip(entries, split.steps, strict=True)
+            (entry.problem, chunk.algorithm)
+            for entry, chunk in zip(entries, split.chunks, strict=True)
             if entry.problem is not None
         }
         # Another batch may be computed by another implementation, whose workspace is not known.
@@ -430,7 +430,7 @@ def plan_by(
 
 
 def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[Item, ...] | None:
-    """The fastest measurement of each step of a split in the first table that has them all."""
+    """The fastest measurement of each chunk of a split in the first table that has them all."""
     found = (table.chunks(split) for table in tables)
     return next((chunks for chunks in found if chunks is not None), None)
 
