@@ -35,8 +35,8 @@ from ucudnn.distributed.exchange_advice import (
     DEFAULT_CAPS,
     PERIOD,
     ExchangeAdvice,
+    ExchangeWay,
     Profile,
-    Way,
     capped,
 )
 from ucudnn.distributed.exchange_times import replica_by
@@ -104,7 +104,7 @@ def stepped(replica: Any, x: torch.Tensor) -> None:
     replica.zero_grad()
 
 
-def runner(model: nn.Module, x: torch.Tensor, way: Way) -> tuple[Callable[[], None], int]:
+def runner(model: nn.Module, x: torch.Tensor, way: ExchangeWay) -> tuple[Callable[[], None], int]:
     """Steps by one way, and how many they are."""
     if way.name.startswith("average"):
         twin = replica_by(model, x, way)[0].module
@@ -157,7 +157,9 @@ def cell(network: str, rounds: int, path: str) -> None:
 def chosen(one: dict[str, Any]) -> str:
     """The way that is advised by what the ranks of a cell have measured."""
     profile = Profile(**{**one["profile"], "coded": ()})
-    found = tuple(Way(**{name: way[name] for name in Way.__slots__}) for way in one["ways"])
+    found = tuple(
+        ExchangeWay(**{name: way[name] for name in ExchangeWay.__slots__}) for way in one["ways"]
+    )
     return ExchangeAdvice(profile, found).chosen.name
 
 

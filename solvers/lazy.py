@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class ChunkOption:
     """A chunk within the limit that a split may contain, timed or not."""
 
     batch: int
@@ -63,7 +63,7 @@ class Outlook:
 
     time_ns: int | None  # of the best split of timed chunks, None if there is none
     bound_ns: int | None  # of any split, if the assumptions hold; None if no split exists
-    wanted: tuple[Option, ...] = ()  # empty if time and bound are close enough
+    wanted: tuple[ChunkOption, ...] = ()  # empty if time and bound are close enough
 
     @property
     def gap(self) -> float:
@@ -78,7 +78,7 @@ class Outlook:
 
 
 def outlook(
-    options: Iterable[Option],
+    options: Iterable[ChunkOption],
     batch: int,
     *,
     launch_ns: int = 0,
@@ -88,8 +88,8 @@ def outlook(
     """Choose what to time next to find the fastest split of a batch.
 
     >>> known = Interval(5, 5, 5)
-    >>> small = Option(1, "gemm", "gemm", (Role.FIRST, Role.LATER), known, is_timed=True)
-    >>> outlook([small, Option(4, "gemm", "gemm", (Role.ALONE,))], batch=4).wanted[0].batch
+    >>> small = ChunkOption(1, "gemm", "gemm", (Role.FIRST, Role.LATER), known, is_timed=True)
+    >>> outlook([small, ChunkOption(4, "gemm", "gemm", (Role.ALONE,))], batch=4).wanted[0].batch
     4
 
     All options fit the limit. A gap of `tolerance`, a fraction of the time, is small enough, and a
@@ -114,7 +114,7 @@ def outlook(
     if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns:
         return Outlook(time_ns, bound_ns)
     # One role of each curve and size: the next round can ask for the others.
-    found: dict[tuple[str, int], Option] = {}
+    found: dict[tuple[str, int], ChunkOption] = {}
     for option in optimistic.options():
         if not option.is_timed:
             # A size between timed ones tightens the bounds of many sizes, not only of this chunk.
@@ -124,12 +124,12 @@ def outlook(
 
 
 def bound_front(
-    options: Iterable[Option], batch: int, *, tolerance: float = 0.0, least_ns: int = 0
+    options: Iterable[ChunkOption], batch: int, *, tolerance: float = 0.0, least_ns: int = 0
 ) -> list[tuple[int, int]]:
     """For each workspace in bytes a lower bound in ns of every split of a batch within it.
 
-    >>> timed = Option(8, "gemm", "gemm", (Role.ALONE,), Interval(9, 9, 9), is_timed=True)
-    >>> bound_front([timed, Option(16, "gemm", "gemm", (Role.ALONE,))], batch=16)
+    >>> timed = ChunkOption(8, "gemm", "gemm", (Role.ALONE,), Interval(9, 9, 9), is_timed=True)
+    >>> bound_front([timed, ChunkOption(16, "gemm", "gemm", (Role.ALONE,))], batch=16)
     [(0, 9)]
 
     Each option has the least workspace that it may need.
@@ -158,32 +158,32 @@ def _undominated(items: Sequence[Item]) -> list[Item]:
 
 
 def _lower_bounds(
-    curves: Iterable[Sequence[Option]], tolerance: float, least_ns: int
-) -> dict[Option, int]:
+    curves: Iterable[Sequence[ChunkOption]], tolerance: float, least_ns: int
+) -> dict[ChunkOption, int]:
     """The time of each timed option, and a lower bound of every other one's."""
-    found: dict[Option, int] = {}
+    found: dict[ChunkOption, int] = {}
     for curve in curves:
         found |= zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
     return found
 
 
-def _by_curve(options: Sequence[Option]) -> dict[str, list[Option]]:
-    curves: dict[str, list[Option]] = {}
+def _by_curve(options: Sequence[ChunkOption]) -> dict[str, list[ChunkOption]]:
+    curves: dict[str, list[ChunkOption]] = {}
     for option in options:
         curves.setdefault(option.curve, []).append(option)
     return curves
 
 
-def _is_new(curve: Iterable[Option]) -> bool:
+def _is_new(curve: Iterable[ChunkOption]) -> bool:
     return not any(option.interval for option in curve)
 
 
-def _most_telling(option: Option) -> tuple[int, bool]:
+def _most_telling(option: ChunkOption) -> tuple[int, bool]:
     """Sort key: the largest size bounds all smaller ones; alone it is a plan by itself."""
     return option.batch, Role.ALONE in option.lists
 
 
-def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[int]:
+def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> list[int]:
     points = tuple(
         sorted((option.batch, option.interval) for option in curve if option.interval is not None)
     )
@@ -264,7 +264,7 @@ def _doublings(small: int, large: int) -> int:
     return (-(-large // small) - 1).bit_length()
 
 
-def _middle(option: Option, curve: Sequence[Option]) -> Option:
+def _middle(option: ChunkOption, curve: Sequence[ChunkOption]) -> ChunkOption:
     """The option that best halves the gap between the timed sizes around another option."""
     timed = sorted({other.batch for other in curve if other.interval is not None})
     place = bisect_left(timed, option.batch)
@@ -288,10 +288,12 @@ def _imbalance(size: int, below: int, above: int) -> float:
 class _Solved:
     """The fastest split of a batch where every option takes a given time."""
 
-    def __init__(self, time_by_option: Mapping[Option, int], batch: int, launch_ns: int) -> None:
+    def __init__(
+        self, time_by_option: Mapping[ChunkOption, int], batch: int, launch_ns: int
+    ) -> None:
         self._batch = batch
         # under one limit only the fastest way to compute a chunk can be part of the best split
-        self._best: dict[tuple[Role, int], Option] = {}
+        self._best: dict[tuple[Role, int], ChunkOption] = {}
         for option, time_ns in time_by_option.items():
             for name in option.lists:
                 place = (name, option.batch)
@@ -315,7 +317,7 @@ class _Solved:
     def time_ns(self) -> int | None:
         return None if self._table is None else self._table.time_ns(self._batch, None)
 
-    def options(self) -> Iterator[Option]:
+    def options(self) -> Iterator[ChunkOption]:
         """The chunks of the best split."""
         assert self._table is not None
         chunks = self._table.split(self._batch, None)
@@ -323,5 +325,5 @@ class _Solved:
             yield self._best[name, chunk.size]
 
 
-def _tie(option: Option) -> tuple[int, int, str]:
+def _tie(option: ChunkOption) -> tuple[int, int, str]:
     return option.workspace_bytes, option.rank, option.algorithm

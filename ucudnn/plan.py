@@ -26,7 +26,7 @@ from ucudnn.outcomes import (
     StepRace,
 )
 from ucudnn.problem import Problem
-from ucudnn.segment import Division, MicroBatch, Segment, is_size, micro_batches
+from ucudnn.segment import MicroBatch, Segment, StepDivision, is_size, micro_batches
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.files import parse_json, write
 from ucudnn.system.markup import html_table
@@ -121,9 +121,9 @@ class Plan:
                 )
 
     @property
-    def division(self) -> Division:
+    def division(self) -> StepDivision:
         """How a step by this plan is divided."""
-        return Division(self.segments, self.micro_batch)
+        return StepDivision(self.segments, self.micro_batch)
 
     def micro_batches(self, *batch: Any) -> Iterator[MicroBatch]:
         """Cut a batch as a training loop should, along the first axis of its tensors.

@@ -67,7 +67,7 @@ def is_size(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-class Division(NamedTuple):
+class StepDivision(NamedTuple):
     """How a step is divided.
 
     Attributes:
@@ -81,7 +81,7 @@ class Division(NamedTuple):
 
 
 # A step as it is.
-WHOLE = Division()
+WHOLE = StepDivision()
 
 
 class MicroBatch(tuple[Any, ...]):  # noqa: SLOT001 - one with slots has no room for a weight

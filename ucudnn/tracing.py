@@ -49,7 +49,7 @@ from ucudnn.execution.stepping import (
 )
 from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem
-from ucudnn.segment import WHOLE, Division
+from ucudnn.segment import WHOLE, StepDivision
 
 # Below autograd and autocast every convolution of torch is one of these two.
 _CONVOLUTION = torch.ops.aten.convolution.default
@@ -108,7 +108,7 @@ def trace_layers(
     real: bool = False,
     device_type: str | None = None,
     memory_format: str = "keep",
-    division: Division = WHOLE,
+    division: StepDivision = WHOLE,
 ) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 
@@ -169,7 +169,7 @@ def _trace_one(
     recorder: _Recorder,
     real: bool,
     memory_format: str,
-    division: Division,
+    division: StepDivision,
 ) -> None:
     # tensors that a model keeps outside its parameters and buffers are made fake on the way
     fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)

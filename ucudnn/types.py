@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from ucudnn.outcomes import Way as Way
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
-    from ucudnn.segment import Division as Division
     from ucudnn.segment import MicroBatch as MicroBatch
     from ucudnn.segment import Segment as Segment
+    from ucudnn.segment import StepDivision as StepDivision
     from ucudnn.tuning.advice import Advice as Advice
     from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
     from ucudnn.tuning.advice import Largest as Largest
@@ -63,7 +63,7 @@ _NAMES_BY_MODULE = {
     "Software Subject",
     "outcomes": "Compilation Contestant LayoutHint LayoutRace Origin StepMemory StepRace Way",
     "plan": "KernelPlan Timing",
-    "segment": "Division MicroBatch Segment",
+    "segment": "MicroBatch Segment StepDivision",
     "tuning.advice": "Advice KernelAdvice Largest WayAdvice",
     "tuning.noise": "Noise",
     "tuning.results": "Progress",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
-from ucudnn.backends.cudnn.constants import Attribute, Kind, Type
+from ucudnn.backends.cudnn.constants import Attribute, DescriptorKind, Type
 from ucudnn.backends.cudnn.engine import (
     Configuration,
     build,
@@ -161,7 +161,7 @@ def fields_that_cudnn_requires() -> list[str]:
     required = []
     for name in fields:
         rest = {other: value for other, value in fields.items() if other != name}
-        with Descriptor(TARGET.cudnn, Kind.DEVICEPROP) as device:
+        with Descriptor(TARGET.cudnn, DescriptorKind.DEVICEPROP) as device:
             device.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, json.dumps(rest))
             try:
                 device.finalize()
@@ -172,7 +172,7 @@ def fields_that_cudnn_requires() -> list[str]:
 
 def error_of_a_wrong_attribute() -> list[Any]:
     """A tensor takes no heuristic mode."""
-    with Descriptor(TARGET.cudnn, Kind.TENSOR) as tensor:
+    with Descriptor(TARGET.cudnn, DescriptorKind.TENSOR) as tensor:
         try:
             tensor.set_enum(Attribute.ENGINEHEUR_MODE, Type.HEUR_MODE, 0)
         except CudnnError as error:

@@ -11,7 +11,7 @@ import pytest
 from ucudnn.backends.cudnn import constants
 
 NAMES = {
-    constants.Kind: "CUDNN_BACKEND_{}_DESCRIPTOR",
+    constants.DescriptorKind: "CUDNN_BACKEND_{}_DESCRIPTOR",
     constants.Type: "CUDNN_TYPE_{}",
     constants.Attribute: "CUDNN_ATTR_{}",
     constants.DataType: "CUDNN_DATA_{}",

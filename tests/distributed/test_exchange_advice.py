@@ -15,8 +15,8 @@ from ucudnn.distributed.exchange_advice import (
     HARM,
     Coded,
     ExchangeAdvice,
+    ExchangeWay,
     Profile,
-    Way,
     capped,
     parse_link,
     ways,
@@ -158,14 +158,14 @@ def test_gains_below_the_error_of_the_model_are_not_told():
     assert known.chosen.name == "top-k"
 
 
-def ways_by_name(found: ExchangeAdvice) -> dict[str, Way]:
+def ways_by_name(found: ExchangeAdvice) -> dict[str, ExchangeWay]:
     return {way.name: way for way in found.ways}
 
 
 def test_only_measured_ways_of_a_harm_count_where_one_was_measured():
-    one = Way("one", 3, 50, 0, "one")
-    other = Way("other", 3, 40, 0, "other", measured_ns=99)
-    own = Way("own", 0, 100, 0, measured_ns=100)
+    one = ExchangeWay("one", 3, 50, 0, "one")
+    other = ExchangeWay("other", 3, 40, 0, "other", measured_ns=99)
+    own = ExchangeWay("own", 0, 100, 0, measured_ns=100)
     assert ExchangeAdvice(profile(), (own, one, other)).chosen is own
 
 
@@ -180,9 +180,9 @@ def test_another_training_is_told_of_and_not_advised():
 
 
 def test_gains_within_the_noise_are_not_told():
-    own = Way("own", 0, 100, 0, measured_ns=100)
+    own = ExchangeWay("own", 0, 100, 0, measured_ns=100)
     for noise, is_told in ((0.05, True), (0.2, False)):
-        other = Way("other", 1, 80, 0, "other", measured_ns=90, noise=noise)
+        other = ExchangeWay("other", 1, 80, 0, "other", measured_ns=90, noise=noise)
         assert (ExchangeAdvice(profile(), (own, other)).chosen is other) == is_told
 
 

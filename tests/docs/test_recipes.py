@@ -140,7 +140,7 @@ def test_add_a_backend(
     known = config.SETTINGS["backend"]
     named = known._replace(choices=(*known.choices, "one_way"))
     monkeypatch.setitem(config.SETTINGS, "backend", named)
-    entry = registry.Entry("one_way", "cpu", "CPU", lambda: backend)
+    entry = registry.BackendEntry("one_way", "cpu", "CPU", lambda: backend)
     monkeypatch.setitem(registry.BACKENDS, "one_way", entry)
     assert open_backend("one_way") is backend
     step("Compare each candidate with float64, as `tests/backend` does.")

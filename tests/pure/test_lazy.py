@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucudnn.solvers import Item
-from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
+from ucudnn.solvers.lazy import ChunkOption, Interval, Outlook, outlook
 
-Table = dict[Option, int]
+Table = dict[ChunkOption, int]
 
 
 def doublings(small: int, large: int) -> int:
@@ -54,7 +54,7 @@ def tables(draw, batch: int, honest: bool) -> Table:
         for size in range(smallest, batch + 1):
             workspace = draw(st.integers(0, 3))
             lists = ("alone",) if size == batch else ("first", "later")
-            table[Option(size, name, name, lists, workspace_bytes=workspace)] = times[size - 1]
+            table[ChunkOption(size, name, name, lists, workspace_bytes=workspace)] = times[size - 1]
     return table
 
 
@@ -121,9 +121,9 @@ def test_it_ends_and_is_a_plan_whatever_the_times(table):
     assert optimum is None or found.time_ns >= optimum
 
 
-def curve(times_by_size: dict[int, int], batch: int, timed: set[int]) -> list[Option]:
+def curve(times_by_size: dict[int, int], batch: int, timed: set[int]) -> list[ChunkOption]:
     return [
-        Option(
+        ChunkOption(
             size,
             "a",
             "a",
@@ -160,7 +160,7 @@ def test_noise_within_the_interval_is_no_broken_promise():
         replace(option, interval=Interval(6, 7, 8)) if option.batch == 4 else option
         for option in options
     ]
-    between = Option(3, "a", "a", ("first", "later"))
+    between = ChunkOption(3, "a", "a", ("first", "later"))
     assert outlook([*noisy, between], 8).bound_ns == 14  # twice four; nothing is lowered
 
 
@@ -173,5 +173,5 @@ def test_every_algorithm_is_looked_at_where_it_tells_most():
 
 def test_nothing_fits():
     assert outlook([], 4) == Outlook(None, None)
-    assert outlook([Option(3, "a", "a", ("first", "later"))], 4).time_ns is None
+    assert outlook([ChunkOption(3, "a", "a", ("first", "later"))], 4).time_ns is None
     assert outlook([], 4).gap == 1.0

@@ -20,7 +20,7 @@ from ucudnn.errors import ConfigError
 from ucudnn.measurement import Device
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, Division, Segment
+from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.tracing import Traced
 from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
 from ucudnn.tuning.advisor import advised
@@ -44,7 +44,7 @@ def kernel(ms, workspace=0.0, last_ms=None, direct_ms=1.0, size=9, calls=1):
 
 
 OWN = WayAdvice("as it is", "leave it as it is", 1000 * MIB, 100 * MS, rounds=5)
-SEGMENTS = Division((Segment("layers", 4),))
+SEGMENTS = StepDivision((Segment("layers", 4),))
 
 
 def way(name, peak, ratio, rounds=5, **fields):
@@ -220,7 +220,7 @@ def test_kernels_that_were_not_timed_are_counted():
 
 
 def test_the_largest_batch_in_a_budget():
-    loop = replace(way("loop of 4", 200, 1.0), division=Division((), 4))
+    loop = replace(way("loop of 4", 200, 1.0), division=StepDivision((), 4))
     found = advice(
         replace(way("segments", 500, 1.2), largest=Largest(40, 790 * MIB, 400 * MS, False)),
         replace(loop, largest=Largest(90, 800 * MIB, 900 * MS)),

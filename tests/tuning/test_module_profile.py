@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ucudnn.backends import open_backend
 from ucudnn.execution.stepping import Steps
-from ucudnn.tuning.module_profile import Call, ModuleWatcher, profiled
+from ucudnn.tuning.module_profile import ModuleCall, ModuleWatcher, profiled
 
 # Marks, hooks and Python's own objects on the way: some KiB.
 SLACK = 24 << 10
@@ -173,8 +173,8 @@ def test_branches_run_backward_in_the_reverse_order():
     ],
 )
 def test_nesting_is_read_from_the_marks(first, second, is_nested):
-    children = [Call("a", [0, 1], first), Call("b", [1, 2], second)]
-    assert Call(None, [0, 2], [2, 6], children).is_nested == is_nested
+    children = [ModuleCall("a", [0, 1], first), ModuleCall("b", [1, 2], second)]
+    assert ModuleCall(None, [0, 2], [2, 6], children).is_nested == is_nested
 
 
 def test_a_module_called_twice_has_two_calls():

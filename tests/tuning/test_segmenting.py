@@ -15,7 +15,7 @@ from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.stepping import tensors_of
-from ucudnn.segment import WHOLE, Division, Segment
+from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.tuning.segmenting import SegmentSearch
 
 QUICK = {"effort": "quick", "policy": "undivided", "time_budget_s": 5.0, "step_race": False}
@@ -186,7 +186,7 @@ def test_what_is_foreseen_is_what_steps_measure():
     peaks = dict(search.table().front())
     assert max(peaks) == whole.peak_bytes
     for size in (4, 2, 1):
-        seen = search.try_(Division((Segment("", size),)))
+        seen = search.try_(StepDivision((Segment("", size),)))
         assert seen.peak_bytes < whole.peak_bytes * (size / 8 + 0.2)
     assert search.try_(WHOLE).peak_bytes == whole.peak_bytes
     best = search.within(whole.peak_bytes // 3)
@@ -197,7 +197,7 @@ def test_what_is_foreseen_is_what_steps_measure():
 def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
     model, x = blocks(groups, 8, 12), torch.randn(8, 3, 32, 32)
     search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
-    one = search.try_(Division(micro_batch=1) if loop else Division((Segment("", 1),)))
+    one = search.try_(StepDivision(micro_batch=1) if loop else StepDivision((Segment("", 1),)))
     limit = one.peak_bytes * 9 // 10
     seen = search.in_parts(limit, inside=True) if loop else search.within(limit, inside=True)
     assert seen is not None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BackendEntry:
     """A backend before it is imported."""
 
     name: str  # as in `Config.backend` and in plan files
@@ -42,13 +42,13 @@ def _open_cudnn() -> AbstractBackend:
 
 # Plan files hold these names, so they must not change.
 _ENTRIES = (
-    Entry("torch_cpu", "cpu", "CPU", _open_torch_cpu),
-    Entry("cudnn", "cuda", "CUDA", _open_cudnn),
+    BackendEntry("torch_cpu", "cpu", "CPU", _open_torch_cpu),
+    BackendEntry("cudnn", "cuda", "CUDA", _open_cudnn),
 )
 BACKENDS = {entry.name: entry for entry in _ENTRIES}
 
 
-def backend_entry(name: str = "auto") -> Entry:
+def backend_entry(name: str = "auto") -> BackendEntry:
     """The entry of a backend; "auto": the backend of the best device present.
 
     >>> backend_entry("cudnn").device_type
@@ -61,7 +61,7 @@ def backend_entry(name: str = "auto") -> Entry:
     return BACKENDS[name]
 
 
-def entry_for_device(device_type: str) -> Entry:
+def entry_for_device(device_type: str) -> BackendEntry:
     """The entry of the backend that runs on a kind of device.
 
     >>> entry_for_device("cpu").name

@@ -144,7 +144,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ExchangeWay:
     """One way to exchange gradients.
 
     Args:
@@ -188,21 +188,21 @@ def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
     return [*counts, count] if count else counts
 
 
-def ways(profile: Profile) -> list[Way]:
+def ways(profile: Profile) -> list[ExchangeWay]:
     """The ways to exchange gradients, each with its predicted step; the first is torch's own."""
     ranks, total = profile.ranks, profile.total_bytes
     ring_bytes = 2 * (ranks - 1) * total // ranks
     counts = capped(profile.sizes, DEFAULT_CAPS)
     step_ns = profile.step_ns(counts)
-    found = [Way("as torch does it", 0, step_ns, ring_bytes)]
+    found = [ExchangeWay("as torch does it", 0, step_ns, ring_bytes)]
     found += [_cut(profile, ring_bytes)]
     for one in profile.coded:
         size = round(one.ratio * total)
         sent = (ranks - 1) * size if one.is_gathered else 2 * (ranks - 1) * size // ranks
-        found.append(Way(one.name, one.harm, profile.step_ns(counts, one), sent, one.code))
+        found.append(ExchangeWay(one.name, one.harm, profile.step_ns(counts, one), sent, one.code))
     average_ns = profile.compute_ns + profile.reduce.time_ns(total) // PERIOD
     found += [
-        Way(
+        ExchangeWay(
             f"average parameters every {PERIOD} steps",
             4,
             average_ns,
@@ -210,7 +210,7 @@ def ways(profile: Profile) -> list[Way]:
             f"PeriodicModelAverager(period={PERIOD}).average_parameters(model.parameters()) after "
             f"each step, without DistributedDataParallel",
         ),
-        Way(
+        ExchangeWay(
             f"{BATCHES} batches in each step",
             4,
             ((BATCHES - 1) * profile.compute_ns + step_ns) // BATCHES,
@@ -221,7 +221,7 @@ def ways(profile: Profile) -> list[Way]:
     return found
 
 
-def _cut(profile: Profile, ring_bytes: int) -> Way:
+def _cut(profile: Profile, ring_bytes: int) -> ExchangeWay:
     """The best buckets that this torch can make."""
     if profile.can_cut:
         # Fewer buckets cost less than the model knows.
@@ -237,7 +237,7 @@ def _cut(profile: Profile, ring_bytes: int) -> Way:
         counts = capped(profile.sizes, caps)
         code = f"DistributedDataParallel(model, bucket_cap_mb={caps[0]})"
     name = "all in one bucket" if len(counts) == 1 else f"{len(counts)} buckets"
-    return Way(name, 1, profile.step_ns(counts), ring_bytes, code, tuple(caps))
+    return ExchangeWay(name, 1, profile.step_ns(counts), ring_bytes, code, tuple(caps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class ExchangeAdvice:
     """
 
     profile: Profile
-    ways: tuple[Way, ...]
+    ways: tuple[ExchangeWay, ...]
 
     @property
     def error(self) -> float:
@@ -261,7 +261,7 @@ class ExchangeAdvice:
         return abs(own.predicted_ns / own.measured_ns - 1) if own.measured_ns else 0.0
 
     @property
-    def chosen(self) -> Way:
+    def chosen(self) -> ExchangeWay:
         """The way that is advised."""
         chosen = self.ways[0]
         for harm in range(1, len(HARM) - 1):
@@ -274,19 +274,19 @@ class ExchangeAdvice:
         return chosen
 
     @property
-    def other_training(self) -> Way | None:
+    def other_training(self) -> ExchangeWay | None:
         """The fastest way that is another training, if it gains over what is advised."""
         ways, chosen = [way for way in self.ways if way.harm == len(HARM) - 1], self.chosen
         best = min(ways, key=lambda way: way.predicted_ns, default=chosen)
         return best if self.gain(best, chosen) > self.told(best, chosen) else None
 
-    def gain(self, way: Way, over: Way) -> float:
+    def gain(self, way: ExchangeWay, over: ExchangeWay) -> float:
         """The part of a step that a way saves over another one."""
         if way.measured_ns and over.measured_ns:
             return 1 - way.measured_ns / over.measured_ns
         return 1 - way.predicted_ns / over.predicted_ns
 
-    def told(self, way: Way, over: Way) -> float:
+    def told(self, way: ExchangeWay, over: ExchangeWay) -> float:
         """The smallest gain of one way over another that is no error of the model, or noise."""
         if way.measured_ns and over.measured_ns:
             return max(_TOLD, way.noise, over.noise)
@@ -294,7 +294,7 @@ class ExchangeAdvice:
             return _TOLD_PREDICTED
         return max(_TOLD, 2 * self.error)
 
-    def worth_measuring(self) -> list[Way]:
+    def worth_measuring(self) -> list[ExchangeWay]:
         """Of each harm the way that is predicted to be fastest, if it gains over torch's own."""
         own, found = self.ways[0], []
         for harm in range(1, len(HARM) - 1):
@@ -389,7 +389,7 @@ class ExchangeAdvice:
         return "\n".join(self.sentences())
 
 
-def _times(own: Way, chosen: Way) -> str:
+def _times(own: ExchangeWay, chosen: ExchangeWay) -> str:
     if own.measured_ns and chosen.measured_ns:
         return f"with which a step is {own.measured_ns / chosen.measured_ns:.2f} times as fast"
     ratio = own.predicted_ns / chosen.predicted_ns

@@ -22,7 +22,14 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.distributed.agreement import raise_errors, require_equal
 from ucudnn.distributed.codecs import Codec, Half, OneBit, Stochastic, TopK
 from ucudnn.distributed.compression import compress
-from ucudnn.distributed.exchange_advice import Coded, ExchangeAdvice, Profile, Way, parse_link, ways
+from ucudnn.distributed.exchange_advice import (
+    Coded,
+    ExchangeAdvice,
+    ExchangeWay,
+    Profile,
+    parse_link,
+    ways,
+)
 from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import ConfigError, UcudnnError
 from ucudnn.execution.compiling import original_of
@@ -351,7 +358,7 @@ def _raced(
     meeting: Rendezvous, advice: ExchangeAdvice, model: nn.Module, inputs: Any
 ) -> ExchangeAdvice:
     """The advice with measured steps: by torch's own way, and by those that promise most."""
-    worth: list[Way] = meeting.exchange("worth", advice.worth_measuring())[meeting.ranks[0]]
+    worth: list[ExchangeWay] = meeting.exchange("worth", advice.worth_measuring())[meeting.ranks[0]]
     # All ranks go by the numbers of the first.
     advice = meeting.exchange("predicted", advice)[meeting.ranks[0]]
     rivals = [advice.ways[0], *worth]
@@ -381,7 +388,9 @@ def _raced(
     return replace(advice, ways=tuple(found))
 
 
-def replica_by(model: nn.Module, inputs: Any, way: Way) -> tuple[DistributedDataParallel, Any]:
+def replica_by(
+    model: nn.Module, inputs: Any, way: ExchangeWay
+) -> tuple[DistributedDataParallel, Any]:
     """A copy of the model that exchanges gradients in one way, and inputs for it."""
     twin, batch = copied(model, inputs)
     caps: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from ucudnn.execution.compiling import (
 )
 from ucudnn.execution.copying import copied
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.segment import WHOLE, Division
+from ucudnn.segment import WHOLE, StepDivision
 
 _SEED = 0
 _CUDNN_FLAGS = ("enabled", "benchmark", "deterministic")
@@ -108,7 +108,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-class Results(NamedTuple):
+class StepResults(NamedTuple):
     """Outputs and gradients of a step."""
 
     outputs: list[Tensor]
@@ -128,7 +128,7 @@ class Steps:
         example_inputs: Any,
         backward: bool = True,
         memory_format: str = "keep",
-        division: Division = WHOLE,
+        division: StepDivision = WHOLE,
     ) -> None:
         self._model = model
         # A list means several examples; positional inputs of one example are a tuple.
@@ -162,7 +162,7 @@ class Steps:
         """Samples of the first example."""
         return batch_of(self._inputs[0])
 
-    def divide(self, division: Division) -> None:
+    def divide(self, division: StepDivision) -> None:
         """Divide all further steps so."""
         self.division = division
         segment_(self.model, division.segments)
@@ -181,7 +181,7 @@ class Steps:
             self._is_held_back, self._run = self._has_compiled, self.model
             raise
 
-    def results(self, nudge: float = 0.0) -> Results:
+    def results(self, nudge: float = 0.0) -> StepResults:
         """Compute all steps of a new copy, with random numbers that are the same in every layout.
 
         A nudge changes each weight by this fraction of itself, up or down at random.
@@ -190,7 +190,7 @@ class Steps:
         if nudge:
             _nudge_(model, nudge)
         seed_all()
-        found = Results([], [])
+        found = StepResults([], [])
         with uncompiled(self._has_compiled), SameRandomNumbers():
             for inputs in examples:
                 # The gradient of a square changes little by rounding, that of `abs` jumps at zero.

@@ -54,7 +54,7 @@ _BEYOND = 4
 _MOST_TIMES = 3
 
 
-class Row(NamedTuple):
+class ChartRow(NamedTuple):
     """One kernel: its row in charts, from the top; its number and name; what it is."""
 
     place: int
@@ -83,7 +83,7 @@ class Chart(NamedTuple):
 
 
 # What a mark stands for: the kernel, and its timing under the default or the plan.
-_Timed = Sequence[tuple[Row, Timing]]
+_Timed = Sequence[tuple[ChartRow, Timing]]
 
 
 def plain(text: str) -> str:
@@ -97,7 +97,7 @@ def charts(plan: Plan) -> tuple[Chart, ...]:
     return (*_ways(plan), _times(rows), _workspaces(rows, plan), *_splits(rows), *_timeline(plan))
 
 
-def rows_of(plan: Plan) -> list[Row]:
+def rows_of(plan: Plan) -> list[ChartRow]:
     """The kernels, by the time of torch's default over all calls, the longest first."""
 
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
@@ -107,7 +107,7 @@ def rows_of(plan: Plan) -> list[Row]:
 
     names = short_names(plan)
     return [
-        Row(place, number, f"{number}  {names[number]}", kernel)
+        ChartRow(place, number, f"{number}  {names[number]}", kernel)
         for place, (number, kernel) in enumerate(sorted(enumerate(plan.kernels), key=order))
     ]
 
@@ -123,7 +123,7 @@ def short_names(plan: Plan) -> list[str]:
     ]
 
 
-def _arms(rows: Sequence[Row]) -> Iterator[tuple[str, bool, _Timed]]:
+def _arms(rows: Sequence[ChartRow]) -> Iterator[tuple[str, bool, _Timed]]:
     """Default and plan, measured times apart from predicted ones; empty series are omitted."""
     defaults = [(row, row.kernel.default) for row in rows if row.kernel.default]
     plans = [(row, row.kernel.timing) for row in rows]
@@ -134,7 +134,7 @@ def _arms(rows: Sequence[Row]) -> Iterator[tuple[str, bool, _Timed]]:
                 yield arm, predicted, chosen
 
 
-def _times(rows: Sequence[Row]) -> Chart:
+def _times(rows: Sequence[ChartRow]) -> Chart:
     traces = [_bars(*arm) for arm in _arms(rows)]
     caption = (
         "Median time of one call, times the number of calls; whiskers: half the interquartile "
@@ -173,7 +173,7 @@ def _series(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
     }
 
 
-def _details(row: Row, timing: Timing, arm: str) -> str:
+def _details(row: ChartRow, timing: Timing, arm: str) -> str:
     taken = f"~{format_ns(timing.time_ns)} a call, predicted"
     if not timing.is_predicted:
         taken = (
@@ -192,7 +192,7 @@ def _details(row: Row, timing: Timing, arm: str) -> str:
     return "<br>".join([f"<b>{row.number}  {plain(str(row.kernel.problem))}</b>", *wrapped])
 
 
-def _workspaces(rows: Sequence[Row], plan: Plan) -> Chart:
+def _workspaces(rows: Sequence[ChartRow], plan: Plan) -> Chart:
     arms, limit = list(_arms(rows)), plan.config.limit_bytes
     sizes = [timing.workspace_bytes for _, _, timed in arms for _, timing in timed]
     left = [] if plan.memory is None else [plan.limit_bytes(row.kernel) or 0 for row in rows]
@@ -242,7 +242,7 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
 
 
-def _splits(every: Sequence[Row]) -> Iterator[Chart]:
+def _splits(every: Sequence[ChartRow]) -> Iterator[Chart]:
     kept = [row for row in every if not row.split.is_default]
     if not kept:
         return
@@ -265,7 +265,7 @@ def _splits(every: Sequence[Row]) -> Iterator[Chart]:
     yield Chart("Splits", caption, traces, _by_row(rows, 24, axis) | {"barmode": "overlay"})
 
 
-def _segments(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
+def _segments(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
     """The algorithm of each chunk, and its interval on the axis."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
@@ -296,7 +296,7 @@ def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict
     return {**_BAR, **hover, **drawn, **name, "marker": look, "insidetextanchor": "middle"}
 
 
-def _by_row(rows: Sequence[Row], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
+def _by_row(rows: Sequence[ChartRow], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
     """Layout with rows below each other, the first on top; the legend above them."""
     places = {
         "tickvals": [row.place for row in rows],
@@ -500,7 +500,7 @@ def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
 
 
 def _front_of(
-    plan: Plan, row: Row, rationale: Rationale
+    plan: Plan, row: ChartRow, rationale: Rationale
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     marks, limit = _near_marks(row.kernel, rationale), plan.limit_bytes(row.kernel)
     front = rationale.front

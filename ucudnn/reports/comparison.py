@@ -11,7 +11,7 @@ from ucudnn.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PlanDifference:
     """A field of two plans."""
 
     name: str
@@ -42,7 +42,7 @@ class Comparison:
 
     one: Plan
     other: Plan
-    differences: tuple[Difference, ...]
+    differences: tuple[PlanDifference, ...]
     pairs: tuple[Pair, ...]
 
     @property
@@ -89,23 +89,23 @@ def compare(one: Plan, other: Plan) -> Comparison:
     return Comparison(one, other, tuple(_differences(one, other)), pairs)
 
 
-def _differences(one: Plan, other: Plan) -> Iterator[Difference]:
+def _differences(one: Plan, other: Plan) -> Iterator[PlanDifference]:
     if one.backend != other.backend:
-        yield Difference("backend", one.backend, other.backend)
+        yield PlanDifference("backend", one.backend, other.backend)
     if one.memory_format != other.memory_format:
-        yield Difference("memory_format", one.memory_format, other.memory_format)
+        yield PlanDifference("memory_format", one.memory_format, other.memory_format)
     for room in ("device", "software", "conditions"):
         values = [asdict(getattr(plan, room)) for plan in (one, other)]
         yield from _of_fields(room, *values)
     yield from _of_fields("config", one.config.to_dict(), other.config.to_dict())
 
 
-def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
+def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[PlanDifference]:
     # The names of both, because plans of two versions may have different fields.
     for name in dict.fromkeys([*one, *other]):
         values = [_text(fields.get(name)) for fields in (one, other)]
         if values[0] != values[1]:
-            yield Difference(f"{room}.{name}", *values)
+            yield PlanDifference(f"{room}.{name}", *values)
 
 
 def _text(value: Any) -> str:

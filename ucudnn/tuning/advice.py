@@ -13,7 +13,7 @@ from ucudnn.measurement import Device
 from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, Division
+from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.units import format_bytes, format_ns
 
 # A kernel is on a cliff, far slower than convolutions of similar shapes, if torch takes so many
@@ -163,7 +163,7 @@ class WayAdvice:
     rounds: int = 0
     is_estimated: bool = False
     memory_format: str = "keep"
-    division: Division = WHOLE
+    division: StepDivision = WHOLE
     largest: Largest | None = None
 
     @property

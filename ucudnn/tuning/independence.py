@@ -25,7 +25,7 @@ _OF_ANY_MODULE = vars(nn.Module()).keys()
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Independence:
     """What was found of a module.
 
     Args:
@@ -43,7 +43,7 @@ class Finding:
 
 def examined(
     model: nn.Module, step: Callable[[], object], sizes: Mapping[str, int]
-) -> dict[str, Finding]:
+) -> dict[str, Independence]:
     """Run a step, and find out which modules may run in micro-batches.
 
     Args:
@@ -51,7 +51,7 @@ def examined(
         step: runs it.
         sizes: by name of a module the micro-batch with which it is tried.
     """
-    found: dict[str, Finding] = {}
+    found: dict[str, Independence] = {}
     busy: list[_Probe] = []
     modules = dict(model.named_modules())
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ class _Probe:
     hidden: Callable[..., Any] | None
     name: str
     size: int
-    found: dict[str, Finding]
+    found: dict[str, Independence]
     busy: list[_Probe]
 
     def remove(self) -> None:
@@ -89,7 +89,7 @@ class _Probe:
             return forward(*args, **kwargs)
 
         # Trials are not tried. Of a module that runs several times the first failure counts.
-        if not self.busy and not self.found.get(self.name, Finding()).reason:
+        if not self.busy and not self.found.get(self.name, Independence()).reason:
             self.busy.append(self)
             with torch.no_grad(), same_random_states():
                 trial = _Trial(self.module, run, leaves)
@@ -97,7 +97,7 @@ class _Probe:
                     self.found[self.name] = trial.finding(self.size)
                 except STEP_ERRORS as error:
                     reason = f"it fails where samples are changed or missing ({first_line(error)})"
-                    self.found[self.name] = Finding(reason, trial.repeats)
+                    self.found[self.name] = Independence(reason, trial.repeats)
                 finally:
                     trial.put_back()
                     self.busy.clear()
@@ -133,27 +133,29 @@ class _Trial:
         # True as soon as it is known that the same comes out again.
         self.repeats = False
 
-    def finding(self, size: int) -> Finding:
+    def finding(self, size: int) -> Independence:
         """Whether the module may run in micro-batches of a size."""
         given = [_copy(leaf) for leaf in self._leaves]
         whole, spec = self._results(given)
         left = self._left()
         self._is_random = any(map(_differ, self._random, _random_states()))
         if any(map(_is_written, self._leaves, given)):
-            return Finding("it writes to its arguments")
+            return Independence("it writes to its arguments")
         is_updated = any(_differ(own, buffers[name]) for buffers, name, own in self._buffers)
         again, _ = self._results(map(_copy, self._leaves))
         if not tensors_of(whole):
-            return Finding("its results are no tensors")
+            return Independence("its results are no tensors")
         if _are_other(whole, again):
-            return Finding("it computes something else again")
+            return Independence("it computes something else again")
         if changed := _changed(left, self._left()):
-            return Finding(f"it changes its attribute {changed!r} each time")
+            return Independence(f"it changes its attribute {changed!r} each time")
         self.repeats = True
         reason = "it updates its buffers" if is_updated else ""
         reason = reason or self._dependence(size, whole, spec, left)
         shared = (n for n, leaf in enumerate(self._leaves) if has_samples(leaf))
-        return Finding(reason, True, self._count, tuple(n for n in shared if n not in self._split))
+        return Independence(
+            reason, True, self._count, tuple(n for n in shared if n not in self._split)
+        )
 
     def _dependence(
         self, size: int, whole: Sequence[Any], spec: TreeSpec, left: Mapping[str, Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ucudnn.benchmark.failures import first_line, is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
-from ucudnn.execution.stepping import STEP_ERRORS, Results, Steps
+from ucudnn.execution.stepping import STEP_ERRORS, StepResults, Steps
 from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace, StepRace
 from ucudnn.plan import Plan
 from ucudnn.tuning.step_judge import (
@@ -41,7 +41,7 @@ _MOST_TIMES = 10.0
 _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 
 
-class Entrant(NamedTuple):
+class LayoutEntrant(NamedTuple):
     """One way to compute steps: by a plan, or by torch's own convolutions."""
 
     memory_format: str
@@ -50,18 +50,18 @@ class Entrant(NamedTuple):
     is_allowed: bool
 
 
-def entrants(plans: Mapping[str, Plan]) -> list[Entrant]:
+def entrants(plans: Mapping[str, Plan]) -> list[LayoutEntrant]:
     """In each layout, the model's own first: torch's own, and the plan if it changes anything."""
     found = []
     for memory_format, plan in plans.items():
         is_allowed = all(has_default(plan, kernel) for kernel in plan.kernels)
-        found.append(Entrant(memory_format, None, is_allowed))
+        found.append(LayoutEntrant(memory_format, None, is_allowed))
         if not all(kernel.is_default for kernel in plan.kernels):
-            found.append(Entrant(memory_format, plan, True))
+            found.append(LayoutEntrant(memory_format, plan, True))
     return found
 
 
-def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
+def _best(of: Sequence[LayoutEntrant], samples: Samples, memory_format: str) -> int:
     """The contestant that represents a layout: the plan if it pays or torch's is not allowed."""
     # `entrants` lists torch's own first in each layout, then the plan if there is one.
     torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
@@ -72,7 +72,7 @@ def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
     return plans[0] if pays or not of[torchs].is_allowed else torchs
 
 
-def winner(of: Sequence[Entrant], samples: Samples) -> int:
+def winner(of: Sequence[LayoutEntrant], samples: Samples) -> int:
     """Index of the winner; a contestant of the model's own layout unless the gain is clear."""
     own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
     # Unless the gain is both large enough and beyond the noise, the model stays as it is.
@@ -80,7 +80,7 @@ def winner(of: Sequence[Entrant], samples: Samples) -> int:
     return last if ratio < 1 - TOLERATED and high < 1 else own
 
 
-def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
+def is_decided(of: Sequence[LayoutEntrant], samples: Samples) -> bool:
     """True if more rounds would change neither the verdict on a plan nor the layout."""
     pairs = [(_best(of, samples, "channels_last"), _best(of, samples, "keep"))]
     # The contestant before a plan is torch's own in the same layout.
@@ -88,7 +88,7 @@ def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
     return all(tells(samples[one], samples[other]) for one, other in pairs)
 
 
-def outcome(of: Sequence[Entrant], samples: Samples, peaks: Sequence[int]) -> LayoutRace:
+def outcome(of: Sequence[LayoutEntrant], samples: Samples, peaks: Sequence[int]) -> LayoutRace:
     """The race as the plan keeps it."""
     contestants = []
     for one, times, peak in zip(of, samples, peaks, strict=True):
@@ -125,7 +125,7 @@ def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) ->
     return LayoutRace(tuple(contestants), last if is_faster else own, reason=reason)
 
 
-def _sum_ns(one: Entrant, plan: Plan) -> int | None:
+def _sum_ns(one: LayoutEntrant, plan: Plan) -> int | None:
     """Sum over the calls of all kernels, by a plan or by torch; None where a time is not known."""
     total = 0
     for kernel in plan.kernels:
@@ -136,7 +136,7 @@ def _sum_ns(one: Entrant, plan: Plan) -> int | None:
     return total
 
 
-def _summed(one: Entrant, time_ns: int, others: Sequence[Contestant]) -> Contestant:
+def _summed(one: LayoutEntrant, time_ns: int, others: Sequence[Contestant]) -> Contestant:
     ratio = time_ns / others[0].time_ns if others else 1.0
     is_plan, allowed = one.plan is not None, one.is_allowed
     return Contestant(one.memory_format, is_plan, time_ns, ratio, ratio, ratio, is_allowed=allowed)
@@ -218,7 +218,7 @@ def _coarsest_eps(plan: Plan) -> float:
     return max([*found, *(_EPS_OF_TF32 for problem in problems if problem.math == "tf32")])
 
 
-def _differences(truth: Results, found: Results) -> tuple[float, float]:
+def _differences(truth: StepResults, found: StepResults) -> tuple[float, float]:
     """Relative differences: the largest of an output, and that of all gradients together.
 
     All gradients are compared together, because a single one may consist of rounding only, such as

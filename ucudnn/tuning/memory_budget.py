@@ -21,7 +21,7 @@ from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps, undistu
 from ucudnn.outcomes import StepMemory, Way
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, Division
+from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.tracing import Traced
 from ucudnn.tuning.segmenting import Seen, SegmentSearch, half_of
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
@@ -200,7 +200,7 @@ class MemoryBudget:
         self._layouts.clear()
         return True
 
-    def _divided(self, budget: int) -> Division | None:
+    def _divided(self, budget: int) -> StepDivision | None:
         """How to divide a step that it stays within the budget; None if there is no way."""
         if isinstance(self._inputs, list):
             if len(self._inputs) > 1:
@@ -225,7 +225,7 @@ class MemoryBudget:
         if not self.config.loop:
             with undisturbed(self._model):
                 if not search.reason_against_parts():
-                    search.try_(Division(micro_batch=1))
+                    search.try_(StepDivision(micro_batch=1))
         # Where workspace alone exceeds the budget, limits of it may suffice.
         least: list[Way] = []
         for one in sorted(search.seen, key=lambda one: one.peak_bytes):
@@ -253,7 +253,7 @@ class MemoryBudget:
             best = min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
         return best
 
-    def _profiler(self, memory_format: str, division: Division) -> StepProfiler:
+    def _profiler(self, memory_format: str, division: StepDivision) -> StepProfiler:
         return StepProfiler(
             self._model,
             self._inputs,

@@ -17,7 +17,7 @@ from ucudnn.execution.compiling import original_of
 from ucudnn.execution.stepping import tensors_of
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
-from ucudnn.segment import WHOLE, Division
+from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import (
     HINT_STEPS,
@@ -116,7 +116,7 @@ class _Tuning:
     # Arguments of `trace_layers`, where the model is traced once more.
     how: Mapping[str, Any]
     budget: MemoryBudget | None = None
-    division: Division = WHOLE
+    division: StepDivision = WHOLE
 
     def run(self, traced: Traced) -> Plan:
         """Tune and judge, until a step keeps the memory budget."""

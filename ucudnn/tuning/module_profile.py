@@ -19,7 +19,7 @@ from ucudnn.solvers import Option
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a module in a step, with the numbers of its marks.
 
     Args:
@@ -35,12 +35,12 @@ class Call:
     name: str | None
     forward: list[int]
     backward: list[int] = field(default_factory=list)
-    children: list[Call] = field(default_factory=list)
+    children: list[ModuleCall] = field(default_factory=list)
     samples: int = 0
     result_bytes: int = 0
     argument_bytes: int = 0
 
-    def walk(self) -> Iterator[Call]:
+    def walk(self) -> Iterator[ModuleCall]:
         """This call and all inside it, in order of their forward."""
         yield self
         for child in self.children:
@@ -67,13 +67,13 @@ class ModuleWatcher:
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], mark: Callable[[], None]) -> None:
-        self.root = Call(None, [])
+        self.root = ModuleCall(None, [])
         self._mark = mark
         self._marks = 0
         self._stack = [self.root]
         # Calls whose backward has begun. What nothing else ends, because its arguments have no
         # gradients or are written to, ends at whatever begins or ends outside it.
-        self._open: list[Call] = []
+        self._open: list[ModuleCall] = []
         self._model = model
         self._names = names
 
@@ -107,7 +107,7 @@ class ModuleWatcher:
     def _beginner(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             del module
-            call = Call(name, [], samples=batch_of((args, kwargs)))
+            call = ModuleCall(name, [], samples=batch_of((args, kwargs)))
             self._stack[-1].children.append(call)
             self._stack.append(call)
             views = dict[int, Tensor]()
@@ -161,7 +161,7 @@ class ModuleWatcher:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(began)
 
-    def _close(self, number: int, at: Call) -> None:
+    def _close(self, number: int, at: ModuleCall) -> None:
         """End the backward of all calls that are open and do not hold the one at which it is."""
         held = [one for one in self._open if at in one.walk()]
         for one in self._open:
@@ -170,7 +170,7 @@ class ModuleWatcher:
         self._open = held
 
 
-class Cost(NamedTuple):
+class ModuleCost(NamedTuple):
     """What a call of a module costs.
 
     Args:
@@ -206,7 +206,7 @@ class ModuleProfile:
         times_ns: at each mark.
     """
 
-    root: Call
+    root: ModuleCall
     spans: Sequence[Span]
     times_ns: Sequence[int]
 
@@ -220,19 +220,21 @@ class ModuleProfile:
         """Time of the step."""
         return self.times_ns[-1] - self.times_ns[0]
 
-    def cost(self, call: Call) -> Cost:
+    def cost(self, call: ModuleCall) -> ModuleCost:
         """What a call costs as it was run."""
         (begin, end), before = call.forward, self._level(call.forward[0])
         kept, forward_ns = self._level(end) - before, self._ns(begin, end)
         forward_bytes = self._peak(begin, end) - before
         if not call.backward:
-            return Cost(kept, forward_bytes, 0, 0, forward_ns, 0)
+            return ModuleCost(kept, forward_bytes, 0, 0, forward_ns, 0)
         back, over = call.backward
         beside = max(0, self._level(back) - before - kept)
         backward_bytes = self._peak(back, over) - before
-        return Cost(kept, forward_bytes, backward_bytes, beside, forward_ns, self._ns(back, over))
+        return ModuleCost(
+            kept, forward_bytes, backward_bytes, beside, forward_ns, self._ns(back, over)
+        )
 
-    def between(self, call: Call) -> list[Option]:
+    def between(self, call: ModuleCall) -> list[Option]:
         """What runs in a call, or in the step, before, between and after its children."""
         forward, backward = [call.forward[0]], call.backward[-1:]
         for child in call.children:

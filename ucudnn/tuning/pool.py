@@ -42,7 +42,7 @@ _PLANNING = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class KernelChoices:
     """Options of a kernel in a division of a pool."""
 
     # Number of calls of the kernel in a step.
@@ -83,7 +83,7 @@ class Choices:
 
 
 def divided(
-    choices: Mapping[Problem, Choices], total_bytes: int, solver: str
+    choices: Mapping[Problem, KernelChoices], total_bytes: int, solver: str
 ) -> dict[Problem, int]:
     """Workspace of each call of each kernel that minimises the total time.
 
@@ -91,7 +91,7 @@ def divided(
 
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
     >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
-    >>> choices = {slow: Choices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
+    >>> choices = {slow: KernelChoices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
     >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
     [0, 6]
     """
@@ -127,7 +127,7 @@ def divided(
 
 
 @dataclass(eq=False)
-class Pool:
+class WorkspacePool:
     """Divides one pool of workspace, again whenever something was measured."""
 
     config: Config
@@ -145,7 +145,7 @@ class Pool:
         assert self.config.total_bytes is not None
         self._total_bytes = self.config.total_bytes
         # By what was timed, and by lower bounds of what was not.
-        self._known: dict[Problem, Choices] = {}
+        self._known: dict[Problem, KernelChoices] = {}
         self._hoped: dict[Problem, Front] = {}
         # Limits in bytes at which nothing is left to measure.
         self._settled: dict[Problem, set[int]] = {}
@@ -288,11 +288,11 @@ class Pool:
             sources.append(self.source_of(problem, below))
         return sources
 
-    def _choices(self, problem: Problem, front: Front) -> Choices:
+    def _choices(self, problem: Problem, front: Front) -> KernelChoices:
         calls, most = len(self.layers[problem]), self._most(problem)
         surplus = self._surplus.get(problem, 0)
         fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
-        return Choices(calls, most, fitting, surplus)
+        return KernelChoices(calls, most, fitting, surplus)
 
     def _is_divided(self) -> bool:
         """Measure until each kernel has a split, and they fit together; False if time is over.
@@ -419,7 +419,7 @@ class Pool:
         problem = max(gains, key=lambda problem: gains[problem])
         return problem, parts[problem]
 
-    def _hoped_choices(self, problem: Problem) -> Choices:
+    def _hoped_choices(self, problem: Problem) -> KernelChoices:
         """Lower bounds of a kernel's times, where nothing better is known."""
         if problem not in self._hoped:
             sources = self._sources(problem)
@@ -442,7 +442,7 @@ def _reach(limit: int) -> int:
     return limit + limit // 20
 
 
-def _below(one: Choices) -> int:
+def _below(one: KernelChoices) -> int:
     """The largest limit in bytes that excludes all that is known of a kernel."""
     return one.points[0][0] - 1
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.statistics import median_interval
 from ucudnn.measurement import Measurement, MeasurementKey, Role
-from ucudnn.solvers.lazy import Interval, Option, Outlook, bound_front, outlook
+from ucudnn.solvers.lazy import ChunkOption, Interval, Outlook, bound_front, outlook
 from ucudnn.system.processes import cached_property
 from ucudnn.tuning.bounds import Elimination, WorkspaceModel
 from ucudnn.tuning.items import rank_of
@@ -262,7 +262,7 @@ class Requests:
                 return _arms(missing)
         return []
 
-    def _options(self, at_any_limit: bool = False) -> Iterator[Option]:
+    def _options(self, at_any_limit: bool = False) -> Iterator[ChunkOption]:
         """Chunks that the solver may choose among, and measured ones that bound their times.
 
         With `at_any_limit` also those that may matter only at a smaller limit.
@@ -281,7 +281,9 @@ class Requests:
                 if option.lists or option.interval is not None:
                     yield option
 
-    def _at_any_limit(self, arm: Arm, entry: Measurement | None, option: Option) -> Option:
+    def _at_any_limit(
+        self, arm: Arm, entry: Measurement | None, option: ChunkOption
+    ) -> ChunkOption:
         """The same, where a rival or an unknown workspace rules it out at the largest limit."""
         if entry is not None and self.records.has_lost(arm, entry):
             return replace(option, lists=self.listed.lists(arm), is_timed=True)
@@ -292,11 +294,11 @@ class Requests:
         least = 0 if cost is None else cost.workspace_bytes
         return replace(option, lists=self.listed.lists(arm), workspace_bytes=least)
 
-    def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
+    def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> ChunkOption:
         """An arm as an option of the solver; without positions if it may not be part of a split."""
         has_lost = entry is not None and self.records.has_lost(arm, entry)
         may_matter = may_matter and not has_lost and self._is_allowed(arm, entry)
-        return Option(
+        return ChunkOption(
             arm.size,
             arm.algorithm,
             self.listed.curves[arm],
@@ -327,9 +329,9 @@ def interval_of(entry: Measurement) -> Interval | None:
     return Interval(low, entry.time_ns, high)
 
 
-def _arms(options: Iterable[Option]) -> list[Arm]:
+def _arms(options: Iterable[ChunkOption]) -> list[Arm]:
     return [Arm(option.batch, option.algorithm, option.role) for option in options]
 
 
-def _time_ns(option: Option) -> int:
+def _time_ns(option: ChunkOption) -> int:
     return 0 if option.interval is None else option.interval.time_ns

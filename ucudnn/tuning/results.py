@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Measurement
     from ucudnn.problem import Problem
     from ucudnn.tuning.memory_budget import Limits
-    from ucudnn.tuning.pool import Pool
+    from ucudnn.tuning.pool import WorkspacePool
     from ucudnn.tuning.sources import AbstractSource
 
 
@@ -80,7 +80,7 @@ class Results:
     defaults: Mapping[Problem, Measurement]
     kernel_of: Callable[[Problem, str], str | None]
     config: Config
-    pool: Pool | None = None
+    pool: WorkspacePool | None = None
     plans: dict[Problem, KernelPlan] = field(default_factory=dict)
     # Kernels that have no plan within the memory budget. All are tried, to name the worst one.
     refusals: dict[Problem, PlanError] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from ucudnn.solvers import divide
 from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS, Budget, StepShares
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.pool import Pool
+from ucudnn.tuning.pool import WorkspacePool
 from ucudnn.tuning.results import Progress, Results, warn_of_untuned
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
@@ -82,7 +82,7 @@ class TuningScheduler:
             layers_by_problem, limits, self._shares.defaults, self.session.kernel_of, config
         )
         if has_pool:
-            self.results.pool = Pool(
+            self.results.pool = WorkspacePool(
                 config,
                 layers_by_problem,
                 limits,
@@ -168,7 +168,7 @@ class TuningScheduler:
             for plan in self.results.kernels:
                 self._complete(plan)
 
-    def _tune_within(self, pool: Pool) -> None:
+    def _tune_within(self, pool: WorkspacePool) -> None:
         """Divide a pool, and plan kernels within their parts of it."""
         while True:
             before = dict(pool.parts)

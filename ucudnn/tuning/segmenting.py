@@ -26,12 +26,12 @@ from ucudnn.execution.stepping import (
     undisturbed,
 )
 from ucudnn.outcomes import Way
-from ucudnn.segment import WHOLE, Division, Segment
+from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.solvers import Node, Option, SegmentTable, segment
 from ucudnn.tracing import Traced
 from ucudnn.tuning.budget import EFFORTS
-from ucudnn.tuning.independence import Finding, examined
-from ucudnn.tuning.module_profile import Call, Cost, ModuleProfile, profiled
+from ucudnn.tuning.independence import Independence, examined
+from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, ModuleProfile, profiled
 from ucudnn.tuning.step_rounds import Raced, race, raced_of, tells
 
 # A module that saves less than this fraction of the peak of a step is part of the one around it.
@@ -65,7 +65,7 @@ class Seen(NamedTuple):
         time_ns: that it took.
     """
 
-    division: Division
+    division: StepDivision
     peak_bytes: int
     time_ns: int
 
@@ -132,7 +132,7 @@ class SegmentSearch:
         self._backend = backend
         self._is_training = is_training
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
-        self.findings: dict[str, Finding] = {}
+        self.findings: dict[str, Independence] = {}
         self._known: dict[Segment, _Known] = {}
         # Measured over foreseen times, by the number of micro-batches.
         self._ratios: dict[int, list[float]] = {}
@@ -167,14 +167,14 @@ class SegmentSearch:
         """Modules that cannot run in micro-batches, each with the reason."""
         return tuple((name, one.reason) for name, one in self.findings.items() if one.reason)
 
-    def _tree(self, root: Call) -> Call:
+    def _tree(self, root: ModuleCall) -> ModuleCall:
         """The calls that may be segments."""
         counts: dict[str | None, int] = {}
         for call in root.walk():
             counts[call.name] = counts.get(call.name, 0) + 1
         least = _LEAST_SHARE * self._own.peak_bytes
 
-        def matters(call: Call) -> bool:
+        def matters(call: ModuleCall) -> bool:
             if counts[call.name] > 1 or not call.samples:
                 return False
             cost = self._own.cost(call)
@@ -182,7 +182,7 @@ class SegmentSearch:
                 return cost.forward_bytes - call.result_bytes >= least
             return len(call.backward) == 2 and cost.kept_bytes - call.result_bytes >= least
 
-        def pruned(call: Call) -> Iterator[Call]:
+        def pruned(call: ModuleCall) -> Iterator[ModuleCall]:
             children = [one for child in call.children for one in pruned(child)]
             if not matters(call):
                 yield from children
@@ -195,7 +195,7 @@ class SegmentSearch:
                 self._foresee(call)
         return top
 
-    def _foresee(self, call: Call) -> None:
+    def _foresee(self, call: ModuleCall) -> None:
         """Note the segments that a call may be, with what they may cost."""
         assert call.name is not None
         cost, name = self._own.cost(call), call.name
@@ -230,7 +230,7 @@ class SegmentSearch:
         resolution = max(1, round(self._own.peak_bytes * _RESOLUTION))
         return segment(self._node(self._root), resolution)
 
-    def _node(self, call: Call) -> Node:
+    def _node(self, call: ModuleCall) -> Node:
         options = [
             self._option(known)
             for one, known in self._known.items()
@@ -282,7 +282,7 @@ class SegmentSearch:
             chosen = [option.choice for option in options if option.choice is not None]
             if not self._may_all_be(chosen):
                 continue
-            division = Division(tuple(map(self._described, chosen)))
+            division = StepDivision(tuple(map(self._described, chosen)))
             if any(one.division == division for one in self.seen):
                 break
             # Where nothing fits yet, going on is worth more than the time.
@@ -293,12 +293,12 @@ class SegmentSearch:
         if inside and not is_small and not self.reason_against_parts():
             whole = self._described(Segment("", 1))
             self._go_inside(
-                limit, lambda size, inner: Division((replace(whole, micro_batch=size), *inner))
+                limit, lambda size, inner: StepDivision((replace(whole, micro_batch=size), *inner))
             )
         return self._best(limit)
 
     def _go_inside(
-        self, limit: int, division: Callable[[int, tuple[Segment, ...]], Division]
+        self, limit: int, division: Callable[[int, tuple[Segment, ...]], StepDivision]
     ) -> None:
         """Run the model in micro-batches of one sample, of two, of four, with segments inside.
 
@@ -348,11 +348,11 @@ class SegmentSearch:
             # Where nothing fits yet, going on is worth more than the time.
             is_found = any(limit is None or one.peak_bytes <= limit for one in tried)
             if not is_known and not (is_found and self.is_over(2)):
-                tried.append(self.try_(Division(micro_batch=size)))
+                tried.append(self.try_(StepDivision(micro_batch=size)))
         is_small = limit is None or any(one.peak_bytes <= limit for one in tried)
         if inside and limit is not None and not is_small:
             before = len(self.seen)
-            self._go_inside(limit, lambda size, inner: Division(inner, size))
+            self._go_inside(limit, lambda size, inner: StepDivision(inner, size))
             tried += self.seen[before:]
         fitting = [one for one in tried if limit is None or one.peak_bytes <= limit]
         return min(fitting, key=lambda one: one.time_ns, default=None)
@@ -366,7 +366,7 @@ class SegmentSearch:
             return f"of this model {found.reason}"
         return "" if found.samples == batch else "its samples are not those of its first tensor"
 
-    def faster(self, loop: bool = False) -> Division:
+    def faster(self, loop: bool = False) -> StepDivision:
         """The division by which steps are faster beyond the noise, within the same memory.
 
         Args:
@@ -381,7 +381,7 @@ class SegmentSearch:
             return WHOLE
         return best.division
 
-    def race(self, division: Division, rival: Division = WHOLE) -> Raced:
+    def race(self, division: StepDivision, rival: StepDivision = WHOLE) -> Raced:
         """Time steps that are divided in two ways in turn."""
         samples = race(
             [partial(self.elapsed_ns, one) for one in (rival, division)],
@@ -391,7 +391,7 @@ class SegmentSearch:
         self._steps.divide(WHOLE)
         return raced_of(*samples)
 
-    def elapsed_ns(self, division: Division) -> int:
+    def elapsed_ns(self, division: StepDivision) -> int:
         """Time of a step that is divided in some way; so are all further ones."""
         self._steps.divide(division)
         with gradient_mode(self._is_training):
@@ -415,7 +415,7 @@ class SegmentSearch:
         modes = (module.training for module in self._modules[one.module].modules())
         return replace(one, shared=found.shared, training=sum(modes))
 
-    def try_(self, division: Division) -> Seen:
+    def try_(self, division: StepDivision) -> Seen:
         """Run a step that is divided in some way, and note what its segments cost there."""
         steps, names = self._steps, {one.module: one for one in division.segments}
         if division.micro_batch is not None or (len(names) > 1 and "" in names):
@@ -460,7 +460,7 @@ class SegmentSearch:
         sizes = [self._steps.batch >> n for n in range(1, _MOST_HALVINGS)]
         for size in filter(None, sizes):
             one = self._described(Segment("", size, recompute=False))
-            for division in (Division((one,)), Division(micro_batch=size))[: 1 + loop]:
+            for division in (StepDivision((one,)), StepDivision(micro_batch=size))[: 1 + loop]:
                 if not self.is_over(_LEAST_STEPS):
                     self.try_(division)
 
@@ -472,7 +472,7 @@ class SegmentSearch:
         """
         most = self._own.cost(self._root).kept_bytes // 2
 
-        def blocks(call: Call) -> Iterator[str]:
+        def blocks(call: ModuleCall) -> Iterator[str]:
             kept = self._own.cost(call).kept_bytes
             is_sequence = call.name is None or isinstance(self._modules[call.name], nn.Sequential)
             if call.name and (not call.children or not (is_sequence or kept > most)):
@@ -484,12 +484,12 @@ class SegmentSearch:
         segments = [Segment(name, None) for name in blocks(self._root)]
         self._examine({one.module: 1 for one in segments})
         segments = [self._described(one) for one in segments if self._may_be(one)]
-        return self.try_(Division(tuple(segments))) if segments else None
+        return self.try_(StepDivision(tuple(segments))) if segments else None
 
 
 def faster_division(
     model: nn.Module, inputs: Any, traced: Traced, config: Config, began: float
-) -> Division:
+) -> StepDivision:
     """How to divide steps so that they are faster, within the memory that they need as they are.
 
     Args:
@@ -548,7 +548,9 @@ def half_of(config: Config, began: float) -> float | None:
     return None if config.time_budget_s is None else began + config.time_budget_s / 2
 
 
-def _recomputed(call: Call, cost: Cost, part: float, gradients: int, one: Segment) -> Option:
+def _recomputed(
+    call: ModuleCall, cost: ModuleCost, part: float, gradients: int, one: Segment
+) -> Option:
     """What recomputing a call in micro-batches may cost.
 
     Args:

@@ -19,7 +19,7 @@ from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, Division
+from ucudnn.segment import WHOLE, StepDivision
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StepProfiler:
     # Forward and backward; else forward without a graph, as for inference.
     is_training: bool
     memory_format: str = "keep"
-    division: Division = WHOLE
+    division: StepDivision = WHOLE
 
     def profile(self, plan: Plan | None = None) -> StepProfile:
         """Profile a step by a plan, or by torch's own convolutions."""

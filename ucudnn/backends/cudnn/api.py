@@ -14,7 +14,7 @@ from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c
 from pathlib import Path
 from typing import Self
 
-from ucudnn.backends.cudnn.constants import Attribute, DataType, Kind, Type
+from ucudnn.backends.cudnn.constants import Attribute, DataType, DescriptorKind, Type
 from ucudnn.errors import UcudnnError, UnsupportedError
 
 # cuDNN cuts its last error message off at the size of the buffer that it is given.
@@ -152,7 +152,7 @@ class Cudnn:
         virtual: bool = False,
     ) -> Descriptor:
         """Describe a tensor."""
-        tensor = Descriptor(self, Kind.TENSOR)
+        tensor = Descriptor(self, DescriptorKind.TENSOR)
         tensor.set_enum(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, dtype)
         tensor.set_int64(Attribute.TENSOR_DIMENSIONS, *shape)
         tensor.set_int64(Attribute.TENSOR_STRIDES, *strides)
@@ -169,7 +169,7 @@ class Cudnn:
     ) -> Descriptor:
         """Addresses to run a plan on, which can be reused as long as they stay the same."""
         # A finalized pack cannot be changed, so other addresses need another pack.
-        pack = Descriptor(self, Kind.VARIANT_PACK)
+        pack = Descriptor(self, DescriptorKind.VARIANT_PACK)
         pack.set_int64(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
         pack.set_pointers(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers)
         pack.set_pointers(Attribute.VARIANT_PACK_WORKSPACE, workspace)
@@ -209,7 +209,7 @@ class Descriptor(AbstractClosable):
 
     __slots__ = ("_cudnn", "_parts", "kind", "pointer")
 
-    def __init__(self, cudnn: Cudnn, kind: Kind) -> None:
+    def __init__(self, cudnn: Cudnn, kind: DescriptorKind) -> None:
         self._cudnn = cudnn
         # cuDNN refers to the parts by pointer, so they must not be destroyed first.
         self._parts: tuple[Descriptor, ...] = ()
@@ -319,7 +319,7 @@ class Descriptor(AbstractClosable):
         self._get(attribute, Type.CHAR, len(text), text)
         return text.value.decode()
 
-    def get_descriptors(self, attribute: Attribute, kind: Kind) -> list[Descriptor]:
+    def get_descriptors(self, attribute: Attribute, kind: DescriptorKind) -> list[Descriptor]:
         """Read a list of descriptors."""
         count = self._get(attribute, Type.BACKEND_DESCRIPTOR, 0, None)
         # Descriptors to be read must be made by the caller; cuDNN fills them.

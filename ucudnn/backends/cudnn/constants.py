@@ -14,7 +14,7 @@ DEVICELESS_SINCE = 90800
 KNOB_TYPES = 64
 
 
-class Kind(IntEnum):
+class DescriptorKind(IntEnum):
     """Kinds of descriptors: CUDNN_BACKEND_*_DESCRIPTOR."""
 
     POINTWISE = 0

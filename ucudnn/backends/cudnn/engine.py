@@ -19,8 +19,8 @@ from ucudnn.backends.cudnn.constants import (
     KNOB_TYPES,
     Attribute,
     BehaviorNote,
+    DescriptorKind,
     HeuristicMode,
-    Kind,
     NumericalNote,
     Type,
 )
@@ -124,14 +124,14 @@ def configurations(
 
 
 def _proposals(target: Target, graph: Descriptor, mode: HeuristicMode) -> list[Descriptor]:
-    with Descriptor(target.cudnn, Kind.ENGINEHEUR) as heuristic:
+    with Descriptor(target.cudnn, DescriptorKind.ENGINEHEUR) as heuristic:
         heuristic.set_descriptors(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
         heuristic.set_enum(Attribute.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
         if target.device is not None:
             heuristic.set_descriptors(Attribute.ENGINEHEUR_DEVICEPROP, target.device)
         try:
             heuristic.finalize()
-            return heuristic.get_descriptors(Attribute.ENGINEHEUR_RESULTS, Kind.ENGINECFG)
+            return heuristic.get_descriptors(Attribute.ENGINEHEUR_RESULTS, DescriptorKind.ENGINECFG)
         except CudnnError as error:
             if error.is_refusal:  # this heuristic knows nothing; another may
                 return []
@@ -142,9 +142,9 @@ class _Reader:
     """Reads the engine and the knobs of configurations, with descriptors that are made once."""
 
     def __init__(self, cudnn: Cudnn) -> None:
-        self._engine = [Descriptor(cudnn, Kind.ENGINE)]
+        self._engine = [Descriptor(cudnn, DescriptorKind.ENGINE)]
         # Reused: a problem has dozens of configurations, and each would need 64 descriptors.
-        self._knobs = [Descriptor(cudnn, Kind.KNOB_CHOICE) for _ in range(KNOB_TYPES)]
+        self._knobs = [Descriptor(cudnn, DescriptorKind.KNOB_CHOICE) for _ in range(KNOB_TYPES)]
 
     def engine(self, config: Descriptor) -> Descriptor:
         """The engine, which is valid until the next one is read."""
@@ -197,12 +197,12 @@ def build(
         # An engine belongs to a graph, and the graph to a batch size, strides and alignments: hence
         # all are made anew for each plan.
         graph = graph_of(target, problem, views, bias=bias, alpha=alpha, beta=beta)
-        config = Descriptor(target.cudnn, Kind.ENGINECFG)
+        config = Descriptor(target.cudnn, DescriptorKind.ENGINECFG)
         config.set_descriptors(Attribute.ENGINECFG_ENGINE, _engine(target, graph, index))
         if knobs:
             choices = [_knob(target, kind, value) for kind, value in knobs]
             config.set_descriptors(Attribute.ENGINECFG_KNOB_CHOICES, *choices)
-        plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
+        plan = Descriptor(target.cudnn, DescriptorKind.EXECUTION_PLAN)
         # `finalize` is where cuDNN decides whether the engine takes these knobs for this graph.
         plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
         # A plan for a device that is not here can be finalized, which checks it, but not executed.
@@ -247,7 +247,7 @@ def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:
 
 
 def _engine(target: Target, graph: Descriptor, index: int) -> Descriptor:
-    engine = Descriptor(target.cudnn, Kind.ENGINE)
+    engine = Descriptor(target.cudnn, DescriptorKind.ENGINE)
     engine.set_descriptors(Attribute.ENGINE_OPERATION_GRAPH, graph)
     engine.set_int64(Attribute.ENGINE_GLOBAL_INDEX, index)
     if target.device is not None:
@@ -256,7 +256,7 @@ def _engine(target: Target, graph: Descriptor, index: int) -> Descriptor:
 
 
 def _knob(target: Target, kind: int, value: int) -> Descriptor:
-    knob = Descriptor(target.cudnn, Kind.KNOB_CHOICE)
+    knob = Descriptor(target.cudnn, DescriptorKind.KNOB_CHOICE)
     knob.set_enum(Attribute.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE, kind)
     knob.set_int64(Attribute.KNOB_CHOICE_KNOB_VALUE, value)
     return knob.finalize()

@@ -11,7 +11,7 @@ from ucudnn.backends.cudnn.constants import (
     Attribute,
     ConvolutionMode,
     DataType,
-    Kind,
+    DescriptorKind,
     PointwiseMode,
     Type,
 )
@@ -34,7 +34,7 @@ _DATA_TYPES = {
 class _Operation(NamedTuple):
     """The descriptor of an op and its attributes."""
 
-    kind: Kind
+    kind: DescriptorKind
     convolution: Attribute
     x: Attribute
     w: Attribute
@@ -46,7 +46,7 @@ class _Operation(NamedTuple):
 # Each of the three operations has numbers of its own in cuDNN for the same attributes.
 _OPERATIONS = {
     "fprop": _Operation(
-        Kind.OPERATION_CONVOLUTION_FORWARD,
+        DescriptorKind.OPERATION_CONVOLUTION_FORWARD,
         Attribute.OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
         Attribute.OPERATION_CONVOLUTION_FORWARD_X,
         Attribute.OPERATION_CONVOLUTION_FORWARD_W,
@@ -55,7 +55,7 @@ _OPERATIONS = {
         Attribute.OPERATION_CONVOLUTION_FORWARD_BETA,
     ),
     "dgrad": _Operation(
-        Kind.OPERATION_CONVOLUTION_BACKWARD_DATA,
+        DescriptorKind.OPERATION_CONVOLUTION_BACKWARD_DATA,
         Attribute.OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
         Attribute.OPERATION_CONVOLUTION_BWD_DATA_DX,
         Attribute.OPERATION_CONVOLUTION_BWD_DATA_W,
@@ -64,7 +64,7 @@ _OPERATIONS = {
         Attribute.OPERATION_CONVOLUTION_BWD_DATA_BETA,
     ),
     "wgrad": _Operation(
-        Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER,
+        DescriptorKind.OPERATION_CONVOLUTION_BACKWARD_FILTER,
         Attribute.OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
         Attribute.OPERATION_CONVOLUTION_BWD_FILTER_X,
         Attribute.OPERATION_CONVOLUTION_BWD_FILTER_DW,
@@ -163,7 +163,7 @@ def graph_of(
         # The convolution writes the sum, which the addition reads; the addition writes y.
         y = total
     operations.insert(0, _convolution(cudnn, problem, (x, w, y), alpha, beta))
-    graph = Descriptor(cudnn, Kind.OPERATIONGRAPH)
+    graph = Descriptor(cudnn, DescriptorKind.OPERATIONGRAPH)
     graph.set_descriptors(Attribute.OPERATIONGRAPH_OPS, *operations)
     if target.handle is not None:
         graph.set_handle(Attribute.OPERATIONGRAPH_HANDLE, target.handle)
@@ -206,7 +206,7 @@ def _convolution(
     beta: float,
 ) -> Descriptor:
     arithmetic = _arithmetic(problem)
-    convolution = Descriptor(cudnn, Kind.CONVOLUTION)
+    convolution = Descriptor(cudnn, DescriptorKind.CONVOLUTION)
     convolution.set_enum(Attribute.CONVOLUTION_COMP_TYPE, Type.DATA_TYPE, arithmetic)
     convolution.set_enum(
         Attribute.CONVOLUTION_CONV_MODE, Type.CONVOLUTION_MODE, ConvolutionMode.CROSS_CORRELATION
@@ -238,10 +238,10 @@ def _bias_addition(cudnn: Cudnn, problem: Problem, total: Descriptor, y: Descrip
         _strides(shape, problem.layout),
         ALIGNMENT_BYTES,
     )
-    addition = Descriptor(cudnn, Kind.POINTWISE)
+    addition = Descriptor(cudnn, DescriptorKind.POINTWISE)
     addition.set_enum(Attribute.POINTWISE_MODE, Type.POINTWISE_MODE, PointwiseMode.ADD)
     addition.set_enum(Attribute.POINTWISE_MATH_PREC, Type.DATA_TYPE, _arithmetic(problem))
-    operation = Descriptor(cudnn, Kind.OPERATION_POINTWISE)
+    operation = Descriptor(cudnn, DescriptorKind.OPERATION_POINTWISE)
     operation.set_descriptors(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, addition.finalize())
     operation.set_descriptors(Attribute.OPERATION_POINTWISE_XDESC, total)
     operation.set_descriptors(Attribute.OPERATION_POINTWISE_BDESC, bias)

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import ValidationError, convert, defstruct
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
-from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, Kind
+from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, DescriptorKind
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.system.files import parse_json
 from ucudnn.units import Count
@@ -102,7 +102,7 @@ class DeviceProfile:
     def text_of_handle(cudnn: Cudnn, handle: Handle) -> str:
         """The JSON in which cuDNN describes a device of this machine."""
         _require_deviceless(cudnn)
-        with Descriptor(cudnn, Kind.DEVICEPROP) as device:
+        with Descriptor(cudnn, DescriptorKind.DEVICEPROP) as device:
             device.set_handle(Attribute.DEVICEPROP_HANDLE, handle)
             return device.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
 
@@ -119,7 +119,7 @@ class DeviceProfile:
     def descriptor(self, cudnn: Cudnn) -> Descriptor:
         """Make the descriptor with which cuDNN plans for the device."""
         _require_deviceless(cudnn)
-        device = Descriptor(cudnn, Kind.DEVICEPROP)
+        device = Descriptor(cudnn, DescriptorKind.DEVICEPROP)
         # The text as it was read: cuDNN may use fields that this module does not know.
         device.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, self.text)
         try:
