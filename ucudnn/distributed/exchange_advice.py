@@ -25,6 +25,8 @@ _MIB = 1 << 20
 # Relative gains of measured steps below it are noise; those of predictions without any measurement
 # below the second one are.
 _TOLD, _TOLD_PREDICTED = 0.03, 0.1
+# Predicted gain from which a way is measured.
+_HOPED = 0.01
 # Part of a step that fewer buckets may cost.
 _SLACK = 0.01
 # Steps from one average of parameters to the next, and batches of one step.
@@ -300,7 +302,8 @@ class ExchangeAdvice:
         for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
             best = min(rivals, key=lambda way: way.predicted_ns, default=own)
-            if self.gain(best, own) > _TOLD:
+            # Less than what is told: the model may be wrong by that.
+            if self.gain(best, own) > _HOPED:
                 found.append(best)
         return found
 
