@@ -19,6 +19,8 @@
 #   make bench  .venv-test  steps of ten networks, or of NETWORKS, by torch in every way and by a plan,
 #                           in turn; a run that was stopped goes on with what is in
 #                           build/bench.json
+#   make paper  .venv-test  the tables of µ-cuDNN on this machine: steps and layers by each policy within
+#                           workspace limits, in build/limits.json and build/limits_layers.json
 #   make docs   .venv-docs  the documentation site, in build/docs
 #   make lint, make types, make dist, make clean
 
@@ -31,7 +33,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo quick test avx2 bare cudnn simulated-gpu nightly gpu bench docs lint types dist clean
+.PHONY: demo quick test avx2 bare cudnn simulated-gpu nightly gpu bench paper docs lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
@@ -127,6 +129,14 @@ nightly: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 bench: .venv-test/.installed
 	mkdir -p build
 	.venv-test/bin/python benchmarks/whole_steps.py $(NETWORKS) --quick --out build/bench.json
+
+paper: .venv-test/.installed
+	mkdir -p build
+	rm -f build/limits.json
+	.venv-test/bin/python benchmarks/limits.py cifar10 --out build/limits.json
+	.venv-test/bin/python benchmarks/limits.py alexnet --input 256x3x224x224 --limits 64MiB \
+		--effort quick --rounds 6 --out build/limits.json
+	.venv-test/bin/python benchmarks/limits_layers.py --out build/limits_layers.json
 
 gpu:
 	PYTHONPATH="$(ROOT)" $(PYTHON) benchmarks/gpu_run.py --minutes $(GPU_MINUTES)

@@ -39,11 +39,14 @@ def place(share: float, ratio: float) -> tuple[float, float]:
 
 
 def shape(title: str, x: float, y: float, colour: str) -> str:
-    """A square by torch's checkpoints, a circle by segments, a diamond by a loop."""
+    """A circle by segments, a diamond by a loop; torch's ways are open."""
     if title.startswith("loop"):
         return f'<path d="M{x:.1f},{y - 7:.1f}l7,7l-7,7l-7,-7z" fill="{colour}"/>'
     if title.startswith("segments"):
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{colour}"/>'
+    if title.startswith("torch.compile"):
+        path = f'<path d="M{x:.1f},{y - 6:.1f}l6,11h-12z"'
+        return f'{path} fill="none" stroke="{colour}" stroke-width="2"/>'
     size = f'x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10"'
     return f'<rect {size} fill="none" stroke="{colour}" stroke-width="2"/>'
 
@@ -88,7 +91,7 @@ def legend(networks: list[str]) -> list[str]:
             f'<circle cx="{x}" cy="{y}" r="6" fill="{colour}"/>',
             text(x + 14, y + 5, name, "start"),
         ]
-    ways = ("segments", "loop", "torch.utils.checkpoint")
+    ways = ("segments", "loop", "torch.utils.checkpoint", "torch.compile, budget 0.5")
     for number, title in enumerate(ways):
         y = TOP + 10 + 22 * (len(networks) + 1 + number)
         lines += [shape(title, x, y, "#222"), text(x + 14, y + 5, title, "start")]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from models import classifier, conformer, segmenter
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -134,6 +135,9 @@ def print_steps(
             samples[name].append(backend.elapsed_ns(run))
     table = Table(
         title=title,
+        # So that it fits 80 columns.
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         caption="peak: parameters, gradients, activations and workspace; ratios are to torch, of "
         f"{ROUNDS} steps in turn with their 95 % interval; deviation: of the gradients from "
         "float64, largest over largest",

@@ -18,7 +18,7 @@ from ucudnn.outcomes import LayoutRace, Origin, StepMemory, StepRace
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.html import report, write_report
-from ucudnn.reports.text import plan_csv
+from ucudnn.reports.text import kernel_table, plan_csv
 from ucudnn.split import Chunk, Split
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.rationale import Alternative, Rationale, rationales
@@ -512,3 +512,25 @@ def test_no_note_is_repeated(drawn):
     assert page.texts.count("timed … of … candidates (3 kernels)") == 1
     assert page.texts.count("timed 3 of 9 candidates (kernels 0, 2)") == 1
     assert page.text.count("timed 4 of 9") == 1
+
+
+def test_batches_that_repeat_a_chunk_share_a_row():
+    count, size = 256, 32
+    every = range(1, count + 1)
+    kernel = KernelPlan(
+        problem=Problem("fprop", count, 4, 4, (9, 9), (3, 3)),
+        layers=("stem",),
+        algorithms=("fast", "slow"),
+        alone=tuple(1 if n < size else -1 for n in every),
+        last=tuple((size, 0) if n >= size else (n, 1) for n in every),
+        predicted_time_ns=800,
+        timing=Timing(800, 0, 0, samples=5),
+        default=None,
+    )
+    rows = [*zip(*(column.cells for column in kernel_table(kernel).columns), strict=True)]
+    assert rows == [
+        ("1-31", "undivided slow", "derived"),
+        ("32", "32 fast", "derived"),
+        ("33-255", "chunks of 32 fast, the rest by slow", "derived"),
+        ("256", "8x32 fast", "timed"),
+    ]

@@ -1,1 +1,1 @@
-"""Timing of single candidates: the protocol, the accuracy check and the statistics."""
+"""Measuring of candidates and of whole calls: timing, the accuracy check and the statistics."""

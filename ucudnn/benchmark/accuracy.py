@@ -1,20 +1,22 @@
-"""Error of a candidate's result against float64, in outputs that are first filled with NaN.
+"""Error of a candidate's result, found by comparing a part of the result with float64 values.
 
-Each candidate is checked once for each problem it is measured as, on the operands that it is timed
-with: a crop of its result against float64 (`Reference`), and the whole result for elements that are
-not finite, which memory full of NaN leaves where nothing was written.
+Each candidate is checked once for each problem that it is measured as, on the operands that it is
+timed with. A crop of its result is compared with values computed in float64 (`Reference`). The
+whole result is searched for elements that are not finite: for all candidates but torch's own its
+memory is filled with NaN before the run, so that an element that was not written is still NaN.
 
-A whole result in float64 would cost many times as much as the candidate. A wrong implementation is
-wrong in whole samples, channels or rows, mostly at a border, so a crop of the result shows it: the
-first, a middle and the last sample and channel, and along each spatial axis some positions at both
-ends and in the middle. Each element is computed from its definition as a sum of products, with
-gathered operands, on the device that holds them. Nothing is shared with any convolution of torch or
-cuDNN.
+To compute the whole result in float64 would take many times as long as the candidate. A wrong
+implementation is wrong in whole samples, channels or rows, mostly at a border, so a crop shows it.
+The crop has the first, a middle and the last sample and channel, and along each spatial axis
+positions at both ends and in the middle. Each element is computed from its definition as a sum of
+products, with gathered operands, on the device that holds them. No code is shared with the
+convolutions of torch or cuDNN.
 
-The cost is bounded for every problem. A crop takes at most 2**23 multiplications, unless three
-positions per axis take more: an element of a weight gradient sums over all samples and positions.
-At most 2**21 gathered values are held at a time: 16 MiB in float64, and with their indices and the
-values as they were gathered less than 64 MiB.
+The cost is bounded for every problem. A crop takes at most 2**23 multiplications, unless the
+smallest crop, with three positions per axis, already takes more. That can happen for a weight
+gradient, each element of which is a sum over all samples and positions. At most 2**21 gathered
+values are held at a time. They take 16 MiB in float64, and less than 64 MiB together with their
+indices and with the same values in the dtype of the operands.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from ucudnn.execution.execute import empty_result
 from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
-# The value that chunks of a weight gradient are added to: not 0, so that it shows if a chunk
-# overwrites the sum or leaves it as it is.
+# Chunks of a weight gradient are added to this value. It is not 0, so that the check can see if a
+# chunk overwrites the sum or adds nothing.
 _BASE = 1.0
-# Bounds of the time and of the memory of one reference, see the top.
+# Bounds of the time and of the memory of one reference; the module docstring explains them.
 _MOST_PRODUCTS = 1 << 23
 _MOST_COLUMNS = 1 << 21
-# Positions along an axis of a result with one, two or three. They are few, so that an error at one
-# of them is a large part of the whole.
+# Most positions along each axis of a result, by its number of spatial axes. They are few, so that
+# an error at one position makes the relative error of the whole crop large.
 _POSITIONS_BY_RANK = {1: 11, 2: 11, 3: 5}
-# The first, a middle and the last one.
+# The first, a middle and the last position.
 _LEAST_POSITIONS = 3
 _DOUBLE = torch.float64
 
@@ -51,17 +53,17 @@ _DOUBLE = torch.float64
 class Accuracy(NamedTuple):
     """Error of a result against the float64 one."""
 
-    # Relative, in the L2 norm; infinite where an element was not written or is not finite.
+    # Relative error in the L2 norm; infinite if any element was not written or is not finite.
     error: float
     # The largest difference of an element, in units in the last place of the dtype. The unit is
-    # that of the element's magnitude, but at least that of the root mean square of all.
+    # that of the element's magnitude, or of the root mean square of the crop if that is larger.
     ulp: float
 
 
 class Check:
     """A run of one candidate in one role, whose result is judged afterwards.
 
-    torch's own call runs without NaN: torch fills its memory with NaN only in its deterministic
+    For torch's own call, memory is not filled with NaN: torch does this only in its deterministic
     mode, in which it may choose another kernel on a GPU.
     """
 
@@ -74,14 +76,15 @@ class Check:
         self._role = role
         self._poison = _as_it_is if is_torch else _poisoned
         self._result: Tensor | None = None
-        # What the run writes into or adds to is no part of the workspace.
+        # The tensor that the run writes into or adds to is allocated here, before the run, because
+        # it is no part of the workspace.
         if role == Role.LATER and part.op == "wgrad":
             self._result = empty_total(part, ring.a).fill_(_BASE)
         elif role == Role.LATER:
             self._result = empty_result(part, ring.a).fill_(float("nan"))
 
     def run(self) -> Tensor | None:
-        """Run once into poisoned memory; returns the result where it is a new tensor."""
+        """Run once; return the result if the run has made a new tensor for it, else None."""
         a, b, _ = self._ring.chunk(self._part, 0)
         executable = self._executable
         if self._role == Role.ALONE:
@@ -103,7 +106,8 @@ class Check:
         """Judge the result of `run` by the reference for the same operands."""
         found = self._total()
         adds = self._role == Role.LATER and self._part.op == "wgrad"
-        # A sum to which nothing was added is finite. Where the crop is all zeros that may be right.
+        # A sum to which nothing was added is finite, too. It may be right if the expected values
+        # are all zero.
         untouched = adds and bool(reference.expected.any()) and _keeps_base(found)
         if untouched or not _is_finite(found):
             return Accuracy(float("inf"), float("inf"))
@@ -112,16 +116,16 @@ class Check:
 
 
 def allowed_error(problem: Problem) -> float:
-    """Largest relative error of a correct result: at least half of the digits are right.
+    """Largest relative error of a result that counts as correct: half of its digits are right.
 
     >>> allowed_error(Problem("fprop", 1, 1, 1, (9,), (3,)))
     0.000345...
 
-    Rounding errors are far smaller: those of sums of random terms grow with the root of their
-    number, and a TF32 or Winograd kernel loses a few digits.
+    Rounding errors are far smaller. In a sum of random terms they grow with the square root of the
+    number of terms, and a TF32 or Winograd kernel loses only a few digits.
     """
     eps = torch.finfo(torch_dtype(problem)).eps
-    if problem.math == "tf32":  # ten bits of the operands are used
+    if problem.math == "tf32":  # uses ten bits of the operands' mantissas
         eps = 2.0**-10
     return float(eps**0.5)
 
@@ -137,10 +141,11 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
     largest = float(difference.max())
     if largest == 0.0:
         return Accuracy(0.0, 0.0)
-    # All of the crop should be zero, and no relative error can say how far off it is.
+    # All expected values are zero, so that the relative error is not defined.
     if scale == 0.0:
         return Accuracy(float("inf"), float("inf"))
-    # An element near zero is a difference of large terms, and may be off by their rounding.
+    # An element near zero is a difference of large terms, whose rounding errors it has. So the unit
+    # of its error is at least that of a typical element.
     typical = scale / expected.numel() ** 0.5
     sizes = expected.abs().clamp_min(typical)
     ulps = difference / (torch.finfo(dtype).eps * torch.exp2(torch.floor(torch.log2(sizes))))
@@ -148,15 +153,16 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
 
 
 def _is_finite(result: Tensor) -> bool:
-    """True if all elements are finite, by their sum, which needs no memory to compute."""
+    """True if all elements are finite, which their sum shows without a temporary tensor."""
     # float32 at least: half-precision values that are finite could overflow in their sum.
     total = result.sum(dtype=torch.promote_types(result.dtype, torch.float32))
     return bool(total.isfinite())
 
 
 def _keeps_base(total: Tensor) -> bool:
-    """True if nothing was added to any element of some filter or channel of a gradient."""
-    # Implementations leave out whole filters or channels. Single elements may be 0 by chance.
+    """True if there is a filter or channel in which every element still has the value `_BASE`."""
+    # A wrong implementation leaves out whole filters or channels. The gradient of a single element
+    # may be 0 by chance.
     kept = (total == _BASE).flatten(2).all(2)
     return bool((kept.all(0).any() | kept.all(1).any()).item())
 
@@ -167,12 +173,12 @@ def _as_it_is(run: Callable[[], Tensor | None]) -> Tensor | None:
 
 def _poisoned(run: Callable[[], Tensor | None]) -> Tensor | None:
     """Run while torch fills every new tensor with NaN, so that unwritten elements show."""
-    settings: Any = torch.utils.deterministic  # which says of no attribute that it has it
+    settings: Any = torch.utils.deterministic  # Any: type checkers do not find its attribute
     before = settings.fill_uninitialized_memory
     level = torch.get_deterministic_debug_mode()
     settings.fill_uninitialized_memory = True
-    # torch fills new memory in its deterministic mode alone; with a warning only, because some
-    # candidates have no deterministic implementation.
+    # torch fills new memory only in its deterministic mode. `warn_only` is set, because some
+    # candidates have no deterministic implementation and would raise an error.
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         return run()
@@ -183,13 +189,13 @@ def _poisoned(run: Callable[[], Tensor | None]) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """The elements of a result that are computed: all positions in all planes.
+    """The elements of a result that are compared: the same positions in each of a few planes.
 
     >>> Crop.of(Problem("fprop", 8, 4, 4, (9, 40), (3, 3))).planes
     ((0, 0), (4, 2), (7, 3))
     """
 
-    planes: tuple[tuple[int, int], ...]  # (sample, channel) or, of wgrad, (filter, channel)
+    planes: tuple[tuple[int, int], ...]  # (sample, channel), or for wgrad (filter, channel)
     positions: tuple[tuple[int, ...], ...]  # along each spatial axis
 
     @classmethod
@@ -200,7 +206,7 @@ class Crop:
         # Axes with one or two elements give the same plane several times.
         planes = tuple(dict.fromkeys(ends))
         products = len(planes) * _terms(problem)
-        # As many positions per axis as the products allow, but never less than the three.
+        # As many positions per axis as `_MOST_PRODUCTS` allows, but at least `_LEAST_POSITIONS`.
         for most in range(_POSITIONS_BY_RANK[problem.rank], _LEAST_POSITIONS, -1):
             positions = tuple(spread(size, most) for size in sizes)
             if products * prod(map(len, positions)) <= _MOST_PRODUCTS:
@@ -208,7 +214,7 @@ class Crop:
         return cls(planes, tuple(spread(size, _LEAST_POSITIONS) for size in sizes))
 
     def pick(self, result: Tensor) -> Tensor:
-        """These elements of a result, in float64 on the CPU."""
+        """The elements of this crop, taken from a result, in float64 on the CPU."""
         rank = len(self.positions)
         first, second = torch.tensor(self.planes, device=result.device).T
         index = [_facing(values, 0, rank + 1) for values in (first, second)]
@@ -220,7 +226,7 @@ class Crop:
 class Reference:
     """The float64 values of the crop of one problem's result for given operands.
 
-    They are `expected`, on the CPU, in the order of `Crop.pick`.
+    The attribute `expected` holds the values, on the CPU, in the order of `Crop.pick`.
     """
 
     def __init__(self, problem: Problem, a: Tensor, b: Tensor) -> None:
@@ -236,9 +242,10 @@ class Reference:
 
 
 def spread(extent: int, most: int) -> tuple[int, ...]:
-    """Some indices of an axis: runs at its beginning, in the middle and at its end.
+    """Up to `most` indices of an axis: runs at its beginning, in its middle and at its end.
 
-    They are runs, because a strided gradient is computed differently at neighbouring positions.
+    Neighbours are taken, because a strided gradient is computed differently at neighbouring
+    positions.
 
     >>> spread(4, 5), spread(40, 7)
     ((0, 1, 2, 3), (0, 1, 2, 19, 20, 38, 39))
@@ -253,12 +260,12 @@ def spread(extent: int, most: int) -> tuple[int, ...]:
 
 
 def _summed_axes(problem: Problem) -> tuple[int, ...]:
-    """Spatial extents of the sum of one element."""
+    """Spatial extents over which the sum for one element of the result runs."""
     return problem.output_size if problem.op == "wgrad" else problem.kernel_size
 
 
 def _terms(problem: Problem) -> int:
-    """Number of products in the sum of one element, including those with padding."""
+    """Number of products in the sum for one element, including products with padding."""
     summed = {
         "fprop": problem.in_channels // problem.groups,
         "dgrad": problem.out_channels // problem.groups,
@@ -268,7 +275,7 @@ def _terms(problem: Problem) -> int:
 
 
 def _operands(problem: Problem, a: Tensor, b: Tensor, plane: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Operands of a plane of the result, each as (summed axis, flattened positions)."""
+    """Parts of both operands for a plane of the result, as (summed axis, flattened positions)."""
     row, column = plane
     inputs, outputs = (
         channels // problem.groups for channels in (problem.in_channels, problem.out_channels)
@@ -288,16 +295,17 @@ def _operands(problem: Problem, a: Tensor, b: Tensor, plane: tuple[int, int]) ->
 def _gathers(
     problem: Problem, crop: Crop, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """Elements of the first operand that the positions of a crop read, some terms at a time.
+    """Find which elements of the first operand the positions of a crop read, in blocks of terms.
 
-    Yields flat indices, and whether each lies outside, both by (position, term); and the terms.
+    Yields for each block the flat indices, whether each index lies outside the operand (both by
+    position and term), and the slice of terms.
     """
     extents = _summed_axes(problem)
     sources = problem.output_size if problem.op == "dgrad" else problem.input_size
     count = prod(map(len, crop.positions))
     for terms in _blocks(prod(extents), _MOST_COLUMNS // count):
-        # Terms are numbered in row-major order over the summed axes, and taken apart into one index
-        # per axis from the last axis on.
+        # Terms are numbered in row-major order over the summed axes. The number of a term is split
+        # into one index per axis, beginning with the last axis.
         left, stride = torch.arange(terms.start, terms.stop, device=device), 1
         index = torch.zeros((), dtype=torch.long, device=device)
         outside = torch.zeros((), dtype=torch.bool, device=device)
@@ -316,9 +324,10 @@ def _gathers(
 
 
 def _source(problem: Problem, axis: int, position: Tensor, term: Tensor) -> tuple[Tensor, int]:
-    """Place of a term of a position along an axis of the first operand, times a divisor.
+    """Index along an axis of the first operand for a position and a term, times a divisor.
 
-    The term exists where the divisor divides it: outputs of a strided convolution read some inputs.
+    The divisor is the second value. A term exists only if the divisor divides the first value: in
+    a strided convolution an input is read by some outputs only.
     """
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     # Output o and tap k of the kernel read the input at
@@ -332,14 +341,14 @@ def _source(problem: Problem, axis: int, position: Tensor, term: Tensor) -> tupl
 
 
 def _dot(data: Tensor, index: Tensor, outside: Tensor, weights: Tensor) -> Tensor:
-    """Sums over rows and terms of gathered data times weights, one for each position."""
+    """For each position the sum over rows and terms of gathered data times weights."""
     columns = data[:, index].to(_DOUBLE).masked_fill_(outside, 0.0)
     columns *= weights[:, None].to(_DOUBLE)
     return columns.sum((0, 2))
 
 
 def _blocks(extent: int, most: int) -> Iterator[slice]:
-    """Consecutive slices of an extent, each of at most some length, which is at least 1."""
+    """Consecutive slices of an extent, each no longer than `most`, or than 1 if `most` is less."""
     size = max(most, 1)
     for begin in range(0, extent, size):
         yield slice(begin, min(begin + size, extent))

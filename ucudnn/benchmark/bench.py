@@ -1,4 +1,4 @@
-"""Measurements on a device: the first run of a candidate, rounds of several, whole calls."""
+"""Measurements on a device: first runs of candidates, rounds of candidates, whole calls."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ class Arm(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Result of a first run."""
+    """Result of the first run of a candidate."""
 
-    workspace_bytes: int  # the most that a chunk of this size needs in any place
-    accuracy: Accuracy  # the largest error for any problem of a chunk of this size
-    # Shortest of further runs, or of that run if it is torch's own and long; None if the workspace
-    # is over the limit.
+    workspace_bytes: int  # the most that a chunk of this size needs, at an end or inside
+    accuracy: Accuracy  # the largest error of a chunk of this size, at an end or inside
+    # Shortest time of the runs that follow the first one. For torch's own convolution on a CPU it
+    # is the time of the first run if that is long. None if the workspace is over the limit.
     time_ns: int | None
 
 
 class How(NamedTuple):
-    """Settings of the timing of candidates: of chunks, and of whole calls that race each other."""
+    """Settings for timing chunks, and for timing whole calls that race each other."""
 
     chunks: Protocol = Protocol()
     wholes: Protocol = FINALS
-    # The `time.monotonic` after which no more rounds begin; None: no limit.
+    # The `time.monotonic` after which no more rounds of chunks, or of whole calls, begin; None: no
+    # limit.
     until: float | None = None
     wholes_until: float | None = None
 
@@ -65,16 +66,17 @@ class Whole:
 class AbstractBench(ABC):
     """Measures the candidates of one kernel.
 
-    Law: if a candidate fails, only that one is reported as failed, and all others are measured.
-    `look` raises an error, the other methods return a result with the failure.
+    Law: if a candidate fails, only this candidate is reported as failed, and all others are
+    measured. `look` raises an error for a failure, the other methods return a result that holds it.
     """
 
     @abstractmethod
     def look(self, arm: Arm, limit: int | None) -> Look:
-        """Run a candidate once for its workspace and its error, and for its time.
+        """Run a candidate for the first time, to find its workspace, its error and its time.
 
-        Over the limit, a workspace in bytes, it is not run again. A RuntimeError's first line says
-        why the candidate failed; for an UnsupportedError this kernel cannot be measured at all.
+        If its workspace exceeds the limit in bytes, it is not run again for its time. The first
+        line of a RuntimeError says why the candidate failed. An UnsupportedError means that this
+        kernel cannot be measured at all.
         """
 
     @abstractmethod
@@ -83,12 +85,13 @@ class AbstractBench(ABC):
     ) -> list[Result]:
         """Time candidates in interleaved rounds; those of one size and role race each other.
 
-        Known, by size and role, is the time of a rival that was timed before: median and upper end.
+        `known` has, by size and role, the time of a rival that was timed before: its median, and
+        the upper end of its interval.
         """
 
     @abstractmethod
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole calls, each of them in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
 
 
 class LocalBench(AbstractBench):
@@ -111,13 +114,13 @@ class LocalBench(AbstractBench):
 
     @property
     def ring(self) -> Ring:
-        """Operands, allocated when something is first run."""
+        """The operands of all candidates, allocated before the first run."""
         if self._ring is None:
             self._ring = Ring.allocate(self._backend, self._axis.problem)
         return self._ring
 
     def look(self, arm: Arm, limit: int | None) -> Look:
-        """Run a candidate once for its workspace and its error, and for its time."""
+        """Run a candidate for the first time, to find its workspace, its error and its time."""
         # Outside of `try`: too little memory for the operands is no fault of the candidate.
         ring = self.ring
         try:
@@ -136,11 +139,11 @@ class LocalBench(AbstractBench):
             # Compared as tuples: by the error first.
             accuracy = max(accuracy, check.accuracy(reference))
             workspace = max(workspace, part_workspace)
-        # It can be in no plan at this limit, so its time is left to a tune that allows it.
+        # No plan at this limit can use the candidate, so only a tune with a larger limit times it.
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
-        # The first run on a GPU also loads what it runs, and that of others than torch's own fills
-        # memory with NaN.
+        # The time of the first run is used only for torch's own convolution on a CPU. On a GPU the
+        # first run also loads kernels; with other algorithms it also fills memory with NaN.
         is_plain = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
         first_ns = firsts_ns[0] if firsts_ns and is_plain else 0
         return Look(workspace, accuracy, self._sampler(arm).shortest_ns(first_ns))
@@ -190,15 +193,15 @@ class LocalBench(AbstractBench):
         until: float | None,
         known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     ) -> list[Result]:
-        """Results of rounds, and the failures of those that cannot enter them."""
+        """The result of each entrant: of its rounds, or the reason why it could not enter them."""
         entrants: dict[int, Entrant] = {}
         results = [Result() for _ in entering]
         for place, enter in enumerate(entering):
             self._on_turn(place)
             try:
                 entrants[place] = enter()
-            # One that fails leaves the race, and the others are timed; unless the device is broken,
-            # as after a fault on a GPU, when all of them would fail.
+            # An entrant that fails leaves the race, and the others are timed. If the device is
+            # broken, as after a fault on a GPU, all others would fail, too: the error is raised.
             except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
@@ -212,16 +215,18 @@ class LocalBench(AbstractBench):
             lambda number: self._on_turn(places[number]),
             until,
         )
-        # Rounds number those that take part; callers number all that were asked for.
+        # `run_rounds` numbers only the entrants that take part; callers number all that they asked
+        # for.
         for place, result in zip(places, found, strict=True):
-            # -1 stands for a rival of an earlier time, which is none of these.
+            # -1 stands for a rival that was timed before, and which has no number here.
             if result.beaten_by is not None and result.beaten_by >= 0:
                 result.beaten_by = places[result.beaten_by]
             results[place] = result
         return results
 
     def _sampler(self, arm: Arm) -> Sampler:
-        # There is none yet if the candidate's first run was in another process or at another time.
+        # There is no sampler yet if the candidate's first run was in another process or an earlier
+        # tune.
         if arm not in self._samplers:
             part = self._axis.part(arm.size)
             executable = self._backend.executable(part, arm.algorithm)
@@ -230,7 +235,7 @@ class LocalBench(AbstractBench):
         return self._samplers[arm]
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole calls, each of them in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
         ring = self.ring
         bias = ring.bias() if has_bias else None
         workspaces = [0] * len(splits)
@@ -251,13 +256,14 @@ class LocalBench(AbstractBench):
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
         """Workspace of a call in bytes.
 
-        A backend may not see when an algorithm takes memory of its own, and then counts it for the
-        whole call. Chunks of different algorithms run one after the other, so each is measured by
-        itself.
+        A backend may not see when a library allocates memory inside an algorithm. It then adds the
+        largest such amount to the peak of the whole call, although another chunk may cause that
+        peak. So if the chunks have different algorithms, each chunk is also measured by itself.
         """
         together = self._backend.workspace_bytes(loop.once, call.parts)
         parts = dict.fromkeys(call.parts)
-        # A weight gradient also holds the sum of its chunks, which no chunk by itself shows.
+        # A weight gradient also holds the sum of its chunks, which is in the workspace of no single
+        # chunk.
         if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
             return together
         each = (

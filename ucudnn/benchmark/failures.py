@@ -1,4 +1,4 @@
-"""Failures of candidates: their kinds, told from errors where the candidate ran."""
+"""Failures of candidates, and how the kind of a failure is found from the error that was raised."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from ucudnn.measurement import FailureKind
 
-# torch's CPU allocator, CUDA and cuDNN (4003 and 4004) raise a plain RuntimeError, whose text alone
-# says what it is.
+# If there is too little memory, torch's CPU allocator, CUDA and cuDNN (status 4003 and 4004) raise
+# a plain RuntimeError, which only its text tells apart from other errors.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -20,14 +20,14 @@ _OUT_OF_MEMORY = (
 
 
 class Failure(NamedTuple):
-    """A candidate's failure: its kind, and a line that says more to people."""
+    """A candidate's failure: its kind, and a line that explains it to people."""
 
     kind: FailureKind
     reason: str
 
 
 class CandidateError(RuntimeError):
-    """A candidate raised an error in another process, where the class of the error stays."""
+    """A candidate's error in another process; its own class may not be importable here."""
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.ERROR) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class CandidateError(RuntimeError):
 
 
 class LostError(RuntimeError):
-    """A candidate ended its process or took too long: the one of this turn among several."""
+    """A candidate ended its process or took too long; `turn` is its index among several."""
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.CRASH, turn: int = 0) -> None:
         super().__init__(reason)

@@ -37,43 +37,47 @@ class Protocol:
     0.05
     """
 
-    # Samples of a candidate that stays in the race.
+    # Least and largest number of samples of a candidate that stays in the race.
     least_rounds: int = 5
     most_rounds: int = 9
-    # Width at which a 95 % interval of the median is narrow enough, as a fraction.
+    # Width at which a 95 % interval of the median is narrow enough, as a fraction of the median.
     target: float = 0.05
-    # Time after which no more rounds begin, after the smallest number of rounds.
+    # Total time of the rounds after which no more begin, once there were `least_rounds`.
     enough_ns: int = 500_000_000
-    # Largest number of single runs before the first sample; warm-up ends where two runs differ by
-    # no more than the fraction `stable`.
+    # Largest number of single runs before the first sample. Warm-up ends earlier if two successive
+    # runs differ by no more than the fraction `stable`.
     warm_ups: int = 4
     stable: float = 0.1
-    # Shortest time of a sample; shorter chunks are timed several at once, because reading the clock
-    # costs microseconds.
+    # Time that a sample should take at least. For a shorter chunk, a sample consists of several
+    # runs, because reading the clock costs microseconds.
     sample_ns: int = 4_000_000
-    # For the first rounds, the largest ratio to the best time with which a candidate stays in.
+    # One factor for each of the first rounds: a candidate whose time is more than this many times
+    # the best one leaves the race.
     lapped: tuple[float, ...] = (3.0, 1.5)
-    # A round is perturbed if a candidate had less than this fraction of the processor time per
-    # elapsed time of its best round.
+    # A round counts as perturbed if a candidate had less processor time per elapsed time than this
+    # fraction of what it had in its best round, and was interrupted.
     lost_share: float = 0.8
     # Largest number of perturbed rounds that are repeated.
     repeats: int = 5
-    # End, after the smallest number of rounds, as soon as every candidate is clearly faster or
+    # True: end, once there were `least_rounds`, as soon as every candidate is clearly faster or
     # clearly no faster than the first one.
     stops_when_decided: bool = False
 
 
-# Whole plans are compared in pairs: with nine a 95 % interval forgives a disturbed one at either
-# end. No finalist leaves the race, because a pair needs both, and a tie needs no narrow interval.
+# Whole calls are compared by pairs of samples. With nine pairs the 95 % interval leaves out the
+# smallest and the largest ratio, which may be perturbed. `lapped` is empty, because a pair needs a
+# sample of each finalist. `target` is 0, because a tie needs no narrow interval.
 FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000_000, lapped=())
-# Twice the cache, so that a chunk has left it before its turn comes again.
+# Operands fill the cache twice, so that a chunk's data has left it before its turn comes again.
 _RING_CACHES = 2
-# What ran before has left the caches full of other things, and the first of several chunks pays for
-# that, here as in a call: one chunk alone takes longer than the next ones do.
+# Least number of later chunks in a sample. The first of several chunks takes longer than the next
+# ones, because the caches are full of other data, here as in a call.
 _LEAST_CHUNKS = 4
-# A run that takes less is short against the time slices that other processes get.
+# A shorter run than this is easily perturbed: it is short against the time slices that other
+# processes get.
 _SHORT_NS = 20_000_000
-# No short run takes so long because another process got the processor meanwhile.
+# A run that takes this time is a long one: even if another process got the processor meanwhile, a
+# short run does not take so long.
 _LONG_NS = 50_000_000
 
 
@@ -82,14 +86,14 @@ class Ring:
     """Rotating buffers: operands that exceed the last-level cache; chunks are taken in turn."""
 
     problem: Problem  # the whole call, of which the chunks are parts
-    samples: int  # of the operands, at least the problem's batch
+    samples: int  # number of samples in the operands, at least the problem's batch
     a: Tensor  # x for fprop and wgrad, dy for dgrad
     b: Tensor  # w for fprop and dgrad, dy for wgrad
     total: Tensor | None  # what chunks of wgrad are added to
 
     @classmethod
     def allocate(cls, backend: AbstractBackend, problem: Problem) -> Ring:
-        """Random operands of the problem's batch at least, up to twice the last-level cache."""
+        """Random operands that fill twice the last-level cache, and hold a whole batch at least."""
         samples = ring_samples(problem, backend.cache_bytes())
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
@@ -105,8 +109,8 @@ class Ring:
     def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Slices]:
         """Views of the operands for a chunk, and the chunk's part of a call's result.
 
-        Its problem is some samples, or some rows of some samples. The first chunk has number 0, and
-        follows after the last one.
+        The chunk consists of some samples, or of some rows of some samples. Chunks are numbered
+        from 0; the one after the last is the first one again.
         """
         a, b, out = self.places(part, number)
         return self.a[a], self.b[b], out
@@ -117,8 +121,9 @@ class Ring:
         group, turn = divmod(number, turns)
         x_rows = _window(part.input_size[0], self.problem.input_size[0], turn, turns)
         y_rows = _window(part.output_size[0], self.problem.output_size[0], turn, turns)
-        # The ring has at least as many samples as a call: operands go on through all of them, the
-        # result is that of one call and begins again after each.
+        # The ring has at least as many samples as a call. Operands of consecutive chunks go on
+        # through all samples of the ring. The result is that of one call, so its parts begin again
+        # after each call.
         samples, place = (
             (_turn(part.batch, batch, group), slice(None))
             for batch in (self.samples, self.problem.batch)
@@ -128,21 +133,21 @@ class Ring:
         return a, b, out
 
     def chunks_per_call(self, part: Problem) -> int:
-        """Number of chunks of a size that fill a result."""
+        """Number of chunks of this size that fill the result of a call."""
         turns = row_count(self.problem) // row_count(part)
         return turns * (self.problem.batch // part.batch)
 
     def bias(self) -> Tensor:
-        """One element per channel of the result."""
+        """A bias: one element per channel of the result."""
         return self.a.new_ones(self.problem.result_shape[1])
 
     def result(self) -> Tensor:
-        """Tensor that the chunks of a call are written into: a new one, or for wgrad one sum."""
+        """Tensor for the chunks of a call: a new one to write into, or for wgrad the sum."""
         return empty_result(self.problem, self.a) if self.total is None else self.total
 
 
 def _turn(size: int, batch: int, number: int) -> slice:
-    """The samples of a chunk: consecutive chunks, which begin anew at the end of the batch."""
+    """The samples of the chunk with this number; chunks begin anew at the end of the batch."""
     begin = number % (batch // size) * size
     return slice(begin, begin + size)
 
@@ -155,19 +160,19 @@ def empty_total(problem: Problem, like: Tensor) -> Tensor:
 
 def _window(size: int, extent: int, turn: int, turns: int) -> slice:
     """One of several windows of an extent, spread evenly from its beginning to its end."""
-    # Spread evenly: slabs read rows beyond their own (the halo), so windows may overlap.
+    # Slabs read rows beyond their own (the halo), so windows may overlap.
     begin = (extent - size) * turn // max(turns - 1, 1)
     return slice(begin, begin + size)
 
 
 def ring_samples(problem: Problem, cache_bytes: int) -> int:
-    """Number of samples whose operands and results exceed a cache; at least a whole batch.
+    """Number of samples whose inputs and outputs fill a cache twice; at least a whole batch.
 
     >>> ring_samples(Problem("fprop", 4, 1, 1, (256,), (1,)), 1 << 19)
     512
     """
     one = problem.with_batch(1)
-    # Without the filter, which all chunks share and which may stay in the cache, as in a call.
+    # The filter is not counted: all chunks share it, and it may stay in the cache, as in a call.
     per_sample = (prod(one.x_shape) + prod(one.y_shape)) * problem.bytes_per_element
     return max(problem.batch, ceil(_RING_CACHES * cache_bytes / per_sample))
 
@@ -185,7 +190,7 @@ class AbstractLoop(ABC):
         """Prepare the next runs; the returned function only runs them, one after the other."""
 
     def run(self, times: int) -> None:
-        """Run it this many times."""
+        """Prepare this many runs, and run them."""
         self.prepare(times)()
 
 
@@ -202,7 +207,7 @@ class ChunkLoop(AbstractLoop):
 
     @property
     def least_times(self) -> int:
-        """Number of later chunks of a call, at most a few; in other roles there is one per call."""
+        """At most `_LEAST_CHUNKS`, as far as a call has later chunks; 1 in any other role."""
         return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == Role.LATER else 1
 
     def prepare(self, times: int) -> Callable[[], None]:
@@ -211,10 +216,10 @@ class ChunkLoop(AbstractLoop):
         return partial(self._run, [self._ring.places(self._part, number) for number in numbers])
 
     def _run(self, chunks: Sequence[tuple[Slices, Slices, Slices]]) -> None:
-        """Run chunks into the memory that a call of them would allocate and free.
+        """Run chunks, and allocate and free memory for their results as a call would.
 
-        A malloc may take large blocks from the system and return them each time. The first chunk
-        that writes to a page pays for it, and that is part of its time, here as in a call.
+        malloc may take large blocks from the system and return them in every call. The first chunk
+        that writes to a page then takes longer, here as in a call.
         """
         ring, executable, result = self._ring, self._executable, None
         is_sum = ring.problem.op == "wgrad"
@@ -245,7 +250,7 @@ class WholeLoop(AbstractLoop):
         self._numbers = count()
 
     def once(self) -> Tensor:
-        """Run it and return the result."""
+        """Run one call and return its result."""
         return self._call(*self._operands(next(self._numbers)), self._bias)
 
     def prepare(self, times: int) -> Callable[[], None]:
@@ -264,7 +269,7 @@ class WholeLoop(AbstractLoop):
 
 
 class Sampler:
-    """Times a loop, several runs at once if one is short."""
+    """Times the runs of a loop; if a run is short, several runs are timed at once."""
 
     def __init__(self, loop: AbstractLoop, backend: AbstractBackend) -> None:
         self._loop = loop
@@ -281,7 +286,8 @@ class Sampler:
     def shortest_ns(self, before_ns: int = 0) -> int:
         """Time of one run; for a short run, which is easily perturbed, the shortest of three.
 
-        A run before, outside of the loop, need not be repeated if it was long.
+        `before_ns` is the time of an earlier run outside of the loop. If that was long, it is
+        returned, and nothing is run.
         """
         if before_ns >= _LONG_NS:
             self._once_ns = before_ns
@@ -290,10 +296,10 @@ class Sampler:
         return first if first >= _SHORT_NS else min(first, self.once_ns(), self.once_ns())
 
     def warm_up(self, protocol: Protocol) -> None:
-        """Run until two times agree, and set the number of runs in a sample.
+        """Run until two successive times agree, and set the number of runs in a sample.
 
         A long run needs no warm-up, because its cold beginning is a small part of it. A very long
-        one whose time is known is not run here at all.
+        run whose time is known is not repeated here at all.
         """
         known_ns = self._once_ns
         before = time_ns = known_ns if known_ns >= _LONG_NS else self.once_ns()
@@ -302,16 +308,16 @@ class Sampler:
             if abs(time_ns - before) <= protocol.stable * before:
                 break
             before = time_ns
-        # As many runs as make a sample long against the clock and its call (`sample_ns`).
+        # So many runs that a sample is long against reading the clock (`Protocol.sample_ns`).
         self._times = max(self._loop.least_times, min(64, protocol.sample_ns // time_ns))
-        # A sample that takes so much longer than intended was perturbed (see `sample_ns`).
+        # A sample that takes longer than this was perturbed, see the method `sample_ns`.
         self._most_ns = 4 * protocol.sample_ns
 
     def sample_ns(self) -> int:
         """Mean time of a run over consecutive ones."""
         times = self._times
         elapsed_ns = self._backend.elapsed_ns(self._loop.prepare(times))
-        # Others keep the machine busy: shorter samples have a better chance to pass undisturbed.
+        # Other processes keep the machine busy: shorter samples are less likely to be perturbed.
         if elapsed_ns > self._most_ns:
             self._times = max(self._loop.least_times, times // 2)
         return max(1, elapsed_ns // times)

@@ -15,13 +15,14 @@ from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interv
 if TYPE_CHECKING:
     from ucudnn.benchmark.protocol import Protocol
 
-# A smaller gain is not worth leaving torch's own call for, however certain it is.
+# Torch's own call is replaced only if more than this fraction of its time is gained. A smaller gain
+# is not worth it, however certain it is.
 WORTHWHILE_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """Something to time; those of one group, a size and a role, race each other."""
+    """Something to time; entrants of one group, which is a size and a role, race each other."""
 
     sample_ns: Callable[[], int]
     group: tuple[int, str] | None = None
@@ -31,16 +32,17 @@ class Entrant:
 class Result:
     """Result of the rounds of one entrant."""
 
-    samples: list[int] = field(default_factory=list)  # in ns, the n-th of all from one round
+    # In ns; the n-th samples of all entrants are from the same round.
+    samples: list[int] = field(default_factory=list)
     beaten_by: int | None = None  # the entrant that eliminated it; -1: a rival timed before
     failure: Failure | None = None  # why it could not be run any more
     repeated: int = 0  # perturbed rounds that were repeated
-    switches: int = 0  # times that the process lost its processor in the rounds that count
+    switches: int = 0  # how often the process was interrupted in the rounds that count
     state: DeviceState = field(default_factory=DeviceState)  # after the rounds
 
     @property
     def is_racing(self) -> bool:
-        """True if it is neither eliminated nor failed."""
+        """True if the entrant was not eliminated and has not failed."""
         return self.beaten_by is None and not self.failure
 
     def add(self, reading: _Reading, repeated: int) -> None:
@@ -53,8 +55,8 @@ class Result:
 @dataclass(frozen=True, slots=True)
 class _Reading:
     time_ns: int
-    spent_ns: int  # for which it kept the device
-    share: float | None  # processor time per time
+    spent_ns: int  # time for which the entrant kept the device
+    share: float | None  # processor time per elapsed time; None: it does not matter on this device
     switches: int
 
 
@@ -68,13 +70,13 @@ def run_rounds(
 ) -> list[Result]:
     """Time entrants in turn, each round in another order, until every interval is narrow.
 
-    Known, by group, is the time of a rival that was timed before: median and upper end. `on_turn`
-    gets the number of an entrant before each of its samples. No round but the first begins after
-    the `time.monotonic` of `until`.
+    `known` has, by group, the time of a rival that was timed before: its median, and the upper end
+    of its interval. `on_turn` gets the number of an entrant before each of its samples. No round
+    but the first begins after the `time.monotonic` of `until`.
     """
     results = [Result() for _ in entrants]
-    # What share of the processors a candidate gets undisturbed depends on how many threads it keeps
-    # busy, so its own best round is the measure.
+    # How much processor time an undisturbed candidate gets depends on how many threads it keeps
+    # busy. So each round is compared with the best round of the same candidate.
     most_share: list[float] = [0.0] * len(entrants)
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     repeated = spent = rounds = 0
@@ -84,8 +86,8 @@ def run_rounds(
         readings = _take_turns(backend, entrants, results, turns, on_turn)
         spent += sum(reading.spent_ns for reading in readings.values())
         disturbed = _is_disturbed(readings, most_share, protocol)
-        # The whole round is repeated: samples of one round are pairs. A machine that stays busy
-        # must not keep it going for ever.
+        # Samples of one round are compared as pairs, so the whole round is repeated. The number of
+        # repeats is limited, because a machine may stay busy.
         is_late = until is not None and monotonic() >= until
         if disturbed and repeated < protocol.repeats and not is_late:
             repeated += 1
@@ -104,7 +106,7 @@ def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
     before, start_ns = backend.activity(), perf_counter_ns()
     time_ns = max(1, entrant.sample_ns())
     after, spent_ns = backend.activity(), max(time_ns, perf_counter_ns() - start_ns)
-    # On a GPU other processes on the host do not lengthen a kernel.
+    # There is no activity on a GPU, where other processes on the host do not lengthen a kernel.
     if before is None or after is None:
         return _Reading(time_ns, spent_ns, None, 0)
     elapsed_ns = max(1, after.clock_ns - before.clock_ns)
@@ -126,8 +128,8 @@ def _take_turns(
         try:
             readings[number] = _read(backend, entrants[number])
         except RuntimeError as error:
-            # After a fault on a GPU everything in this process fails: whoever comes next is not to
-            # blame.
+            # After a fault on a GPU everything in this process fails: the error is raised, so that
+            # the next entrants are not noted as failed.
             if backend.is_broken():
                 raise
             results[number].failure = failure_of(error)
@@ -137,12 +139,12 @@ def _take_turns(
 def _is_disturbed(
     readings: Mapping[int, _Reading], most_share: list[float], protocol: Protocol
 ) -> bool:
-    """True if an entrant had less processor time than in its best round; updates the best."""
+    """True if an entrant had too little processor time in this round; updates `most_share`."""
     disturbed = False
     for number, reading in readings.items():
         if reading.share is not None:
             most_share[number] = max(most_share[number], reading.share)
-            # A small share alone may be a candidate that waits; a context switch that was forced
+            # A candidate that waits has a small share, too. Only an involuntary context switch
             # shows that another process took the processor.
             lost = reading.share < protocol.lost_share * most_share[number]
             disturbed |= lost and reading.switches > 0
@@ -152,7 +154,7 @@ def _is_disturbed(
 def _is_over(
     results: Sequence[Result], protocol: Protocol, rounds: int, spent_ns: int, until: float | None
 ) -> bool:
-    """True where no further round is to begin: nobody is left, all is known, or time is up."""
+    """True if no further round begins: no entrant is left, enough is known, or time is over."""
     if rounds >= protocol.most_rounds or not any(result.is_racing for result in results):
         return True
     if rounds >= protocol.least_rounds and _is_enough(results, protocol, spent_ns):
@@ -161,7 +163,7 @@ def _is_over(
 
 
 def _is_enough(results: Sequence[Result], protocol: Protocol, spent_ns: int) -> bool:
-    """True where more rounds would tell nothing that matters, or would take too long."""
+    """True if more rounds would change nothing that matters, or would take too long."""
     if spent_ns >= protocol.enough_ns:
         return True
     if protocol.stops_when_decided and _is_decided(results):
@@ -183,8 +185,9 @@ def _drop_beaten(
 ) -> None:
     """Drop rivals after a round.
 
-    In the first rounds those go that are slower than the best by a factor, which falls from round
-    to round; later those whose interval does not overlap that of the best.
+    After each of the first rounds, rivals are dropped that are slower than the best one by more
+    than a factor, which falls from round to round. Later, rivals are dropped whose interval lies
+    above that of the best one.
     """
     if not protocol.lapped:
         return
@@ -198,7 +201,6 @@ def _drop_beaten(
         for number, time_ns in medians.items():
             if rounds <= len(protocol.lapped):
                 is_beaten = time_ns > protocol.lapped[rounds - 1] * best_ns
-            # After the rounds with a fixed factor: as soon as the intervals no longer overlap.
             else:
                 is_beaten = median_interval(results[number].samples)[0] > high_ns
             if is_beaten and number != winner:
@@ -221,7 +223,7 @@ def _is_decided(results: Sequence[Result]) -> bool:
     first, *others = (result.samples for result in results if result.is_racing)
     for samples in others:
         _, low, high = ratio_interval(samples, first)
-        # It may still turn out to be worthwhile, or not to be: more rounds can tell.
+        # It is not clear yet whether the gain is worthwhile, and more rounds may show it.
         if low < 1 - WORTHWHILE_GAIN and high > 1 - WORTHWHILE_GAIN / 2:
             return False
     return True

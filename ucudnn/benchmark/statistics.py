@@ -1,4 +1,4 @@
-"""Order statistics of timings: medians, spreads and a noise test for pairs. Pure."""
+"""Order statistics of times: medians, spreads, and intervals of medians and of paired ratios."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def spread_ns(samples: Sequence[int]) -> int:
     """
     ordered = sorted(samples)
     last = len(ordered) - 1
-    # Quartiles are samples, so the result is an integer; the upper one is rounded to the nearest.
+    # Both quartiles are samples, so that the result is an integer. The index of the upper one is
+    # rounded to the nearest, that of the lower one is rounded down.
     return ordered[(3 * last + 2) // 4] - ordered[last // 4]
 
 
 def median_interval(samples: Sequence[int], confidence: float = 0.95) -> tuple[int, int]:
     """A distribution-free confidence interval of the median: two of the samples.
 
-    It holds the k-th smallest and k-th largest, k from the binomial distribution (Conover,
-    "Practical Nonparametric Statistics", section 3.2); with few samples it is all of them.
+    It reaches from the k-th smallest to the k-th largest sample. The number k follows from the
+    binomial distribution (Conover, "Practical Nonparametric Statistics", section 3.2). With few
+    samples the interval spans all of them.
 
     >>> median_interval([5, 1, 2, 3, 4]), median_interval(range(1, 10))
     ((1, 5), (2, 8))
@@ -62,8 +64,8 @@ def _outermost(count: int, confidence: float) -> int:
     """The k for which the k-th smallest and k-th largest sample enclose the median."""
     outside = 1 - confidence
     k, tail = 0, 0.0
-    # The true median is outside if it is below the k-th smallest or above the k-th largest. Each
-    # has the probability that fewer than k of `count` fair coins show heads.
+    # The true median is outside if it is below the k-th smallest or above the k-th largest. Each of
+    # these two has the probability that fewer than k of `count` fair coins show heads.
     while k < count // 2:
         tail += comb(count, k) / 2**count
         if 2 * tail > outside:

@@ -1,4 +1,4 @@
-"""Measure in a process of its own; if a candidate hangs or kills it, a new one is started.
+"""Measure in a child process; if a candidate hangs or kills that process, a new one is started.
 
 The child is a plain interpreter that imports this module: a GPU context does not survive a fork,
 and with multiprocessing's spawn a script without a guard would run twice.
@@ -27,7 +27,7 @@ from ucudnn.split import Split
 from ucudnn.system.processes import start_python
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
-# The first answer waits for the imports and, on a GPU, for the context.
+# A child's first answer waits for the imports and, on a GPU, for the context.
 _START_S = 120.0
 
 
@@ -38,17 +38,17 @@ class Worker:
         self._backend = backend
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self.started_s = 0.0  # which starting children took
+        self.started_s = 0.0  # seconds that starting children took
 
     def ask(self, axis: AbstractAxis, how: How, method: str, *arguments: Any) -> Any:
         """Call a method of a `LocalBench` of this axis in the child.
 
-        A LostError says that the child hung or ended; the next call starts another.
+        Raises LostError if the child hung or ended; the next call then starts another child.
         """
         connection = self._started()
         try:
             connection.send((axis, how, method, arguments))
-        # The child ended between two questions, which is no candidate's fault: ask a new one.
+        # The child ended between two calls, which is no candidate's fault: a new child is asked.
         except OSError:
             self.close()
             connection = self._started()
@@ -56,7 +56,8 @@ class Worker:
         turn, patience_s = 0, self._backend.candidate_timeout_s
         while True:
             try:
-                # Counted from the last message; in a race the child sends one before each run.
+                # The time counts from the last message; in a race the child sends a message before
+                # each run.
                 if not connection.poll(patience_s):
                     self.close()
                     raise LostError(
@@ -78,7 +79,7 @@ class Worker:
     def close(self) -> None:
         """End the child, even if it is busy."""
         if self._child is not None:
-            # By SIGKILL, which nothing that a library does in the child can catch or delay.
+            # This sends SIGKILL, which no library in the child can catch or delay.
             self._child.kill()
             self._child.wait()
         if self._connection is not None:
@@ -89,7 +90,7 @@ class Worker:
         if self._connection is not None:
             return self._connection
         began = monotonic()
-        # What torch's allocator keeps here without using it is no memory for the child.
+        # The child cannot use memory that torch's allocator keeps here without using it.
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         ours, theirs = Pipe()
@@ -97,11 +98,12 @@ class Worker:
             _PROGRAM,
             str(theirs.fileno()),
             environment=environment_without_startup(),
-            # What libraries print there is not output of the user's program.
+            # What libraries print in the child is not output of the user's program.
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
-        # With its only other end in the child, the pipe reports when the child has ended.
+        # Then the only other end of the pipe is in the child, so that the pipe reports when the
+        # child has ended.
         theirs.close()
         self._connection = ours
         ours.send((self._backend, torch.get_num_threads()))
@@ -134,7 +136,7 @@ class WorkerBench(AbstractBench):
         self._how = how
 
     def look(self, arm: Arm, limit: int | None) -> Look:
-        """Run a candidate once for its workspace and its error, and for its time."""
+        """Run a candidate for the first time, to find its workspace, its error and its time."""
         found = self._worker.ask(self._axis, self._how, "look", arm, limit)
         assert isinstance(found, Look)
         return found
@@ -142,7 +144,7 @@ class WorkerBench(AbstractBench):
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
     ) -> list[Result]:
-        """Time candidates in interleaved rounds, which start over without one that was lost."""
+        """Time candidates in interleaved rounds; if one is lost, they start over without it."""
         found = self._without_the_lost("rounds", list(arms), dict(known))
         results = [
             Result(failure=found[place]) if isinstance(found[place], Failure) else found[place]
@@ -156,7 +158,7 @@ class WorkerBench(AbstractBench):
         return results
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole calls, each of them in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
         found = self._without_the_lost("whole", list(splits), has_bias)
         return [
             Whole(Result(failure=entry), 0) if isinstance(entry, Failure) else entry
@@ -164,13 +166,13 @@ class WorkerBench(AbstractBench):
         ]
 
     def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> dict[int, Any]:
-        """By index, the result of the method, or how the candidate was lost."""
+        """The result of the method for each index of `asked`, or how that candidate was lost."""
         found: dict[int, Any] = {}
         left = list(range(len(asked)))
         while left:
             try:
-                # Samples are pairs of one round, so the rest starts over without the one that was
-                # lost.
+                # Samples of one round are compared as pairs, so the other candidates start over
+                # without the one that was lost.
                 still = [asked[place] for place in left]
                 answers = self._worker.ask(self._axis, self._how, method, still, *more)
             except LostError as lost:
@@ -195,7 +197,7 @@ def serve(descriptor: int) -> None:
                 axis, how, method, arguments = connection.recv()
             except EOFError:
                 return
-            # A bench holds the operands of a kernel, which serve all questions about it.
+            # A bench holds the operands of a kernel, which serve all requests for this kernel.
             if (axis, how) != measured:
                 bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)), how)
                 measured = axis, how
@@ -206,7 +208,7 @@ def serve(descriptor: int) -> None:
                     answer = ("lost", failure_of(error).reason)
                 elif isinstance(error, UcudnnError):
                     answer = ("raised", error)
-                # The class of any other error may not be importable on the other side.
+                # The class of any other error may not be importable in the parent.
                 else:
                     kind, reason = failure_of(error)
                     answer = ("raised", CandidateError(reason, kind))

@@ -46,9 +46,9 @@ app = typer.Typer(
     name="ucudnn",
     help="Split the mini-batch of each convolution, so that fast algorithms fit.",
     no_args_is_help=True,
-    # -h as well, which commands inherit.
+    # Adds -h to --help; all commands inherit this setting.
     context_settings={"help_option_names": ["-h", "--help"]},
-    # Expected errors are sentences (`main`); of any other Python's own traceback tells most.
+    # `main` prints an expected error as one sentence; other errors keep Python's traceback.
     pretty_exceptions_enable=False,
 )
 
@@ -68,7 +68,7 @@ VersionOption = Annotated[
 @app.callback()
 def _before(context: typer.Context, version: VersionOption = False) -> None:
     del version  # its callback has printed it
-    # Commands measure and check what torch does by itself. The ranks of `launch` follow a plan.
+    # Only scripts that `run` and `launch` start follow a plan. Other commands use torch by itself.
     if context.invoked_subcommand not in ("run", "launch"):
         set_startup(Startup())
 
@@ -84,7 +84,7 @@ app.command()(common(plans.report))
 app.command()(common(machine.doctor))
 app.command()(common(plans.check))
 app.command()(common(plans.compare))
-# What follows the script's name are the script's options.
+# Options after the script's name belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(scripts.launch)
 app.add_typer(cache.app, name="cache")
 
@@ -92,12 +92,12 @@ app.add_typer(cache.app, name="cache")
 def main() -> None:
     """Run the command line; an error prints one sentence and sets the exit status.
 
-    Exit status: 0 done, 1 the answer is no, 2 wrong usage or a file that cannot be read, 3 the
-    environment does not allow it, 4 an error of ucudnn itself, 130 interrupted. A script that `run`
-    or `record` runs has its own.
+    Exit status: 0 for success, 1 if the answer is no, 2 for wrong usage or a file that cannot be
+    read, 3 if the environment prevents the command, 4 for an error of ucudnn itself, 130 if
+    interrupted. A script that `run` or `record` runs sets its own exit status.
     """
     call = _command()
-    # Outside of everything that the commands changed in this process, and of any exception.
+    # The script runs here: what `_command` changed is restored, and no exception is being handled.
     if call is not None:
         scripts.execute(call)
 
@@ -105,7 +105,7 @@ def main() -> None:
 def _command() -> scripts.ScriptCall | None:
     with _printable_names():
         try:
-            # It puts `showwarning` back at the end, for a caller that goes on after `main`.
+            # `catch_warnings` restores `showwarning` for a caller that goes on after `main`.
             with warnings.catch_warnings(), _OwnErrors():
                 warnings.showwarning = show_warning
                 app()
@@ -119,7 +119,7 @@ def _command() -> scripts.ScriptCall | None:
 
 
 def _status(error: UcudnnError) -> int:
-    # A full disk is no fault of whoever named the file.
+    # OutputError counts as ENVIRONMENT: a full disk is not the fault of the user.
     if isinstance(error, (ConfigError, ProblemError, PlanFileError, TableError)):
         return USAGE
     if isinstance(error, PlanError) and not isinstance(error, OutputError):
@@ -128,7 +128,7 @@ def _status(error: UcudnnError) -> int:
 
 
 class _OwnErrors:
-    """Tell errors of ucudnn itself from the answer no, which Python's own exit status is."""
+    """Gives errors of ucudnn itself an exit status of their own: Python's, 1, would mean "no"."""
 
     def __enter__(self) -> None:
         pass
@@ -144,7 +144,7 @@ class _OwnErrors:
 
 @contextmanager
 def _printable_names() -> Iterator[None]:
-    """Let stdout and stderr take names that no terminal can show; afterwards as before."""
+    """Let stdout and stderr escape characters that they cannot encode, within the context."""
     streams = [one for one in (sys.stdout, sys.stderr) if isinstance(one, TextIOWrapper)]
     before = [stream.errors for stream in streams]
     for stream in streams:

@@ -61,15 +61,15 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 
     Example: ucudnn cache check
     """
-    # A cache that is opened for writing would set damaged files aside.
+    # Opened for reading only: a cache that is opened for writing sets damaged files aside.
     with _opened(cache, "r") as opened:
         report = opened.check()
     if as_json:
-        # A property, which `asdict` leaves out.
+        # `clean` is a property, which `asdict` leaves out.
         print_json({**asdict(report), "clean": report.clean})
     else:
         say(f"{report.records} measurements in {report.files} sound files")
-        # The fields of the report that hold sentences; their names are the labels, too.
+        # These two fields of the report hold sentences; their names are printed as labels.
         for label in ("problems", "notes"):
             for sentence in getattr(report, label):
                 say(f"{label}: {sentence}")
@@ -115,7 +115,7 @@ def export(
     _tell(f"wrote {count} measurements to {file}", {"measurements": count}, as_json)
 
 
-# The name is given, because `import` itself cannot be the name of a function.
+# The command's name is given here, because no Python function can be called `import`.
 @app.command("import")
 @common
 def import_(
@@ -145,14 +145,14 @@ def prune(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove measurements that match, such as those of old versions.
+    """Remove measurements that match a filter, such as those of old versions.
 
     Example: ucudnn cache prune --where software.torch=2.12.0
     """
     from ucudnn.cache.schema import matches
 
     filters = _parsed(where)
-    # An empty filter matches every entry, and a slip must not empty a cache.
+    # Refused, because an empty filter matches every entry: a slip must not empty a cache.
     if not filters and older_than_days is None:
         raise ConfigError(
             "prune removes what matches and was given no filter; name a field=value or an age"
@@ -177,7 +177,7 @@ def explain(
 ) -> None:
     """Say whether a measurement is in the cache, and if not, how the nearest one differs.
 
-    Exit status 1 if there is none. Example: ucudnn cache explain --where problem.batch=32
+    Exit status 1 if none matches. Example: ucudnn cache explain --where problem.batch=32
     """
     if not where:
         raise ConfigError(
@@ -201,7 +201,7 @@ def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Fail where the cache cannot be written, which tuning only warns of: this is all there is."""
+    """Turn a CacheWarning into an error, because these commands do nothing but write a cache."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         try:

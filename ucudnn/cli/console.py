@@ -19,29 +19,29 @@ from rich.text import Text
 from ucudnn.system.markup import printable
 from ucudnn.units import format_ns
 
-# See `main`; 130 is what shells report for a process that SIGINT (2) has ended: 128 + 2.
+# Exit statuses, described in `main`. Shells report 130 = 128 + 2 for a process ended by SIGINT (2).
 SAYS_NO, USAGE, ENVIRONMENT, CRASHED, INTERRUPTED = 1, 2, 3, 4, 130
-# What is printed may hold names of the user, in which rich must not see markup, emoji or numbers.
+# Printed text may hold the user's names, in which rich must not find markup, emoji or numbers.
 _PLAIN: dict[str, Any] = {"emoji": False, "markup": False, "highlight": False}
 
 
 def _width() -> int | None:
-    """Characters in a line of results; None: as rich finds, which asks COLUMNS and the terminal."""
+    """Characters in a line of results; None: rich decides by COLUMNS or the terminal."""
     if "COLUMNS" in os.environ or sys.stdout.isatty():
         return None
     try:
         is_pipe = stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
-    except (OSError, ValueError):  # replaced by something that is no file
+    except (OSError, ValueError):  # stdout was replaced by an object that is no file
         is_pipe = False
-    # What goes through `head` or `less` is read on the terminal; a file has no width of its own.
+    # Output through `head` or `less` is read on the terminal, which has a width; a file has none.
     return None if is_pipe and sys.stderr.isatty() else 160
 
 
 class _Printer(Console):
-    """Prints names as they are written, whatever terminals would do with their characters."""
+    """Prints control characters in names as escapes, so that no terminal obeys them."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Called for everything that is printed, cells of tables included."""
+        """Escape control characters; rich calls this for all that it prints, tables included."""
         lines = "\n".join(map(printable, text.split("\n")))
         return super().render_str(lines, **options)
 
@@ -56,11 +56,11 @@ _verbosity = 0
 
 
 class InterruptedCommandError(Exception):
-    """Ctrl-C while measuring; typer would end silently on KeyboardInterrupt itself."""
+    """Raised after Ctrl-C while measuring, because typer ends silently on a KeyboardInterrupt."""
 
 
 def set_verbosity(level: int) -> None:
-    """Print less than usual (-1), as usual (0), what the package logs (1), or also details (2)."""
+    """Set how much is printed: -1 no progress, 0 as usual, 1 also the package's log, 2 details."""
     global _verbosity  # noqa: PLW0603 - one process runs one command
     _verbosity = level
     logger = logging.getLogger("ucudnn")
@@ -71,7 +71,7 @@ def set_verbosity(level: int) -> None:
 
 
 class _LogHandler(logging.Handler):
-    """Prints what the package logs where progress is shown."""
+    """Prints the package's log messages to stderr, where progress is shown, too."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say_error(record.getMessage())
@@ -84,7 +84,7 @@ def say(line: str) -> None:
 
 
 def print_json(document: object) -> None:
-    """Print a document on one line, which rich would break."""
+    """Print a document as one line of JSON; rich is not used, because it would break the line."""
     print(json.dumps(document))
 
 
@@ -93,7 +93,7 @@ def say_error(line: str) -> None:
     err.print(f"ucudnn: {line}", soft_wrap=True)
 
 
-# Settings in messages of the package, as they are called on a command line.
+# Settings as messages of the package write them, and the flags to print instead.
 _FLAGS = {
     "real=True": "--real",
     "unplanned='torch'": "--unplanned torch",
@@ -117,7 +117,7 @@ def as_flags(message: str) -> str:
 
 
 def fail(message: str, status: int) -> None:
-    """End the command with one sentence."""
+    """Print one sentence and end the command with an exit status."""
     err.print(f"ucudnn: {as_flags(message)}", style="red", soft_wrap=True)
     sys.exit(status)
 
@@ -130,7 +130,7 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print the sentence of a warning alone; called as `warnings.showwarning` is."""
+    """Print only the sentence of a warning; the parameters are those of `warnings.showwarning`."""
     del category, filename, lineno, file, line
     say_error(f"warning: {as_flags(str(message))}")
 
@@ -139,13 +139,13 @@ class Update(Protocol):
     """Shows how far a command is."""
 
     def __call__(self, done: int, total: int | None, what: str = "", left: str = "") -> None:
-        """Show that so many parts are done, what is at work, and what else is known."""
+        """Show how many parts are done, which part is at work, and a further text."""
         ...
 
 
 @contextmanager
 def bar(title: str) -> Iterator[Update]:
-    """A progress bar on a terminal; elsewhere a line now and then."""
+    """Show progress: on a terminal as a bar, elsewhere as a line from time to time."""
     if _verbosity < 0:
         yield _silent
     elif err.is_terminal:
@@ -174,7 +174,7 @@ def _silent(done: int, total: int | None, what: str = "", left: str = "") -> Non
 
 
 class _Lines:
-    """Progress as lines, each some seconds after the one before."""
+    """Shows progress as lines that are at least `_LINE_S` seconds apart."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -190,11 +190,11 @@ class _Lines:
 
 @contextmanager
 def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
-    """Progress of tuning, and the counts of the last event."""
-    # Kept for the summary, because the bar is gone when it is printed.
+    """Show the progress of tuning; yields a callback for events and the last event's counts."""
+    # The counts are kept for the summary, which is printed when the bar is gone.
     counts = {"measured": 0, "reused": 0}
     with bar("tuning") as update:
-        # The budget comes with every event and is told once.
+        # Every event has the time budget, which is printed only once.
         said: list[float] = []
 
         def on_progress(event: Any) -> None:

@@ -43,10 +43,10 @@ def advise(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a step in several ways for about a minute: memory, time, a verdict.
+    """Run a step in several ways for about a minute; print memory, times and a verdict.
 
-    With a memory budget: the largest batch that fits. Started in several ranks, as by torchrun, or
-    with --ranks and --link: what waiting for gradients costs, and which way out pays.
+    With a memory budget, also print the largest batch that fits. In several ranks (torchrun), or
+    with --ranks and --link, print what waiting for gradients costs and which way to send them pays.
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
@@ -56,7 +56,7 @@ def advise(
     if ranks is not None or link is not None or startup.is_in_job():
         _advise_in_ranks(recipe, ranks, link, as_json)
         return
-    # These import torch, which takes seconds: not for --help, nor for a setting that is wrong.
+    # Imported late: these import torch, which takes seconds. --help and wrong settings come first.
     from ucudnn.tuning.advisor import advised, require_live
     from ucudnn.tuning.tuner import device_type
 
@@ -66,7 +66,7 @@ def advise(
     traced = named.trace(config.ops, device_type(config))
     # Tracing needs shapes only; the steps that run from here on need values.
     named.fill()
-    # On stderr, so that stdout holds nothing but the result.
+    # The bar is shown on stderr, so that stdout holds nothing but the result.
     with bar("running steps") as update, named.context():
         found = advised(
             named.module,
@@ -151,17 +151,17 @@ def doctor(
 
     Example: ucudnn doctor
     """
-    # Under another name, because this function has the module's.
+    # Imported under another name, because this function has the name of the module.
     from ucudnn import doctor as room
 
     if save_device_profile is not None:
         profile = room.save_device_profile(save_device_profile)
         say(f"wrote the profile of {profile.name} to {save_device_profile}")
         return
-    # Without the flag `Config` asks the environment.
+    # Without --cache, `Config` takes the path from the environment or its default.
     found = room.diagnose(cache or Config().cache)
     if as_json:
-        # A property, which `asdict` leaves out.
+        # `advice` is a property, which `asdict` leaves out.
         print_json({**asdict(found), "advice": found.advice, "ucudnn": ucudnn.__version__})
         return
     _print_doctor(found)

@@ -1,4 +1,4 @@
-"""MODEL of a command line: how it is made, its example inputs, its trace."""
+"""The argument MODEL of commands: make the model and its example inputs, and trace it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from ucudnn.tracing import Traced
 
-# Those to which autocast casts convolutions.
+# Dtypes to which autocast can cast convolutions.
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
 class Recipe(NamedTuple):
-    """Description of a model and its inputs on a command line; all commands have these flags."""
+    """A model and its inputs as a command line describes them; fields are named like the flags."""
 
     model: str
     input: tuple[str, ...] = ()
@@ -37,9 +37,9 @@ class Recipe(NamedTuple):
     real: bool = False
 
     def require_table(self) -> None:
-        """Refuse the flags that only a model has."""
+        """Refuse flags that only apply to a model, where a table of layers is given."""
         for name, value in zip(self._fields[1:], self[1:], strict=True):
-            # The passes of a table can be those of inference.
+            # --infer is allowed, because it also chooses the passes of a table.
             if value and name != "infer":
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is for a model, and {self.model} is a table of "
@@ -60,13 +60,13 @@ class NamedModel(NamedTuple):
     examples: list[Any]
 
     def fill(self) -> None:
-        """Give inputs without values random ones, for running steps."""
-        # Those of the user's own function have values.
+        """Fill inputs that have no values with random values, so that steps can be run."""
+        # Inputs from the user's own function (--inputs) have values.
         if self.recipe.inputs is None:
             fill(self.examples)
 
     def trace(self, ops: tuple[str, ...], device_type: str) -> Traced:
-        """The convolutions of its step, on a kind of device."""
+        """Trace the convolutions of the model's step for a kind of device."""
         from ucudnn.tracing import trace_layers
 
         if self.recipe.real:
@@ -77,7 +77,7 @@ class NamedModel(NamedTuple):
             )
 
     def context(self) -> AbstractContextManager[object]:
-        """Context in which it is traced and run."""
+        """The context in which the model is traced and run: autocast, or none."""
         import torch
 
         if not self.recipe.autocast and self.recipe.autocast_dtype is None:
@@ -113,7 +113,7 @@ def name_model(recipe: Recipe) -> NamedModel:
 
 
 def in_layout(what: Any) -> Any:
-    """A module, or nested inputs, in channels-last: 4-D and 5-D tensors each in their own."""
+    """Convert a module or nested inputs: 4-D tensors to channels_last, 5-D to channels_last_3d."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
@@ -121,7 +121,7 @@ def in_layout(what: Any) -> Any:
 
     if isinstance(what, list):
         return tree_map_only(Tensor, in_channels_last, what)
-    # Not `Module.to`, which takes one memory format and fails at tensors of the other rank.
+    # `Module.to` takes one memory format for all, and fails if there are both 4-D and 5-D tensors.
     for tensor in (*what.parameters(), *what.buffers()):
         tensor.data = in_channels_last(tensor.data)
     return what
@@ -154,7 +154,7 @@ def _parsed_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
 
 def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
     """Call what `module:callable` or `file.py:callable` names."""
-    # The last colon, as a path may contain others.
+    # Split at the last colon, because a path may contain colons.
     name, _, attribute = spec.rpartition(":")
     if not name or not attribute:
         raise ConfigError(
@@ -170,7 +170,7 @@ def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
     sys.path.insert(0, str(folder.resolve()))
     try:
         found = _imported(name, attribute, what)
-        # A model that was made when its file was imported is not called, which would compute it.
+        # A model that its file made on import is returned and not called: a call would compute it.
         is_made = callable(getattr(found, "named_parameters", None)) and not isinstance(found, type)
         return found if is_made else found(*args, **kwargs)
     except ConfigError:
@@ -196,7 +196,7 @@ def _imported(name: str, attribute: str, what: str) -> Any:
     return getattr(module, attribute)
 
 
-# Those that a model may take; convolutions themselves are of floating point.
+# Dtypes that an input of a model may have; convolutions themselves are of floating point.
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?"
@@ -233,7 +233,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def make_examples(specs: Iterable[Spec], module: nn.Module) -> list[Any]:
-    """Example inputs without values, as `ucudnn.trace` takes them: a list of one per size."""
+    """Make example inputs without values, for `ucudnn.trace`: a list with one example per size."""
     specs = list(specs)
     counts = {len(spec.shapes) for spec in specs} - {1}
     if len(counts) > 1:
@@ -256,7 +256,7 @@ def _example(specs: list[Spec], module: nn.Module, index: int) -> Any:
         return tuple(args)
     if not args:
         return kwargs
-    # An example is positional or by keyword: positional ones get the names that forward gives them.
+    # An example cannot mix positional and keyword inputs: here all get their names in `forward`.
     try:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError) as error:
@@ -271,7 +271,7 @@ def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
     try:
         # Not filled: tracing needs shapes only, and pages that nobody writes to take no memory.
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    # torch says how many bytes it could not have, in a line that begins with the place in its code.
+    # torch's own message is replaced, because it begins with a place in torch's code.
     except RuntimeError as error:
         size = "x".join(map(str, shape))
         raise ConfigError(
@@ -298,7 +298,7 @@ def examples_of(made: Any) -> list[Any]:
 
 
 def fill(examples: list[Any]) -> None:
-    """Give tensors values that a step can be computed with.
+    """Fill tensors in place: floating point with normal random numbers, others with 0 and 1.
 
     >>> import torch
     >>> some = {"index": torch.full((3,), 10**9)}
@@ -312,5 +312,5 @@ def fill(examples: list[Any]) -> None:
         if tensor.is_floating_point():
             tensor.normal_()
         else:
-            # Indices into whatever table: each has these two.
+            # Integers may be indices into a table: 0 and 1 are in the range of nearly every table.
             tensor.random_(0, 2)

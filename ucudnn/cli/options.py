@@ -18,10 +18,10 @@ from ucudnn.errors import ConfigError, UcudnnError, quoted
 from ucudnn.system.files import parse_json
 
 Command = Callable[..., None]
-# Type and default of each, by name.
+# The type and the default of each flag, by the name of its parameter.
 Flags = Mapping[str, tuple[Any, Any]]
 
-# Panels of --help, below that of what matters most.
+# Titles of panels in --help; a first panel above them has what matters most.
 _MODELS, _TABLES = "More about a model", "For a CSV file of layers"
 _SETTINGS, _OUTPUT = "More settings", "Output and errors"
 # Settings of the first panel.
@@ -32,7 +32,7 @@ _FIRST = (
 
 
 def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> Any:
-    """Type of an option with a value, None where it is not given."""
+    """The type of an option that takes a value; without the option its value is None."""
     return Annotated[
         str | None, typer.Option(*names, help=meaning, metavar=metavar, rich_help_panel=panel)
     ]
@@ -42,7 +42,7 @@ def _switch(name: str, meaning: str, panel: str | None = None) -> Any:
     return Annotated[bool, typer.Option(name, help=meaning, rich_help_panel=panel)]
 
 
-# Types of parameters, shared by the commands so that a flag means and says the same in all of them.
+# Types of parameters. Commands share them, so that a flag has one meaning and one help text.
 JsonOption = _switch("--json", "Print JSON for machines.", _OUTPUT)
 ModelArgument = Annotated[
     str,
@@ -66,7 +66,7 @@ ConfigFileOption = Annotated[
         "--config", help="JSON file with settings.", metavar="FILE", rich_help_panel=_SETTINGS
     ),
 ]
-# Not in `Config`: a model has its own, only the rows of a CSV may lack them.
+# These are not in `Config`: a model has its own dtype and layout, but rows of a CSV may lack them.
 DtypeOption = _text("Without such a column: dtype. Default: float32.", "NAME", panel=_TABLES)
 MemoryFormatOption = _text(
     "Without a column layout: nchw or nhwc. Default: nchw.", "NAME", panel=_TABLES
@@ -97,7 +97,7 @@ InputOption = Annotated[
 ]
 InferOption = _switch("--infer", "Plan the forward pass only.")
 
-# Flags by which every command describes a model: `Recipe` has a field of each name.
+# Flags by which commands describe a model; each has the name of a field of `Recipe`.
 _RECIPE: dict[str, tuple[Any, Any]] = {
     "input": (InputOption, None),
     "infer": (InferOption, False),
@@ -171,7 +171,7 @@ def flag_of(name: str) -> str:
 
 
 def _of_setting(name: str) -> tuple[Any, Any]:
-    """The flag of a setting; None if it is not given, so that file and environment decide."""
+    """Type and default of a setting's flag; None: a file or the environment decides."""
     setting, flag = SETTINGS[name], flag_of(name)
     panel = None if name in _FIRST else _SETTINGS
     if setting.metavar:
@@ -184,7 +184,7 @@ CacheOption = _of_setting("cache")[0]
 
 
 def takes_model(argument: Any) -> Callable[[Command], Command]:
-    """Give a command with a parameter `recipe` the flags that describe a model."""
+    """Give a command the flags that describe a model; it receives them as parameter `recipe`."""
 
     def changed(command: Command) -> Command:
         def call(**values: Any) -> None:
@@ -199,7 +199,7 @@ def takes_model(argument: Any) -> Callable[[Command], Command]:
 
 
 def takes_settings(names: Iterable[str]) -> Callable[[Command], Command]:
-    """Give a command with a parameter `given` the flags of settings: their values by name."""
+    """Give a command the flags of settings; it receives values by name as parameter `given`."""
     wanted = list(names)
 
     def changed(command: Command) -> Command:
@@ -224,7 +224,7 @@ def common(command: Command) -> Command:
         try:
             command(**values)
         except UcudnnError as error:
-            # `main` prints the sentence below it.
+            # `main` prints the sentence of the error below the traceback.
             if traceback:
                 err.print("".join(format_exception(error)), soft_wrap=True)
             raise
@@ -242,7 +242,7 @@ def _own(command: Command, *without: str) -> dict[str, tuple[Any, Any]]:
 
 
 def _with_flags(command: Command, call: Command, flags: Flags) -> Command:
-    """`call` with the name of a command and with flags; typer reads a function's signature."""
+    """Give `call` the name of a command, and a signature with its flags, which typer reads."""
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {name: hint for name, (hint, _) in flags.items()}
     call.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -291,7 +291,7 @@ def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def with_passes(given: Mapping[str, Any], infer: bool) -> dict[str, Any]:
-    """Settings with the passes to plan by --ops and --infer."""
+    """The given settings; with --infer, `ops` is the forward pass alone."""
     if not infer:
         return dict(given)
     if given.get("ops", "fprop") != "fprop":

@@ -1,4 +1,4 @@
-"""`ucudnn show`, `report`, `check`, `compare`: a plan by itself, here, and beside another."""
+"""`ucudnn show`, `report`, `check`, `compare`: print, draw, check and compare plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ucudnn.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from ucudnn.tuning.rationale import Rationale
 
-# By `Finding.is_true`, which is None for what was not looked at.
+# The word to print for each `Finding.is_true`, which is None if it was not checked.
 _WORDS = {True: "ok", False: "NO", None: "skipped"}
 
 
@@ -86,7 +86,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def _show_segments(plan: Plan) -> None:
-    """Print what runs in micro-batches, what cannot, and what ways to run the step there are."""
+    """Print which modules run in micro-batches, which cannot, and the ways to run the step."""
     from ucudnn.reports.text import as_sentence, ways_table
 
     for one in plan.segments:
@@ -178,7 +178,7 @@ def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
     try:
         with open_recording(cache or Config().cache) as opened:
             return rationales(plan, opened)
-    # Whoever looks at a plan from elsewhere has no cache of it.
+    # A plan from another machine may come without its cache, which is no error.
     except CacheError:
         return rationales(plan, ())
 
@@ -198,11 +198,11 @@ def check(
     Example: ucudnn check resnet18.plan.json
     """
     loaded = Plan.load(plan)
-    # It imports torch, for which a wrong path need not wait.
+    # Imported after the plan is loaded: it imports torch, for which a wrong path need not wait.
     from ucudnn.check import check as check_plan
 
-    # One finding each for device, versions, conditions and build, then the canaries. That on
-    # determinism, which few plans have, takes no time of its own.
+    # The 4 in the total: findings on device, versions, conditions and build. Further ones, such as
+    # on determinism, are left out of the total: few plans have them, and they take little time.
     numbers = itertools.count(1)
     with bar("checking") as update:
         findings = check_plan(loaded, canaries, lambda _: update(next(numbers), 4 + canaries))

@@ -1,7 +1,8 @@
-"""`ucudnn run`, `record`, `launch`: a script by a plan, with its convolutions noted, in many ranks.
+"""`ucudnn run`, `record`, `launch`: run a script by a plan, record it, or start it in ranks.
 
-`run` and `record` run it in this process as Python would: its arguments, `__main__`, exit status
-and tracebacks are its own. Processes that it starts find the same file in their environment.
+`run` and `record` run the script in this process as Python would: arguments, `__main__`, exit
+status and tracebacks are the script's own. Processes that the script starts find the path of the
+plan, or of the table to write, in their environment.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ucudnn.layer_table import read_rows
 from ucudnn.plan import Plan
 from ucudnn.units import parse_bytes
 
-# Everything from the script on is the script's own, also without `--` before it.
+# The script's name and all words after it belong to the script, even without `--` before it.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 ScriptArgument = Annotated[
     list[str],
@@ -43,7 +44,7 @@ ScriptArgument = Annotated[
 
 
 class ScriptCall(BaseException):
-    """Request to run a script; raised through typer, which has its own ways with exceptions."""
+    """Request to run a script; it is no Exception, so that typer lets it pass unchanged."""
 
     def __init__(self, words: list[str], files: Startup) -> None:
         super().__init__(words)
@@ -83,10 +84,10 @@ def record(
     """
     require_file(output)
     path, words = output.resolve(), _checked(script)
-    # Processes add to the table that they find.
+    # An old table is removed, because processes add their counts to a table that exists.
     path.unlink(missing_ok=True)
-    # Handlers run in the reverse order of their registration: this one after the recorder, which
-    # comes with torch.
+    # Exit handlers run in the reverse order of their registration: this one runs after the
+    # recorder's, which is registered when torch is imported.
     atexit.register(_tell, path, os.getpid())
     raise ScriptCall(words, Startup(record=str(path)))
 
@@ -104,7 +105,7 @@ def _checked(words: list[str]) -> list[str]:
 
 
 def _tell(path: Path, process: int) -> None:
-    # A child that was forked has this handler, too.
+    # A forked child has this handler, too, but only the first process reports.
     if os.getpid() != process:
         return
     path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
@@ -121,10 +122,10 @@ def _tell(path: Path, process: int) -> None:
 
 
 def execute(call: ScriptCall) -> None:
-    """Run a script as `python` would; what it raises goes on, and is printed as Python does."""
+    """Run a script as `python` would; an error of the script is printed and raised again."""
     set_startup(call.files)
     if not _torch_calls_us():
-        # From a checkout that was never installed: the same, earlier than it need be.
+        # torch will not load ucudnn, as in a checkout that is not installed: it is loaded here.
         import torch  # noqa: F401 - ucudnn's modules are imported after torch
 
         from ucudnn.convert import follow_startup
@@ -135,8 +136,8 @@ def execute(call: ScriptCall) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        # The interpreter ends as for any script; only the traceback is printed here, without the
-        # frames above the script.
+        # The exception is raised again, so that the interpreter ends as for any script. Its
+        # traceback is printed here, without the frames above the script.
         sys.excepthook(type(error), error.with_traceback(_own(error.__traceback__)), None)
         sys.excepthook = lambda *_: None
         raise
@@ -160,16 +161,16 @@ def _run(words: list[str]) -> None:
 def _run_as_main(name: str, is_named: bool = True) -> None:
     """Run a module as `python -m` does.
 
-    `runpy.run_module` would take `__main__` away after the module's last line. Threads that still
-    run, and handlers at exit, find their classes there.
+    `runpy.run_module` would remove `__main__` after the module's last line. But threads that still
+    run, and exit handlers, find their classes in it.
     """
     sys.modules["__main__"] = ModuleType("__main__")
-    # What Python itself calls; it sets the first argument to the module's path if it is named.
+    # `python -m` calls this function; with `alter_argv` it puts the module's path in sys.argv[0].
     runpy._run_module_as_main(name, alter_argv=is_named)  # type: ignore[attr-defined]
 
 
 def _run_file(path: Path) -> None:
-    # `runpy` would give the script the absolute path as its name, and take `__main__` away.
+    # `runpy.run_path` would set sys.argv[0] and `__file__` to one path, and remove `__main__`.
     _set_first_path(str(path.resolve().parent))
     name = str(path.absolute())
     loader = SourceFileLoader("__main__", name)
@@ -181,14 +182,14 @@ def _run_file(path: Path) -> None:
 
 
 def _set_first_path(folder: str) -> None:
-    # With `python -P` no script's folder is on the path.
+    # With `python -P`, the folder of the script must not be on the path.
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
 def _own(traceback: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on."""
-    # The last ones are of a module or of a script with a syntax error.
+    # Frames of importlib come before a syntax error in a module or a script.
     importing = ("<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>")
     ours = (__file__, runpy.__file__, "<frozen runpy>", *importing)
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
@@ -197,7 +198,7 @@ def _own(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _torch_calls_us() -> bool:
-    # torch's own switch, and its own default.
+    # torch's own switch for loading packages such as ucudnn on import, with torch's default.
     if os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
     return bool(entry_points(group="torch.backends", name="ucudnn")) and "torch" not in sys.modules
@@ -248,7 +249,7 @@ def launch(
     )
     try:
         if is_auto:
-            # A signal ends the trial, too; later ones are the agent's.
+            # SIGTERM must also end the trial; after the trial, torchrun's agent handles signals.
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             times = TrialTimes(measure_s=trial_seconds)
             found = find_ranks(script, settings, times, trial_rounds, say_error)
@@ -256,7 +257,7 @@ def launch(
             settings = replace(settings, ranks_per_device=found)
         launch(script, settings, say_error)
     except SignalException as error:
-        # As a shell reports a process that a signal has ended.
+        # The exit status that a shell reports for a process that this signal has ended.
         sys.exit(128 + error.sigval)
     except RankError as error:
         fail(str(error), SAYS_NO)

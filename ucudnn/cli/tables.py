@@ -31,7 +31,7 @@ class TableFlags(NamedTuple):
     math: str | None
 
     def require_right(self, recipe: Recipe) -> None:
-        """Refuse flags that have no effect on what is named."""
+        """Refuse flags that have no effect on the given model or table."""
         if recipe.is_table:
             recipe.require_table()
         for name, value in zip(self._fields, self, strict=True):
@@ -48,7 +48,7 @@ class TableFlags(NamedTuple):
 
 
 def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type: str) -> Traced:
-    """The convolutions of a table of layers, as a trace of a model has them."""
+    """Read the convolutions of a table of layers, in the form of a model's trace."""
     from ucudnn.tracing import Traced
 
     has_tf32 = device_type == "cuda"
@@ -57,7 +57,7 @@ def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type:
     rows = read_rows(path, ops, *flags, has_tf32=has_tf32)
     if not rows:
         raise ConfigError(f"{path} has no layer with any of ops={','.join(ops)}")
-    # A run on a GPU may have been recorded for a plan on a CPU.
+    # A table that was recorded on a GPU may say tf32, which a CPU does not have.
     if not has_tf32:
         rows = [row._replace(problem=replace(row.problem, math="strict")) for row in rows]
     return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
@@ -134,12 +134,12 @@ def enumerate_(
     """
     flags = TableFlags(dtype, memory_format, math)
     flags.require_right(recipe)
-    # Imports the cuDNN backend, for which --help need not wait.
+    # Imported here, because --help need not wait for the cuDNN backend.
     from ucudnn.backends.cudnn.offline import enumerate_candidates, parse_batches
     from ucudnn.backends.cudnn.profile import DeviceProfile
 
     start = time.monotonic()
-    # Through `Config`, which checks the names and has the default.
+    # `ops` is taken from `Config`, which checks the names and has the default.
     wanted = settings(None, with_passes(given, recipe.infer)).ops
     # The table and the profile are read first, so that a typing error is found at once.
     rows = read_rows(recipe.model, wanted, *flags, has_tf32=True) if recipe.is_table else ()

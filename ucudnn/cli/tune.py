@@ -69,8 +69,8 @@ def tune(
 def _require_sense(
     recipe: Recipe, config: Config, given: Mapping[str, Any], output: Path | None
 ) -> None:
-    """Refuse what would have no effect, or be lost."""
-    # Only as a flag: a file or the environment may be for models, too.
+    """Refuse flags without effect, and an output file that could not be written."""
+    # Only the flag is refused: a setting in a file or the environment may be meant for models.
     if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     if recipe.is_table and "layout" in given:
@@ -80,7 +80,7 @@ def _require_sense(
         )
     if "solver" in given and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
-    # Now, because a plan that cannot be written after minutes of measuring would be lost.
+    # Checked now: a plan that cannot be written after minutes of measuring would be lost.
     if output is not None:
         options.require_file(output)
 
@@ -120,7 +120,7 @@ def _compiled(named: NamedModel) -> NamedModel:
         "torch.compile compiles the model's steps before they judge the plan, once for each layout "
         "that is compared; that time is beyond every time budget"
     )
-    # It is a module, which torch's hints do not say.
+    # `torch.compile` returns a module here, which its type hints do not say.
     compiled: Any = torch.compile(named.module)
     return named._replace(module=compiled)
 
@@ -153,7 +153,7 @@ def _tune(
     try:
         with progress() as (on_progress, counts):
             plan = _plan(traced, named, config, on_progress, remeasure)
-    # Ctrl-C: the plan so far is kept, and the traceback would tell the user nothing.
+    # Ctrl-C: the plan so far is kept. No traceback is shown, because it would not help the user.
     except TuningInterruptedError as interrupted:
         raise InterruptedCommandError(_keep(interrupted.plan, len(traced.layers), output)) from None
     if output is not None:
@@ -190,7 +190,7 @@ def _plan(
             device_type=device_type(config),
             remeasure=remeasure,
         )
-    # By the name under which it can be made again.
+    # The plan notes the name by which its model can be made again.
     return replace(plan, origin=replace(plan.origin or Origin(), model=named.recipe.model))
 
 
@@ -235,7 +235,7 @@ def _print_tuned(
         print_json(summary)
         return
     print_plan(plan)
-    # What came from the cache cost no tuning that would have to pay back.
+    # If all measurements came from the cache, there is no cost that steps have to pay back.
     if counts["measured"]:
         say(payback(plan, seconds))
         said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"

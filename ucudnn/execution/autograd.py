@@ -27,9 +27,9 @@ from ucudnn.problem import OPS, Problem
 from ucudnn.system.processes import ForkSafeLock
 
 _aten = torch.ops.aten
-# Shapes that are remembered; a training run has few, a server with free sizes may have many.
+# How many shapes are remembered: training has few, a server for inputs of any size has many.
 _MOST_SHAPES = 4096
-# Exact types: a subclass may define what a convolution of it means (__torch_function__).
+# Compared by exact type: a subclass may redefine its convolution (__torch_function__).
 _PLAIN = (Tensor, torch.nn.Parameter)
 _keys_of: Any = torch._C._dispatch_keys
 
@@ -72,17 +72,17 @@ class AbstractRunner(ABC):
         self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
-        """The convolution of operands of these shapes, made at their first call."""
-        # The key is what torch knows of the tensors, because building a Problem takes longer than a
-        # small launch. TF32 is the one setting that a problem depends on beside its tensors.
+        """The `Bound` for operands of these shapes, made at the first call with them."""
+        # The key consists of tensors' attributes, because building a Problem takes longer than
+        # launching a small kernel. TF32 is the only setting of torch that a problem depends on.
         tf32 = x.is_cuda and aten.tf32_allowed()
         key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
         try:
             return self._bounds[key]
         except KeyError:
             bound = Bound(self, geometry, self.problems(x, w, geometry), x, w)
-        # The Bound was made outside the lock. If two threads made one for the same key,
-        # `setdefault` gives both the same, so that what one looks up is also known to the other.
+        # The Bound was made outside the lock. If two threads made a Bound for the same key,
+        # `setdefault` gives both threads the first Bound, so that they share what is looked up.
         with self._lock:
             if len(self._bounds) >= _MOST_SHAPES:
                 self._bounds.clear()
@@ -113,13 +113,13 @@ class Bound:
         self._runner = runner
         self.geometry = geometry
         self.problems = problems
-        # A key that is present was looked up; the value None means that torch computes the pass.
-        # What cannot be planned is entered as looked up from the start.
+        # A pass that is in this dict was looked up; None means that torch computes the pass. Passes
+        # that cannot be planned are None from the start.
         self._passes: dict[str, Pass | None] = {op: None for op in OPS if op not in problems}
         if not problems:
             return
         some = next(iter(problems.values()))
-        # A transposed convolution is planned as the gradient of one whose input is this output.
+        # A transposed convolution is planned as dgrad of a convolution whose input is its output.
         output_shape = some.x_shape if geometry.transposed else some.y_shape
         self._bias = (output_shape[1:2], x.dtype, x.device)
         self._dy = (output_shape, x.dtype, x.device)
@@ -158,7 +158,7 @@ class Bound:
         return bool(some) and self.takes(bias)
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """The output, without a graph."""
+        """Compute the output, without recording a graph."""
         fprop = self.planned("fprop", bias is not None)
         if fprop is None or not self.takes(bias):
             return aten.convolution(x, w, bias, *self.geometry)
@@ -167,11 +167,11 @@ class Bound:
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of x, w and bias that the mask asks for, without a graph."""
+        """Compute the gradients of x, w and bias that the mask asks for, without a graph."""
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
-        # A caller of aten's operator may pass a gradient of another shape; torch raises its error.
-        # Where nothing is planned torch computes the bias gradient, too: it is the same to the bit.
+        # If a caller of aten's operator passes a dy of another shape, torch raises its error. If
+        # neither dx nor dw is planned, torch computes db, too, so that db is torch's to the bit.
         if not (dgrad or wgrad) or _signature(dy) != self._dy:
             return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
@@ -184,9 +184,9 @@ class Bound:
     def _torchs_gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients that no plan computes; torch is asked for the bias only with the weight."""
+        """Compute gradients that no plan computes; torch's operator computes db only with dw."""
         dx = dw = db = None
-        # For the bias gradient oneDNN computes that of the weight, too, though nobody asked for it.
+        # Asked for db alone, oneDNN would compute dw, too; hence the sum below.
         if mask[0] or mask[1]:
             asked = [*mask[:2], mask[1] and mask[2]]
             dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, asked)
@@ -198,7 +198,7 @@ class Bound:
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         dx = dgrad(dy, w) if dgrad else None
-        # A transposed convolution is planned as the gradient of one whose input is this dy.
+        # In the problem that is planned for a transposed convolution, x and dy change places.
         a, b = (dy, x) if self.geometry.transposed else (x, dy)
         return dx, wgrad(a, b) if wgrad else None
 
@@ -212,13 +212,13 @@ class Pass:
     """A pass that a plan computes, for operands of any strides; the result has torch's strides."""
 
     call: Call
-    layout: torch.memory_format  # which its operands must have
+    layout: torch.memory_format  # in which `call` takes its operands
     strides: tuple[int, ...]  # of torch's own result
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the pass, and add the bias if there is one."""
         a, b = a.contiguous(memory_format=self.layout), b.contiguous(memory_format=self.layout)
-        if bias is not None:  # which operators take for granted
+        if bias is not None:  # operators expect a contiguous bias
             bias = bias.contiguous()
         result = self.call(a, b, bias)
         found, strides = result.stride(), self.strides
@@ -248,7 +248,7 @@ def convolution(
         bias = None if bias is None else _cast(bias, dtype)
     bound = runner.bound(x, w, geometry)
     graph = torch.is_grad_enabled()
-    # where every pass that this call leads to is torch's own, torch's node is cheaper
+    # if torch computes every pass of this call, torch's own autograd node is cheaper
     if not bound.is_planned(x, w, bias, graph):
         return _torchs(x, w, bias, geometry)
     if not graph:
@@ -268,7 +268,7 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
     for tensor in tensors:
         if type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
             return False
-    # Of a CPU it is -1. Numbers take less time than devices, of which each is a new object.
+    # `get_device` is -1 on a CPU. It is faster than `device`, which makes a new object each time.
     device = tensors[0].get_device()
     for tensor in tensors[1:]:
         if tensor.get_device() != device:
@@ -328,5 +328,5 @@ class _Convolution(torch.autograd.Function):
         return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask)
 
 
-# What torch's own `apply` does before this one is for transforms, under which nothing is planned.
+# Bypasses `Function.apply`, whose additional steps serve transforms, under which no plan acts.
 _apply: Any = super(torch.autograd.Function, _Convolution).apply

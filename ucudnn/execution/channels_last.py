@@ -26,10 +26,10 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def axes_of(model: nn.Module) -> frozenset[int]:
-    """The numbers of axes, out of 4 and 5, that parameters of a model have.
+    """The numbers of axes that parameters of a model have; all but 4 and 5 are left out.
 
-    An input is converted only if it has one of these numbers of axes. A clip that a 2-D model takes
-    apart into images stays as it is.
+    An input is converted only if it has one of these numbers of axes. So a 5-D video clip stays as
+    it is if a model divides it into images for 2-D convolutions.
 
     >>> axes_of(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1)))
     frozenset({5})
@@ -51,12 +51,12 @@ class InputsFollow:
         return self.laid_out(args), self.laid_out(kwargs)
 
     def laid_out(self, tree: Any) -> Any:
-        """A tree of values, with its plain tensors of these numbers of axes in channels_last."""
+        """Convert plain tensors in a tree to channels_last, if their `dim` is one of `axes`."""
         return tree_map_only(Tensor, self._laid_out, tree)
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         is_image = tensor.dim() in self.axes and tensor.layout is torch.strided
-        # A tensor that `vmap` batches has more axes than it shows. Dynamo cannot ask.
+        # Under `vmap` a tensor has more axes than `dim` says. Dynamo cannot trace the test for it.
         is_plain = torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
         return in_channels_last(tensor) if is_image and is_plain else tensor
 
@@ -64,8 +64,8 @@ class InputsFollow:
 def why_not_channels_last(model: nn.Module) -> str | None:
     """Reason why parameters and buffers of a model must keep their strides; None if they need not.
 
-    In channels_last they would get new memory, and whatever uses the old one would not see what
-    training writes. Ask it of the user's model: a copy does not show what the original shares.
+    In channels_last they would get new memory, and other users of the old memory would not see what
+    training writes. The model must be the user's own: a copy does not share memory with others.
 
     >>> model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
     >>> why_not_channels_last(model)
@@ -80,12 +80,12 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     """Convert a model to channels_last, in place; its inputs are converted at each call.
 
     Parameters, buffers, gradients and the state of optimisers get other strides; they stay the same
-    objects with the same values. Doing so twice does no harm. If it fails, nothing has changed.
+    objects with the same values. A second call does no harm. If a call fails, nothing has changed.
 
-    With `parameters=False` all these stay as they are, and every convolution converts its input, so
-    that torch also computes in channels_last. This is always so if parameters are not plain
-    tensors, such as those that FSDP2 has sharded, or if they share their memory; the latter with a
-    warning.
+    With `parameters=False` all these tensors keep their strides. Instead every convolution converts
+    its input, which also makes torch compute in channels_last. The same happens if parameters are
+    not plain tensors, such as those that FSDP2 has sharded. It also happens, with a warning, if
+    tensors share their memory.
     """
     is_kept = not (parameters and all(type(one) in _PLAIN for one in model.parameters()))
     changes = [] if is_kept else _changes(model, _last_strides)
@@ -99,8 +99,8 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
         restore_layout_(model)
         _follow_in_convolutions(model)
         return
-    # Recorded for every module before any tensor changes: by the time the second of two modules
-    # that share a parameter is met, the parameter would have its new strides.
+    # The strides of all modules are recorded before any tensor changes. Otherwise a parameter that
+    # two modules share would have its new strides when the second module is recorded.
     recorded = {
         module: {name: (tensor.shape, _first_strides(module, name, tensor)) for name, tensor in own}
         for module in model.modules()
@@ -135,7 +135,7 @@ def lay_out_copy(model: nn.Module) -> None:
 def restore_layout_(model: nn.Module) -> None:
     """Restore the strides that a model had before `lay_out_`, in place; all of them, or none.
 
-    None, with a warning, if the memory of a tensor has since come into use elsewhere.
+    If the memory of a tensor is used elsewhere by now, a warning says so and all strides stay.
     """
     changes = _changes(model, _first_strides)
     reason = _why_not(model, changes)
@@ -195,13 +195,13 @@ def _last_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, ..
 
 
 def _first_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
-    """Strides before `lay_out_`; those of now for a tensor of another shape, put there since."""
+    """A tensor's strides before `lay_out_`; its present ones if none are recorded for its shape."""
     shape, strides = vars(module).get(_STRIDES, {}).get(name, (None, ()))
     return strides if shape == tensor.shape else tensor.stride()
 
 
 class _Change(NamedTuple):
-    """Other strides for a tensor."""
+    """A tensor, and the strides that it is to have."""
 
     name: str
     tensor: Tensor
@@ -214,7 +214,7 @@ class _Change(NamedTuple):
         return any(size > 1 and now != then for size, now, then in axes)
 
     def made(self) -> Tensor:
-        """The tensor with these strides; in its own memory if nothing moves."""
+        """A tensor of the same values and new strides; in the old memory if no element moves."""
         old, shape = self.tensor.data, self.tensor.shape
         if not self.moves:
             return old.as_strided(shape, self.strides)
@@ -225,7 +225,7 @@ class _Change(NamedTuple):
 def _changes(
     model: nn.Module, strides_for: Callable[[nn.Module, str, Tensor], tuple[int, ...]]
 ) -> list[_Change]:
-    """Changes that give tensors other strides, and with them gradients and optimisers' state."""
+    """Changes that give other strides to tensors, to their gradients and to optimisers' state."""
     found: dict[int, _Change] = {}
     for path, module in model.named_modules():
         for name, tensor in _own(module):
@@ -262,14 +262,14 @@ def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
     moving = [one for one in changes if one.moves]
     if not moving:
         return None
-    gc.collect()  # what nobody can reach any more uses no memory
+    gc.collect()  # unreachable tensors must not count as users of memory
     users: defaultdict[int, set[int]] = defaultdict(set)
-    # The model's own are named: `gc.freeze` hides what was there before it.
+    # The model's tensors are listed, because `gc` does not list objects older than `gc.freeze`.
     for one in chain(model.parameters(), model.buffers(), gc.get_objects()):
         if type(one) in _PLAIN:
             users[_memory_of(one)].add(id(one))
     for name, tensor, _ in moving:
-        # "shared" says nothing of a GPU's tensors, all of which are.
+        # Only CPU tensors are tested: `is_shared` is true for all tensors of a GPU.
         if tensor.device.type == "cpu" and tensor.is_shared():
             return f"{name} is in shared memory"
         if _is_used_by_others(tensor, users[_memory_of(tensor)]):
@@ -284,26 +284,26 @@ def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
 def _is_used_by_others(tensor: Tensor, users: set[int]) -> bool:
     others = users - {id(tensor)}
     base = tensor._base
-    # A view keeps the tensor that it was made of alive, although nobody may hold that any more.
+    # A view keeps its base alive. A base that nothing else refers to is no other user.
     if base is not None and sys.getrefcount(base) == _references_of_a_base():
         others.discard(id(base))
     return bool(others)
 
 
 def _references_of_a_base() -> int:
-    """What `sys.getrefcount` says of a tensor that only a view and a variable hold."""
+    """The result of `sys.getrefcount` for a tensor that only a view and a variable refer to."""
     view = torch.zeros(2).view(2)
     base = view._base
     return sys.getrefcount(base)
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """A number for the memory of a tensor; 0 if it has none, as in a transform or not strided."""
+    """A number that identifies a tensor's memory; 0 if it has no storage, such as a sparse one."""
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:
         return 0
-    # Without memory, as on the meta device, there is no pointer.
+    # The pointer is 0 without memory, as on the meta device; `_cdata` identifies the storage.
     return storage.data_ptr() or storage._cdata
 
 

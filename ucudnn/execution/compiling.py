@@ -1,7 +1,8 @@
-"""torch.compile: original modules of compiled models, code for steps alone, uncompiled functions.
+"""torch.compile: find original modules, compile steps apart, exempt functions from compilation.
 
-Steps that judge a plan compute on copies of the model, in two layouts. Their compiled code is apart
-from the user's, so that neither changes what the other runs or uses up its recompilations.
+Steps that judge a plan compute on copies of the model, in two layouts. Compiled code of the copies
+is kept apart from that of the user's model: neither of them changes what the other runs, or uses up
+the recompilations that Dynamo allows the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 # part of torch's own library: torch._dynamo, which takes seconds to import, is not needed
 from torch._C._dynamo import eval_frame
 
-# Compiled code that a function may have beyond Dynamo's limit while steps are judged.
+# While steps judge a plan, Dynamo may recompile a function this many times beyond its limit.
 _MORE_RECOMPILATIONS = 16
 
 _numbers = count()
@@ -53,7 +54,7 @@ def compiler_of(model: nn.Module) -> Callable[[Any], Any]:
 
 def is_wrapped(model: nn.Module) -> bool:
     """True for what `torch.compile(module)` returned."""
-    # torch.compile imports Dynamo: where that is missing, nothing is compiled.
+    # torch.compile imports Dynamo: as long as Dynamo is not imported, no module is compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
@@ -103,17 +104,18 @@ def room_to_compile(model: nn.Module) -> Iterator[None]:
         return
     from torch._dynamo import config
 
-    # Code for the copies counts where it is not apart, and at the limit Dynamo would run the steps
-    # uncompiled without an error.
+    # Some code of the copies is not kept apart and counts towards Dynamo's limits. At a limit,
+    # Dynamo would run the steps uncompiled without an error.
     names = ("recompile_limit", "accumulated_recompile_limit")
     with config.patch({name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}):
         yield
 
 
 def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
-    """Compiled code of a copy of a model, by the model's settings and apart from its code.
+    """Compile a copy of a model, by the model's settings and apart from the model's own code.
 
-    A model that is not wrapped may have compiled modules in it, and then its copy has them, too.
+    If the model is not wrapped, the copy itself is returned; its modules are compiled or not, as
+    the model's are.
 
     >>> layer, x = nn.Linear(2, 1), torch.ones(3, 2)
     >>> again = copy.deepcopy(layer)
@@ -124,7 +126,7 @@ def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
 
 
 def contexts_apart(model: nn.Module) -> dict[int, Any]:
-    """For the settings of each wrapped module in a model, by id, some without compiled code."""
+    """A new compiling context for each wrapped module, without code, by the id of the old one."""
     wrapped = (one.dynamo_ctx for one in model.modules() if is_wrapped(one))
     return {id(context): _apart(context) for context in wrapped}
 
@@ -135,7 +137,7 @@ def original_function(function: Callable[..., Any]) -> Callable[..., Any] | None
 
 
 def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function as another one was compiled, apart from its code.
+    """Compile a function by the settings of a compiled one, apart from the latter's code.
 
     >>> def double(x):
     ...     return 2 * x
@@ -150,8 +152,8 @@ def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Ca
 def _apart(context: Any) -> Any:
     """Copy a compiling context so that it shares no compiled code with the original."""
     context = copy.copy(context)
-    # A graph that breaks leaves the rest of the user's function to Dynamo, which keeps its code
-    # there, and counts it. From torch 2.13 on it does so for each of these numbers.
+    # After a graph break, Dynamo keeps and counts code for the rest of the user's function with
+    # that function. From torch 2.13 on it does so separately for each of these numbers.
     if hasattr(context, "_isolate_recompiles_id"):
         numbers = sys.modules["torch._dynamo.eval_frame"]._next_isolate_recompiles_id
         context._isolate_recompiles_id = next(numbers)
@@ -164,8 +166,9 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
 
-    # Dynamo keeps compiled code, and counts it, by the code object. By its name it remembers which
-    # sizes have varied, and would compile code for any size where another model had other inputs.
+    # Dynamo keeps and counts compiled code by the code object. By the name of the code object it
+    # remembers which sizes have varied. With one name for all, it would compile a model for any
+    # size because another model had other inputs.
     call.__code__ = call.__code__.replace(co_name=f"step_{next(_numbers)}")
     return call
 

@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.compiling import contexts_apart, original_function, recompiled
 
-# A tensor that is a small part of its memory is copied without the rest, as a batch of a data set.
+# If a tensor's memory is over this many times its size, as for a batch of a data set, only the
+# tensor's own part is copied.
 _PART = 2
 
 
 class Copied(NamedTuple):
-    """A model and its inputs, which share nothing that is written to with the originals.
+    """Copies of a model and its inputs; they share nothing that is written to with the originals.
 
     The parameters have no gradients.
     """
@@ -38,11 +39,11 @@ class Copied(NamedTuple):
 
 
 def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = None) -> Copied:
-    """Copy a model with everything that it leads to, closures of its hooks included.
+    """Copy a model and its inputs with all that they refer to, closures of hooks included.
 
     Classes and globals stay shared. Compiled parts are compiled anew, apart from the user's. With a
-    fake mode, parameters, buffers and inputs become fake tensors, without memory; what cannot be
-    copied then, such as a lock, is shared.
+    fake mode, parameters, buffers and inputs become fake tensors, without memory. With a fake mode,
+    other objects that cannot be copied, such as a lock, are shared.
 
     >>> layer = nn.Linear(2, 1)
     >>> twin, _ = copied(layer, torch.ones(3, 2))
@@ -59,17 +60,17 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
                 for one in wrapped:
                     memo[id(one)].module = copy.deepcopy(one.module, memo)
                 _Values(memo).renew()
-            # Of these only the identity counts, which a copy would not have.
+            # Plain objects serve as marks that are compared by identity, so they must be shared.
             marks = {id(one): one for one in memo[id(memo)] if type(one) is object}
             if marks.keys() <= shared.keys():
                 break
             shared.update(marks)
         except RecursionError as error:
             raise _refusal("objects are nested too deeply") from error
-        # The code of what it leads to may raise anything.
+        # Objects that the model refers to may raise anything while they are copied.
         except Exception as error:
             part = _part_that_failed(error)
-            # These cannot be copied, and are no state of a model.
+            # Objects of these types cannot be copied and are no state of a model: they are shared.
             is_kept = isinstance(part, (ModuleType, ContextVar, WeakMethod)) or (
                 fake_mode is not None and not isinstance(part, (nn.Module, Tensor))
             )
@@ -108,12 +109,12 @@ def _part_that_failed(error: BaseException) -> Any:
 
 
 def _is_consumed(part: object) -> bool:
-    """True for iterators: whoever draws from one takes from its owner. A file is none."""
+    """True for an iterator that is not a file: its owner would miss what someone else draws."""
     return hasattr(type(part), "__next__") and not isinstance(part, io.IOBase)
 
 
 class _OfOneRank(nn.Module):
-    """Stands for a DistributedDataParallel: a step must not wait for other ranks."""
+    """Replaces a DistributedDataParallel in a copy: a step must not wait for other ranks."""
 
     module: nn.Module
 
@@ -122,7 +123,7 @@ class _OfOneRank(nn.Module):
 
 
 class _Unavailable:
-    """Stands for an iterator that cannot be copied."""
+    """Replaces an iterator that cannot be copied, and raises an error when it is drawn from."""
 
     def __init__(self, original: object) -> None:
         self._kind = type(original).__name__
@@ -135,7 +136,7 @@ class _Unavailable:
 
 
 class _Real(TorchFunctionMode):
-    """Also copies results of autograd; of a tensor that is a part of its memory, only that part."""
+    """Makes deepcopy copy results of autograd, too, and only a tensor's part of a larger memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -158,7 +159,7 @@ class _Fake(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        # Copying a parameter clones it.
+        # `Parameter.__deepcopy__` calls `clone`.
         if func is torch._C.TensorBase.clone:
             return self._faked(args[0])
         if func is not Tensor.__deepcopy__:
@@ -177,9 +178,9 @@ class _Fake(TorchFunctionMode):
 
 
 class _Values:
-    """Renews what `copy.deepcopy` shares because it takes it for a value, in all that it copied.
+    """Copies what `copy.deepcopy` shares, such as functions, within all objects that it copied.
 
-    Functions have state in their closures, and weak references lead to the original model.
+    Functions may have state in their closures, and weak references refer to the original model.
     """
 
     def __init__(self, memo: dict[int, Any]) -> None:
@@ -187,10 +188,10 @@ class _Values:
         self._cells: dict[int, CellType] = {}
 
     def renew(self) -> None:
-        seen = {id(self._memo)}  # under which the originals are kept alive
+        seen = {id(self._memo)}  # the key under which deepcopy keeps the originals
         while left := [(key, one) for key, one in self._memo.items() if key not in seen]:
             seen.update(key for key, _ in left)
-            # Shared objects stand for themselves; copies are not copied again.
+            # A shared object is its own copy. With the update, deepcopy does not copy a copy again.
             holders = [holder for key, holder in left if id(holder) != key]
             self._memo.update({id(holder): holder for holder in holders})
             for holder in holders:
@@ -207,7 +208,7 @@ class _Values:
         for place, value in [*found]:
             renewed = self._renewed(value)
             if renewed is not value:
-                # Of the base: a subclass may refuse changes.
+                # The base's method is called, because a subclass may refuse changes.
                 base.__setitem__(holder, place, renewed)
 
     def _renew_slots(self, holder: Any) -> None:
@@ -289,7 +290,7 @@ class _Values:
         return self._copy(defaults) is not defaults
 
     def _closure(self, function: FunctionType) -> FunctionType:
-        # Functions may share variables, and so do their copies.
+        # Functions may share variables of a closure; their copies share the copied variables.
         cells = function.__closure__ or ()
         fresh = [cell for cell in cells if id(cell) not in self._cells]
         self._cells.update({id(cell): CellType() for cell in fresh})
@@ -299,7 +300,7 @@ class _Values:
             function.__name__,
             closure=tuple(self._cells[id(cell)] for cell in cells),
         )
-        # Before its variables are copied: one of them may be the function.
+        # Noted before its variables are copied, because one of them may be the function itself.
         self._memo[id(function)] = again
         again.__defaults__ = self._copy(function.__defaults__)
         again.__kwdefaults__ = self._copy(function.__kwdefaults__)

@@ -1,4 +1,4 @@
-"""The one loop over the chunks of a split; a benchmark times the same executables."""
+"""The only loop that runs the chunks of a split, by the executables that a benchmark times."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ R = TypeVar("R")
 def _keys_from_python_up() -> DispatchKeySet:
     """Dispatch keys of modes, subclasses, transforms, autograd and autocast."""
     keys = torch._C._dispatch_keyset_full()
-    # Keys after Python in the dispatcher's order are those of the backends; what is left when these
-    # are taken away is Python and everything that the dispatcher visits before it.
+    # Keys after Python in the dispatcher's order belong to backends. Without them, Python and all
+    # keys that the dispatcher visits before Python are left.
     keys -= torch._C._dispatch_keyset_full_after(DispatchKey.Python)
     # These three stay active: they materialize lazy views, whose memory does not hold their values.
     for lazy in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
@@ -80,11 +80,11 @@ class Call:
         """Compute the problem; every split of it gives the same sums.
 
         Operands are contiguous in the problem's layout. A bias (fprop, dgrad) is added chunk by
-        chunk: by the executable, or while the chunk is in the cache.
+        chunk: by the executable itself, or while the chunk is in the processor's cache.
         """
         if len(self.chunks) == 1:
             (only,) = self.chunks
-            if self.split.axis == "spatial":  # where rows may be left out that nothing reads
+            if self.split.axis == "spatial":  # the slab may leave out rows that nothing reads
                 a, b = a[only.a], b[only.b]
             if bias is None:
                 return only.executable.alone(a, b)
@@ -97,7 +97,7 @@ class Call:
         for chunk in self.chunks:
             if result is None:
                 first = chunk.executable.begin(a[chunk.a], b[chunk.b])
-                # an algorithm may lay its result out by a view's strides; the next one adds to it
+                # an algorithm may return a view's strides; later chunks need the problem's layout
                 result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)
@@ -110,12 +110,12 @@ class Call:
 
     @property
     def parts(self) -> list[tuple[Problem, str]]:
-        """Each (problem of a chunk, algorithm) that the call runs."""
+        """The problem and the algorithm of each chunk that the call runs."""
         return [(chunk.problem, chunk.algorithm) for chunk in self.chunks if chunk.problem]
 
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Build the executables of a split; chunks that differ only in their place share one."""
+    """Build the executables of a split; chunks that differ only in place share an executable."""
     bound = []
     # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
     built: dict[tuple[Problem | None, str], Executable] = {}
@@ -138,7 +138,7 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Like `bind`, and check that every chunk can run, which some backends find out late."""
+    """Bind a split like `bind`, and check by trial builds that every chunk can run."""
     call = bind(backend, problem, split)
     # Chunks of the same problem and algorithm need one trial build; dict.fromkeys also keeps their
     # order, so that the error names the first chunk that fails.
@@ -150,9 +150,9 @@ def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
 
 
 def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str | None:
-    """Reason why a backend does not compute some chunk of a split; None if it does, or may.
+    """Reason why a backend cannot compute a chunk of a split; None if it can, or may be able to.
 
-    Nothing is built, so that every batch of a plan can be asked for.
+    Nothing is built, so that every batch of a plan can be checked.
     """
     is_slabs = split.axis == "spatial"
     refusal = backend.slab_refusal if is_slabs else backend.refusal
@@ -170,7 +170,7 @@ def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str 
 def _parts(
     problem: Problem, split: Split
 ) -> Iterator[tuple[Problem | None, Problem | None, Slices, Slices]]:
-    """Each chunk's problem, the one its executable is built for, and its parts of x and y."""
+    """For each chunk: its problem, the problem of its executable, and its parts of x and y."""
     sizes = [chunk.size for chunk in split.chunks]
     if split.axis == "batch":
         for begin, end in pairwise(accumulate(sizes, initial=0)):
@@ -185,7 +185,7 @@ def _parts(
 
 
 def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slices]:
-    """The parts of both operands and of the result, from those of x and y; w is never divided.
+    """The parts of both operands and of the result, given the parts of x and y; w is not divided.
 
     >>> samples = (slice(0, 2),)
     >>> places(Problem("fprop", 4, 1, 1, (5,), (3,)), samples, samples)
@@ -195,7 +195,7 @@ def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slic
 
 
 class _Zero(Executable):
-    """Executable of a slab whose result is zero: its rows meet only padding, or no output."""
+    """Executable of a slab whose result is zero: its rows are padding, or no output reads them."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

@@ -1,4 +1,4 @@
-"""Modules in micro-batches: the forward that stands in the place of a module's own."""
+"""Run modules in micro-batches, by a forward that takes the place of a module's own."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.segment import Segment
 
 _Run = Callable[..., Any]
-# Results that may be compared.
+# Results of these types are the same if they are equal.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device)
 
 
 class SegmentForward:
-    """The forward of a module, in micro-batches; an attribute of the module hides its own.
+    """A forward that runs a module in micro-batches; as an attribute it hides the module's own.
 
-    So the class of the module stays, with its name, hooks, parameters and `state_dict`.
+    The class of the module stays the same, and so do its name, hooks, parameters and `state_dict`.
 
     Args:
         module: the module.
-        segment: how it runs; None: as it is.
+        segment: how the module runs, until `remove` is called.
     """
 
     def __init__(self, module: nn.Module, segment: Segment) -> None:
         self.module = module
         self.segment: Segment | None = segment
-        # Another library may have put a forward of its own there.
+        # Another library may have given the module a forward of its own as an attribute.
         self.hidden = vars(module).get("forward")
 
     @untraced_alone
@@ -55,8 +55,8 @@ class SegmentForward:
         size = segment.micro_batch
         if size is None or count <= size or self._is_mixing(segment):
             return self._once(segment, run, leaves, is_whole=True)
-        # Views of one operator: its backward puts all gradients into one tensor. And one for each
-        # tensor: attention looks whether its arguments are the same.
+        # One `split` makes all views of a tensor, so that their gradients are put into one tensor.
+        # Arguments that are the same tensor share views, because attention tests for that.
         rows = {id(one): one for one in split.values() if len(one) == count}
         views = {key: one.split(size) for key, one in rows.items()}
         chunks = (
@@ -71,19 +71,19 @@ class SegmentForward:
             return _joined(segment, parts)
         return _written(segment, starmap(run, chunks), size, count)
 
-    # What torch says where a model must be compiled as one graph.
+    # torch adds this message to its error if the model must be compiled as one graph.
     __call__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "micro-batches are graphs of their own; compile without fullgraph, or ucudnn.revert_ first"
     )
 
     def extra_repr(self) -> str:
-        """The module's own, and how it runs."""
+        """The module's own `extra_repr`, and how the segment runs."""
         own = type(self.module).extra_repr(self.module)
         manner = self.segment.manner if self.segment else ""
         return ", ".join(filter(None, [own, manner]))
 
     def remove(self) -> None:
-        """Let the module run as it is."""
+        """Let the module run undivided again."""
         attributes = vars(self.module)
         del attributes["extra_repr"]
         self.segment = None
@@ -104,7 +104,7 @@ class SegmentForward:
 
     @untraced
     def _is_mixing(self, segment: Segment) -> bool:
-        """True if samples may depend on each other in the modes that the modules are in now."""
+        """True, with a warning, if samples may depend on each other in the modules' modes now."""
         most = segment.training
         if most is None or sum(one.training for one in self.module.modules()) <= most:
             return False
@@ -119,13 +119,13 @@ class SegmentForward:
     def _once(
         self, segment: Segment, run: _Run, leaves: Sequence[Any], *, is_whole: bool = False
     ) -> Any:
-        """Compute one micro-batch, and keep what the segment says."""
+        """Compute one micro-batch, and keep for backward what the segment says."""
         if not torch.is_grad_enabled():
             return run(*leaves)
         if segment.recompute:
-            # torch compiles nothing inside a checkpoint, unless it is told to go on.
+            # torch compiles nothing inside a checkpoint, unless `_as_compiled` tells it to.
             run = partial(_as_compiled, eval_frame.get_eval_frame_callback(), run)
-            # Only a module whose forward leaves its buffers alone runs in several micro-batches.
+            # A forward that runs in several micro-batches changes no buffers: none are restored.
             contexts = _BuffersBefore(self.module).contexts if is_whole else noop_context_fn
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
         if segment.offload:
@@ -137,7 +137,7 @@ class SegmentForward:
 
 @untraced
 def _is_rewritten() -> bool:
-    """True where torch makes another program of the module, or another function, than it is."""
+    """True while torch exports, traces or transforms what the module computes."""
     return (
         torch.compiler.is_exporting()
         or torch._C._is_tracing()
@@ -145,14 +145,14 @@ def _is_rewritten() -> bool:
     )
 
 
-# A frame that torch.compile may compile, also where the forward is one of torch's own modules.
+# torch.compile can compile this frame, even if `forward` is that of one of torch's own modules.
 def _applied(forward: _Run, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
 @untraced_alone
 def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
-    """Call a function with torch.compile at work as it was, in backward too."""
+    """Call a function under Dynamo's callback of the forward, also when backward repeats it."""
     before = eval_frame.set_eval_frame(callback)
     try:
         return run(*leaves)
@@ -161,9 +161,9 @@ def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
 
 
 class _BuffersBefore:
-    """Lets a repeated forward find the buffers of a module as the first one did.
+    """Gives a repeated forward the buffers of a module as the first forward found them.
 
-    The values that the first one left stay: running statistics are updated once.
+    Afterwards they have the values that the first forward left: running statistics change once.
     """
 
     @untraced
@@ -184,9 +184,9 @@ class _BuffersBefore:
     @untraced_alone
     def _first(self) -> Iterator[None]:
         yield
-        # Of buffers of integers, as masks and tables of indices, which may be large and are seldom
-        # written to, only those that have changed are kept. All others are: torch does not count
-        # every change, such as those of running statistics.
+        # Buffers of integers, such as masks and indices, may be large and seldom change: they are
+        # kept only if they have changed. Floating-point buffers are always kept, because torch does
+        # not count every change of them, such as those of running statistics.
         self._found = [
             (buffers, name, own, version, value)
             for buffers, name, own, version, value in self._found
@@ -200,7 +200,7 @@ class _BuffersBefore:
     def __enter__(self) -> None:
         self._left = [buffers.get(name) for buffers, name, *_ in self._found]
         for buffers, name, *_, value in self._found:
-            # A copy each time: a graph that is kept may be computed from again.
+            # A copy each time, because a graph that is retained may repeat the forward again.
             buffers[name] = value.clone()
 
     @untraced
@@ -219,7 +219,7 @@ def has_samples(leaf: Any) -> TypeGuard[Tensor]:
 
 @untraced_alone
 def _joined(segment: Segment, parts: Sequence[Any]) -> Any:
-    """Results of micro-batches as those of the batch."""
+    """Join the results of micro-batches into those of the batch."""
     leaves, specs = zip(*map(tree_flatten, parts), strict=True)
     is_row = _rows(segment, leaves[0])
     for other, spec in zip(leaves, specs, strict=True):
@@ -241,7 +241,7 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 @untraced_alone
 def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> Any:
-    """The same without a graph: each micro-batch is written into the result and let go."""
+    """Join results without a graph: each micro-batch is copied into the whole and then freed."""
     results, start = list[Any](), 0
     for part in parts:
         leaves, spec = tree_flatten(part)
@@ -262,7 +262,7 @@ def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> A
 
 @untraced_alone
 def _room(leaf: Tensor, count: int) -> Tensor:
-    """Memory for the results of all samples, in the layout of those of some."""
+    """Allocate a result of all samples, in the layout of a micro-batch's result."""
     order, back = _orders(leaf)
     shape = (count, *leaf.shape[1:])
     return leaf.new_empty([shape[axis] for axis in order]).permute(back)
@@ -270,14 +270,14 @@ def _room(leaf: Tensor, count: int) -> Tensor:
 
 @untraced_alone
 def _orders(leaf: Tensor) -> tuple[list[int], list[int]]:
-    """Axes of a tensor by their strides, and where each of them is there."""
+    """The axes of a tensor in the order of their strides, and each axis's place in that order."""
     order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
     return order, sorted(range(leaf.dim()), key=order.__getitem__)
 
 
 @untraced_alone
 def _rows(segment: Segment, leaves: Sequence[Any]) -> list[bool]:
-    """Which results of the first micro-batch are one for each sample."""
+    """For each result of the first micro-batch, whether it has one row for each sample."""
     return [has_samples(leaf) and len(leaf) == segment.micro_batch for leaf in leaves]
 
 
@@ -288,7 +288,7 @@ def _require_alike(
     first: tuple[Any, TreeSpec],
     other: tuple[Any, TreeSpec],
 ) -> None:
-    """Refuse results that are neither one for each sample nor the same in all micro-batches."""
+    """Require that each result has a row per sample, or is the same in all micro-batches."""
     (leaves, spec), (found, own) = first, other
     odd = "other results for each micro-batch" if own != spec else ""
     for a, b, row in zip(leaves, found, is_row, strict=False):
@@ -318,22 +318,22 @@ def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
 
 
 def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
-    """Let modules of a model run as segments, in place; those of earlier segments no more.
+    """Let modules of a model run as segments, in place; earlier segments are removed.
 
     Args:
-        model: which has these modules.
-        segments: one inside another is recomputed in each micro-batch of that.
+        model: the model, which has the modules of all segments.
+        segments: how modules run; a segment inside another runs in each micro-batch of the outer.
     """
     unsegment_(model)
     modules = dict(model.named_modules())
     for one in segments:
         forward = SegmentForward(modules[one.module], one)
-        # Attributes hide methods of the class; `repr` shows the segment.
+        # These attributes hide the class's methods; `extra_repr` shows the segment in `repr`.
         vars(forward.module).update(forward=forward, extra_repr=forward.extra_repr)
 
 
 def unsegment_(model: nn.Module) -> None:
-    """Let all modules of a model run as they are, in place."""
+    """Remove all segments of a model, in place: its modules run undivided."""
     for module in model.modules():
         forward = getattr(vars(module).get("extra_repr"), "__self__", None)
         if isinstance(forward, SegmentForward):

@@ -1,6 +1,7 @@
 """Stand-ins for the convolutions of a process, which record, watch or time each of them.
 
-They stand where the runner of a plan does, below autograd and autocast: torch, or a plan, computes.
+They take the place of a plan's runner, below autograd and autocast. The convolutions themselves are
+computed by torch or by a plan.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _EVERYTHING = Everything()
 
 
 class Recorder(AbstractRunner):
-    """Counts convolutions, each by its pass, and plans none.
+    """Counts the calls of each pass of each convolution; torch computes them.
 
     >>> import torch
     >>> recorder, geometry = Recorder(), Geometry((1,), (0,), (1,), False, (0,), 1)
@@ -52,7 +53,7 @@ class Recorder(AbstractRunner):
         return {which: problem for which, problem in found.items() if problem is not None}
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Count a call; it is not kept as looked up, so that the next one comes here, too."""
+        """Count a call; the pass is not kept as looked up, so that the next call is counted."""
         with self._lock:
             self._counts[bound.problems[which], has_bias] += 1
         return None
@@ -66,22 +67,22 @@ class Recorder(AbstractRunner):
         return _rows(self._counts)
 
     def save(self, path: str) -> None:
-        """Add the counts to a table, which is made where there is none, and forget them."""
-        # DataLoader's workers and launchers compute none.
+        """Add the counts to a table, which is made if the file does not exist, and clear them."""
+        # Workers of a DataLoader and launchers, for example, compute no convolution.
         if not self._counts:
             return
-        # Ranks of a job end at the same time.
+        # Locked, because the ranks of a job end at the same time.
         with FileLock(lock_of(path)):
             counts: Counter[tuple[Problem, bool]] = Counter()
             for row in read_rows(path) if Path(path).exists() else ():
                 counts[row.problem, row.has_bias] += row.calls
-            # Those of the file first, which keep their names so.
+            # The counts of the file come first, so that its rows keep their names.
             write(path, format_rows(_rows(counts + self._counts)).encode(), "the table of layers")
         self.clear()
 
 
 def lock_of(path: str) -> Path:
-    """The file by which processes take turns to write a table.
+    """The lock file by which processes take turns to write a table.
 
     >>> lock_of("/tmp/layers.csv")
     PosixPath('/tmp/.layers.csv.lock')
@@ -90,7 +91,7 @@ def lock_of(path: str) -> Path:
 
 
 def _rows(counts: Counter[tuple[Problem, bool]]) -> list[Row]:
-    # Passes of one convolution have one name; modules have no names at this level.
+    # All passes of a convolution get the same name; the names of modules are not known here.
     numbers: dict[Problem, int] = {}
     rows = []
     for (problem, has_bias), count in counts.items():
@@ -102,11 +103,11 @@ def _rows(counts: Counter[tuple[Problem, bool]]) -> list[Row]:
 class WatchedCall(NamedTuple):
     """One call of a convolution."""
 
-    # For each kernel that it runs - one, or two gradients - the bytes of operands that must be
-    # copied first, because they do not lie in memory as the kernel reads them. Kernels that cannot
-    # be planned are left out.
+    # For each kernel of the call, the bytes of operands that must be copied first, because they are
+    # not in the kernel's layout. A call has one kernel, or two if it computes two gradients.
+    # Kernels that cannot be planned are left out.
     copied: Mapping[Problem, int]
-    marks: tuple[int, int, int]  # before it was looked up, before it ran, after it had run
+    marks: tuple[int, int, int]  # before the look-up, before the call, after the call
 
 
 class Watcher:
@@ -132,13 +133,13 @@ class Watcher:
             return self._marks - 1
 
     def note(self, copied: Mapping[Problem, int], looked_up: int, began: int) -> None:
-        """Note a call that has just ended, with its last mark."""
+        """Note a call that has just ended, and make its last mark."""
         marks = looked_up, began, self.mark()
         self.calls.append(WatchedCall(copied, marks))
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        # Looking up a problem or a plan may allocate memory, which is no part of the step.
+        # Marked first, because the look-up may allocate memory, which is no part of the step.
         number, runner = self.mark(), self._runner
         return _Marked(self, convolution_by(runner, x, w, geometry), geometry, number)
 
@@ -159,7 +160,7 @@ class _Torchs(NamedTuple):
 
 
 def convolution_by(runner: Runner | None, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
-    """The convolution of operands of these shapes by a plan; by torch where there is none."""
+    """The convolution of operands of these shapes: the plan's if it has the filter, or torch's."""
     if runner is None or w.shape not in runner.filter_shapes:
         return _Torchs(geometry)
     return runner.bound(x, w, geometry)
@@ -208,8 +209,8 @@ class _Marked(NamedTuple):
 class KernelTimer:
     """Computes convolutions of this process, by torch or by a plan, and times each kernel.
 
-    `times_ns` has each kernel that can be planned, all of its calls together. The two gradients of
-    a layer are computed one after the other, which takes torch as long as both at once.
+    `times_ns` has the total time of the calls of each kernel that can be planned. The two gradients
+    of a layer are computed one after the other, which takes torch as long as both at once.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class KernelTimer:
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        # Looking a plan up is part of what it costs, and is timed with each kernel.
+        # The look-up is timed with each kernel, because it is part of the cost of a plan.
         return _Timed(self, lambda: convolution_by(self._runner, x, w, geometry), geometry)
 
     def timed(self, problem: Problem | None, compute: Callable[[], _Result]) -> _Result:
@@ -263,6 +264,6 @@ class _Timed(NamedTuple):
             )
 
         of_input = gradients("dgrad", [mask[0], False, False])
-        # torch sums the bias along with the gradient of the weights.
+        # torch computes the gradient of the bias along with that of the weights.
         of_weights = gradients("wgrad", [False, *mask[1:]])
         return of_input[0], *of_weights[1:]

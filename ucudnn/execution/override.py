@@ -34,9 +34,9 @@ class Convolution(Protocol):
 
 
 class StandIn(Protocol):
-    """Computes the convolutions of this process, or those of some filters."""
+    """Computes the convolutions of this process, or only those with certain filter shapes."""
 
-    # Any other convolution is told apart by its filter alone, at next to no cost.
+    # Any other convolution is recognised by its filter shape alone, at almost no cost.
     @property
     def filter_shapes(self) -> Container[Any]:
         """Shapes of the filters of all convolutions that it computes."""
@@ -62,9 +62,9 @@ class Installation:
     """Context of `ucudnn.installed`: convolutions of this process follow a plan inside it.
 
     Args:
-        device_type: the kind of device whose convolutions follow it, "cpu" or "cuda".
-        runner: runs them by the plan, or records them; one of an earlier installation keeps the
-            calls it looked up.
+        device_type: the kind of device whose convolutions follow the plan, "cpu" or "cuda".
+        runner: what runs the convolutions by the plan, or records them; a runner that was installed
+            before keeps the calls that it looked up.
     """
 
     def __init__(self, device_type: str, runner: StandIn) -> None:
@@ -111,13 +111,13 @@ class _Override:
 
     def _stand_in(self) -> Library:
         dispatch_key = entry_for_device(self._device_type).dispatch_key
-        # Before the replacement is registered: afterwards a lookup would find that one.
+        # Kept before the replacement is registered: a later lookup would find the replacement.
         own_forward, own_backward = aten.keep_kernels(self._device_type, dispatch_key)
 
         @untraced
         def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
             runner = self._runner
-            # most convolutions of other models are told apart by their filter alone
+            # the shape of the filter excludes most convolutions of other models
             if runner is None or w.shape not in runner.filter_shapes:
                 return own_forward(x, w, bias, *geometry)
             return runner.bound(x, w, _frozen(*geometry)).forward(x, w, bias)
@@ -135,7 +135,7 @@ class _Override:
         # Registered below autograd, so torch's own node records the graph and both directions
         # arrive here as operators of the device.
         library = Library("aten", "IMPL")
-        with warnings.catch_warnings():  # torch says so where the device has a kernel of its own
+        with warnings.catch_warnings():  # torch warns if this replaces a kernel of the device
             warnings.filterwarnings("ignore", message="(?s).*a previously registered kernel")
             library.impl("convolution", convolution, dispatch_key)
             library.impl("convolution_backward", convolution_backward, dispatch_key)

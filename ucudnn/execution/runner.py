@@ -24,7 +24,7 @@ _MOST_WARNINGS = 8
 
 
 class Layer(NamedTuple):
-    """Common fields of the kernels of one layer, for any input size and dtype."""
+    """The fields that all kernels of a layer have in common, for any input size and dtype."""
 
     in_channels: int
     out_channels: int
@@ -47,8 +47,7 @@ class Layer(NamedTuple):
 class Runner(AbstractRunner):
     """Runs convolutions by a plan: looks a split up once per shape, then reuses it.
 
-    A plan that is not known to be for this device is held against it when the first planned shape
-    comes.
+    Unless `is_checked` is true, the first look-up checks whether the plan is for this device.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Runner(AbstractRunner):
         # skip other models' convolutions without building a Problem.
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
         shapes = {kernel.problem.w_shape for kernel in kernels}
-        # What the plan does not cover can be refused only where it is seen.
+        # With unplanned='error' every convolution must come here: one without a plan is refused.
         self.filter_shapes: Container[tuple[int, ...]] = Everything() if self._refuses else shapes
 
     @property
@@ -103,21 +102,21 @@ class Runner(AbstractRunner):
         return problems
 
     def _as_planned(self, problem: Problem, x: Tensor, w: Tensor) -> Problem:
-        """The problem in the other layout if the plan has only that, and it fits x and w, too.
+        """The problem, in the other layout if the plan has only that and it also fits x and w.
 
-        Torch derives a layout from strides, and those of an axis of one element say nothing: images
-        of one pixel are in both layouts. A single sample may lose its layout on the way, where
-        larger batches keep it; converting it is part of the planned call.
+        torch derives the layout from strides, but the stride of an axis of one element says
+        nothing: images of one pixel are in both layouts. A single sample may lose its layout
+        between layers where larger batches keep it; the planned call then converts the sample.
         """
         if self.plan is None or problem.rank == 1 or self.plan.covers(problem):
             return problem
         other = replace(problem, layout="nchw" if problem.layout == "nhwc" else "nhwc")
-        # A filter in channels_last is on purpose.
+        # A filter in channels_last was converted on purpose, so the problem keeps that layout.
         is_meant = other.layout == "nchw" and not w.is_contiguous()
         if is_meant or not self.plan.covers(other):
             return problem
         form = memory_format(other)
-        # A model that is not in the plan's layout is told so.
+        # If the model is not in the plan's layout, the problem stays unplanned: a warning says so.
         is_laid_out = self.plan.memory_format == "keep" or w.is_contiguous(memory_format=form)
         is_lost = problem.batch == 1 and is_laid_out
         return other if is_lost or x.is_contiguous(memory_format=form) else problem
@@ -125,7 +124,7 @@ class Runner(AbstractRunner):
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
         """Look up the call that computes a pass, and keep it for later calls."""
         del has_bias  # a plan is the same with a bias and without
-        # Once for all threads, which then share one call and one warning.
+        # Looked up once for all threads, which then share the call and the warning.
         with self._lock:
             if not bound.knows(which):
                 bound.follow(which, as_kernel(self._bind, bound.problems[which]))
@@ -134,7 +133,7 @@ class Runner(AbstractRunner):
     def _bind(self, problem: Problem) -> Call | None:
         if not self._is_checked and self.plan is not None:
             if not is_followed(self.plan, self.config):
-                # From here on no filter is one of a plan, and nothing arrives here.
+                # Without a plan there are no filter shapes, and nothing arrives here any more.
                 self._follow(None)
                 return None
             self._is_checked = True
@@ -142,14 +141,14 @@ class Runner(AbstractRunner):
             self._unplanned(problem)
             return None
         split = self.plan.split(problem)
-        # torch's own call fuses the bias and computes both gradients at once
+        # left to torch's own operator, which fuses the bias and computes both gradients at once
         if split.is_default:
             return None
         if self._backend is None:
             self._backend = open_backend(self.plan.backend)
         try:
             return build(self._backend, problem, split)
-        except UnsupportedError as error:  # other threads or versions than it was planned for
+        except UnsupportedError as error:  # threads or versions are not those of the plan
             self._decline(problem, f"{error}: torch's own convolution computes it; tune again")
             return None
 
@@ -159,7 +158,7 @@ class Runner(AbstractRunner):
         self._warn(problem, sentence)
 
     def _warn(self, problem: Problem, sentence: str) -> None:
-        """Warn once for each shape, for all its passes and batches, up to a number of warnings."""
+        """Warn once per shape, whatever its pass and batch, and at most `_MOST_WARNINGS` times."""
         same = replace(problem, op="fprop", batch=1)
         if same in self._warned or len(self._warned) >= _MOST_WARNINGS:
             return
@@ -184,7 +183,7 @@ class Runner(AbstractRunner):
                 f"convert it by that plan",
             )
         elif other_layout or Layer.of(problem) not in self._layers:
-            return  # said already, or of a layer that the plan was not made for
+            return  # a warning was given, or the plan was not made for this layer
         elif _is_left_out(problem, self.plan):
             self._warn(
                 problem,
@@ -217,7 +216,7 @@ class Runner(AbstractRunner):
 
 
 def _is_left_out(problem: Problem, plan: Plan) -> bool:
-    """True if tuning left a kernel without a plan, at this batch and at any other."""
+    """True if tuning left the kernel of a problem without a plan, at every batch."""
     # The plan names kernels at their largest batch.
     kernel = str(problem).removesuffix(str(problem.batch))
     return any(name.startswith(kernel) for name in plan.left_out)
@@ -237,7 +236,7 @@ def is_followed(plan: Plan, config: Config) -> bool:
 
 
 def _require_same_device(plan: Plan) -> None:
-    """Refuse a plan for other hardware; warn of one for other versions or threads."""
+    """Refuse a plan that is for other hardware; warn if its versions or threads differ."""
     backend = open_backend(plan.backend)
     device = backend.device()
     threads = backend.conditions().threads

@@ -31,7 +31,7 @@ from ucudnn.segment import WHOLE, StepDivision
 
 _SEED = 0
 _CUDNN_FLAGS = ("enabled", "benchmark", "deterministic")
-# What a model's own code raises when it does not like its input.
+# Errors that a model's own code may raise for an input that it does not accept.
 MODEL_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -41,23 +41,23 @@ MODEL_ERRORS = (
     TypeError,
     ValueError,
 )
-# What a step may raise where it was traced but cannot be computed here.
+# Errors that a step may raise if it could be traced but cannot be computed here.
 STEP_ERRORS = (*MODEL_ERRORS, MemoryError, UcudnnError)
 
 
 def run_step(
     model: Callable[..., Any], inputs: Any, backward: bool = True, is_smooth: bool = False
 ) -> Any:
-    """Compute forward and backward, and return the outputs; gradients add to the parameters'.
+    """Compute forward and backward, and return the outputs; gradients are added to `grad`.
 
-    Inputs are a tensor, a tuple of positional or a dict of keyword inputs. The loss is the sum of
-    the outputs; a smooth one, the sum of their squares.
+    Inputs are a tensor, a tuple of positional inputs or a dict of keyword inputs. The loss is the
+    sum of the absolute values of the outputs; with `is_smooth`, of their squares.
 
     >>> layer = nn.Linear(2, 1)
     >>> run_step(layer, torch.ones(3, 2)).shape, layer.bias.grad.abs()
     (torch.Size([3, 1]), tensor([3.]))
     """
-    # New leaves: gradients of inputs are computed, and go nowhere.
+    # Inputs become new leaves: their gradients are computed, but not added to the caller's.
     args, kwargs = tree_map_only(Tensor, _leaf, _arguments(inputs))
     outputs = model(*args, **kwargs)
     # `abs` makes complex outputs real, as the loss of a backward pass must be.
@@ -79,7 +79,7 @@ def batch_of(inputs: Any) -> int:
 
 
 def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
-    """Inputs with so many samples each; tensors of another length go with all of them.
+    """Cut inputs into parts of `micro_batch` samples; tensors of another length are not cut.
 
     >>> [len(part) for part in parts_of(torch.ones(5, 3), 2)]
     [2, 2, 1]
@@ -118,8 +118,8 @@ class StepResults(NamedTuple):
 class Steps:
     """One training step for each of several example inputs, by a copy of the model.
 
-    What forward changes stays changed in the copy from one step to the next. A list holds several
-    example inputs.
+    What forward changes stays changed in the copy from one step to the next. If `example_inputs` is
+    a list, it holds several examples; otherwise it is a single example.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Steps:
         self._backward = backward
         self._is_last = memory_format == "channels_last"
         self.division = division
-        # Modules that are compiled are run as they were written until `compile`.
+        # Modules that torch.compile compiled run uncompiled until `compile` is called.
         self._is_held_back = self._has_compiled = is_compiled(model)
         self.model, self._inputs = self._copied()
         self._run: Callable[..., Any] = self.model
@@ -163,18 +163,19 @@ class Steps:
         return batch_of(self._inputs[0])
 
     def divide(self, division: StepDivision) -> None:
-        """Divide all further steps so."""
+        """Divide all further steps as the argument says."""
         self.division = division
         segment_(self.model, division.segments)
 
     def compile(self) -> None:
-        """Compute the steps by compiled code from now on, which this compiles, if it can be.
+        """Compile the steps, and compute them by compiled code from now on.
 
-        It is compiled for this object alone: for its layout and its sizes of inputs.
+        The code is for this object alone: for its layout and its sizes of inputs. If compiling
+        raises an error, steps run uncompiled.
         """
         self._is_held_back, self._run = False, compiled_as(self._model, self.model)
         try:
-            # Twice: what was compiled for the first of several sizes may be replaced at the second.
+            # Twice, because code for the first of several sizes may be replaced at the second.
             for _ in range(2):
                 self()
         except BaseException:
@@ -193,7 +194,7 @@ class Steps:
         found = StepResults([], [])
         with uncompiled(self._has_compiled), SameRandomNumbers():
             for inputs in examples:
-                # The gradient of a square changes little by rounding, that of `abs` jumps at zero.
+                # Smooth: rounding changes the gradient of a square little, but that of `abs` jumps.
                 outputs = run_step(model, inputs, self._backward, is_smooth=True)
                 found.outputs.extend(tensor.detach() for tensor in tensors_of(outputs))
                 gradients = (parameter.grad for parameter in model.parameters())
@@ -247,7 +248,7 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "parameters or inputs are no plain tensors"
     is_in_job = dist.is_available() and dist.is_initialized()
-    # It would wait for ranks that run no step now, or another number of steps.
+    # A SyncBatchNorm would wait for ranks that run no step now, or another number of steps.
     if is_in_job and any(type(one) is nn.SyncBatchNorm and one.training for one in model.modules()):
         return "a SyncBatchNorm computes with all ranks"
     return ""
@@ -261,7 +262,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """
     if isinstance(tree, Tensor):
         return [tree]
-    # torch's own pytree takes classes that are not registered with it for leaves.
+    # Not by torch's pytree, which treats objects of classes that are not registered as leaves.
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     elif is_dataclass(tree) and not isinstance(tree, type):
@@ -291,7 +292,7 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
         np.random.set_state(numpys)
 
 
-# Settings of torch that code of models sets, each with a function that reads it.
+# Settings of torch that code of models may set: for each, functions that read and write it.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
@@ -347,7 +348,7 @@ class SameRandomNumbers(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, with tensors in one order of memory if it draws numbers."""
+        """Run the operator; if it draws random numbers, with contiguous tensors."""
         del types
         # torch tags every operator that reads a generator, so no list of operators is needed here.
         if torch.Tag.nondeterministic_seeded not in func.tags:

@@ -1,7 +1,7 @@
 """Fake tensors that a traced model stored outside of itself: in globals, classes and caches.
 
-A trace runs on a copy of the model, so that what it stores in itself is gone with the copy. What
-is elsewhere would fail in the model's next real step, and is taken out again.
+A trace runs on a copy of the model, so that tensors stored in the copy are gone with it. Tensors
+stored elsewhere would make the model's next real step fail, and are taken out again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ucudnn.errors import ConfigError
 
 # functools does not export the type of its C implementation.
 _LRU_CACHE: type = type(lru_cache(int))
-# From a namespace or a cache to a tensor: by its dict, a link of its list, a tuple, containers.
+# How many references are followed from a value to a tensor, as through a cache and containers.
 _DEPTH = 5
 _CONTAINERS = (dict, list, set, deque)
 Watched = list[ReferenceType[Tensor]]
@@ -31,17 +31,17 @@ Watched = list[ReferenceType[Tensor]]
 
 @contextmanager
 def without_strays(model: nn.Module) -> Iterator[Watched]:
-    """Take out of globals, classes and caches the fake tensors that are alive at the end.
+    """At the end, remove fake tensors that are still alive from globals, classes and caches.
 
-    Where a name of a module or class of the model had another value before, it gets that back. A
-    tensor in an unexpected place is taken out, too, and named in an error. References of all fake
-    tensors must be added to the list that the context yields.
+    A name in a Python module or class of the model gets back the value that it had before. A tensor
+    in an unexpected place is removed, too, and an error describes that place. The caller must add
+    weak references to all fake tensors to the list that the context yields.
     """
     names = [*_names_of(model)]
     watched: Watched = []
     try:
         yield watched
-    # An error refers to the tensors of the calls that it passed.
+    # Places found are not reported here: the error itself refers to tensors of its calls.
     except BaseException:
         _remove_all(watched, names, model)
         raise
@@ -57,7 +57,7 @@ def _remove_all(watched: Watched, names: Iterable[_Names], model: nn.Module) -> 
     """Remove fake tensors that are alive; describe the unexpected places that held one."""
     if not _alive(watched):
         return []
-    # Those in cycles of references are stored by nobody.
+    # Tensors that only a cycle of references keeps alive are not stored by the model.
     gc.collect()
     _drop_gradients(model, _ids(watched))
     for one in names:
@@ -78,8 +78,8 @@ def _ids(watched: Watched) -> set[int]:
 
 
 def _drop_gradients(model: nn.Module, strays: set[int]) -> None:
-    """Take strays from the tensors that they became gradients of, such as a global model's."""
-    # TorchScript's parameters have no Python objects of their own.
+    """Remove strays that are gradients of a tensor, such as a parameter of a global model."""
+    # Parameters are listed, because `gc` does not find those of TorchScript as Python objects.
     for one in chain(model.parameters(), gc.get_objects()):
         # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
         if issubclass(type(one), Tensor) and one.is_leaf and id(one.grad) in strays:
@@ -87,7 +87,7 @@ def _drop_gradients(model: nn.Module, strays: set[int]) -> None:
 
 
 class _Names(NamedTuple):
-    """Names of a module or class, or entries of a dict there, and what they were before."""
+    """Names in a Python module or class, or entries of a dict in it: values now and before."""
 
     now: Mapping[Any, Any]
     before: Mapping[Any, Any]
@@ -107,7 +107,7 @@ class _Names(NamedTuple):
 
 
 def _names_of(model: nn.Module) -> Iterator[_Names]:
-    """The classes of a model's modules, the Python modules that these are in, and their dicts."""
+    """The names in classes of a model's modules, in their Python modules, and in dicts there."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("builtins", "torch")]
     modules = [sys.modules[name] for name in {cls.__module__ for cls in own} if name in sys.modules]
@@ -120,7 +120,7 @@ def _names_of(model: nn.Module) -> Iterator[_Names]:
 
 
 def _leads_to(value: object, strays: set[int]) -> bool:
-    """True if containers, or a cache of a function, lead from a value to one of these objects."""
+    """True if a value refers to a stray, directly or through containers or a function's cache."""
     level: list[Any] = [value]
     for _ in range(_DEPTH + 1):
         if not strays.isdisjoint(map(id, level)):

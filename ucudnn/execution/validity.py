@@ -17,9 +17,9 @@ class Finding:
     """One statement of a plan, checked on this machine.
 
     Args:
-        about: "device", "versions", "conditions", "build", "determinism" (of a deterministic plan),
-            or "canary" with the kernel's number.
-        is_true: whether it still holds; None if it was not checked.
+        about: "complete" (of an incomplete plan), "device", "versions", "conditions", "build",
+            "determinism" (of a deterministic plan), or "canary" with the kernel's number.
+        is_true: whether the statement still holds; None if it was not checked.
         said: the result in one sentence.
     """
 
@@ -34,8 +34,8 @@ def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
 
 
 def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
-    """Findings on device, versions, conditions, builds, determinism; another device ends them."""
-    # On another device versions and times would differ for that reason alone.
+    """Findings on the device and, if it is the plan's, versions, conditions, build, determinism."""
+    # The rest is not checked on another device, where versions and times differ anyway.
     if backend.device() != plan.device:
         said = f"the plan is for {plan.device}, this is {backend.device()}"
         yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
@@ -51,7 +51,7 @@ def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[F
 
 
 def require_valid(plan: Plan) -> None:
-    """Refuse a plan of which anything does not hold on this machine."""
+    """Refuse a plan if any of its statements does not hold on this machine."""
     try:
         found = list(findings_without_running(plan, open_backend(plan.backend)))
     except UnsupportedError as error:
@@ -65,9 +65,9 @@ def require_valid(plan: Plan) -> None:
 
 
 def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
-    """Sentence on algorithms of a deterministic plan whose results vary here, "" without any.
+    """A sentence on the first algorithm of a plan whose results may vary here; "" if none do.
 
-    torch's own convolution on a GPU depends on a setting of torch, which a plan cannot fix.
+    Whether torch's own convolution varies on a GPU depends on a torch setting that no plan makes.
     """
     for kernel in plan.kernels:
         listed = (*backend.candidates(kernel.problem), *backend.bias_candidates(kernel.problem))
@@ -82,7 +82,7 @@ def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
 
 
 def differences(there: Software | Conditions, here: Software | Conditions) -> str:
-    """Fields of a plan's versions or conditions that are others here, "" without any."""
+    """The fields of a plan's versions or conditions that differ here, as text; "" if none do."""
     mine = asdict(here)
     return ", ".join(
         f"{name} {value or 'unknown'} there and {mine[name] or 'unknown'} here"
@@ -101,7 +101,7 @@ def _compared(about: str, there: Software | Conditions, here: Software | Conditi
 
 
 def refusals(kernel: KernelPlan, backend: AbstractBackend) -> Iterator[str]:
-    """For each batch that a backend does not compute as planned, the reason."""
+    """The reasons why a backend does not compute batches as planned, one for each such batch."""
     for batch in range(1, kernel.problem.batch + 1):
         if kernel.covers(batch):
             problem = kernel.problem.with_batch(batch)

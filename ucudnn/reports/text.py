@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from ucudnn.outcomes import LayoutRace, StepMemory
-from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.plan import Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.reports.comparison import Comparison
 from ucudnn.system.markup import csv_table
 from ucudnn.units import format_bytes, format_ns
@@ -313,23 +313,40 @@ def kernel_table(kernel: KernelPlan) -> Table:
     table.add_column("")
     every = range(1, kernel.problem.batch + 1)
     rows = [(n, kernel.split(n)) for n in every if kernel.covers(n)]
-    for lone, group in groupby(rows, lambda row: _lone_algorithm(kernel, row[0])):
+    for repeated, group in groupby(rows, lambda row: _repeated(kernel, *row)):
         entries = list(group)
-        if lone is not None and len(entries) > 1:
+        if repeated is not None and len(entries) > 1:
+            splits = [split for _, split in entries]
             batches = f"{entries[0][0]}-{entries[-1][0]}"
-            table.add_row(batches, f"undivided {lone}", "derived")
+            table.add_row(batches, _in_words(repeated, splits), "derived")
             continue
         for n, split in entries:
             table.add_row(str(n), str(split), "derived" if kernel.is_derived(n) else "timed")
     return table
 
 
-def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
-    split = kernel.split(batch)
+def _repeated(kernel: KernelPlan, batch: int, split: Split) -> Chunk | str | None:
+    """The chunk that a batch repeats, the algorithm of an undivided one, or None for a row alone.
+
+    A batch may have one more chunk, for the rest of the samples.
+    """
     # A batch that was timed as a whole has a row of its own.
-    if len(split.chunks) > 1 or not kernel.is_derived(batch):
+    if split.axis != "batch" or not kernel.is_derived(batch):
         return None
-    return split.chunks[0].algorithm
+    if len(split.chunks) == 1:
+        return split.chunks[0].algorithm
+    largest = max(split.chunks, key=lambda chunk: chunk.size)
+    rest = [chunk for chunk in split.chunks if chunk != largest]
+    return largest if len(rest) <= 1 else None
+
+
+def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
+    """What the splits of neighbouring batches have in common."""
+    if isinstance(repeated, str):
+        return f"undivided {repeated}"
+    others = {chunk.algorithm for split in splits for chunk in split.chunks if chunk != repeated}
+    rest = f", the rest by {' or '.join(sorted(others))}" if others else ""
+    return f"chunks of {repeated.size} {repeated.algorithm}{rest}"
 
 
 # Names of two plans that have none.

@@ -1,4 +1,4 @@
-"""Advice on a model: what fills the memory of a step, the ways to run it, one verdict. Pure."""
+"""Advice on a model: what fills the memory of a step, ways to run the step, a verdict. Pure."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.units import format_bytes, format_ns
 
-# A kernel is on a cliff, far slower than convolutions of similar shapes, if torch takes so many
-# times as long as a direct convolution at the roofline. Good kernels miss the roofline, too, so the
-# factor is large.
+# A kernel is on a cliff if torch takes at least this many times as long as the roofline gives for a
+# direct convolution. Good kernels do not reach the roofline either, so the factor is large.
 _CLIFF = 5.0
-# Or if it takes so many times as long as in channels_last: both are measured, so less will do.
+# A kernel is also on a cliff if torch takes at least this many times as long for it as in
+# channels_last. Both times are measured, so a smaller factor is enough.
 _LAYOUT_CLIFF = 2.0
-# Fractions of a step's time and of its peak of memory; smaller savings are not worth tuning for.
+# Savings below these fractions of a step's time and of its peak are not worth tuning for.
 _WORTHWHILE = 0.05
 _WORTHWHILE_MEMORY = 0.1
-# A way is advised for its memory if it leaves no more than this part of the peak, and takes no more
-# than so many times as long; if none does, whatever time the smallest one takes.
+# A way is advised for its memory if its peak and its time are at most these multiples of those of
+# the step as it is. If all such small ways take longer, the smallest one is advised.
 _SMALL, _AFFORDABLE = 0.75, 1.25
-# A suggested limit leaves kernels alone that take this part of the convolutions' time.
+# A suggested workspace limit is enough for kernels with this fraction of the convolutions' time.
 _UNTOUCHED = 0.8
-# An interval that reaches below this may hide a gain that matters.
+# If the interval of a way's ratio reaches below this, noise may hide a gain that matters.
 _HIDDEN = 0.9
-# Times of one way that vary by more than this are noisy.
+# Times are noisy if their interquartile range is more than this fraction of their median.
 _NOISY = 0.1
 _MIB = 1 << 20
 
@@ -44,11 +44,11 @@ class KernelAdvice:
     Args:
         problem: what is computed.
         layers: names of the layers, one per call.
-        timing: of one call; None if the time ran out before it was timed.
-        channels_last: timing in channels_last; None in 1-D, which has no such layout, if the
-            problem is in channels_last already, and if it was not timed.
+        timing: timing of one call; None if the kernel was not timed.
+        channels_last: timing of one call in channels_last; None if it was not timed, if the problem
+            is in channels_last already, and in 1-D, which has no such layout.
         direct_ns: time of a direct convolution at the full speed of the machine; 0: not known.
-        least_ns: lower bound of one call by any algorithm; 0: none is known.
+        least_ns: lower bound of the time of one call by any algorithm; 0: not known.
     """
 
     problem: Problem
@@ -59,7 +59,7 @@ class KernelAdvice:
     least_ns: int
 
     def best(self, is_last: bool) -> Timing | None:
-        """The timing in the layout asked for if there is one, else in its own."""
+        """The timing in channels_last if `is_last` and if known, else in the problem's layout."""
         return self.channels_last if is_last and self.channels_last else self.timing
 
     def time_ns(self, is_last: bool = False) -> int:
@@ -68,18 +68,18 @@ class KernelAdvice:
         return 0 if timing is None else timing.time_ns * len(self.layers)
 
     def gain_ns(self) -> int:
-        """Upper bound of what any algorithm could save of that time; 0 if none is known."""
-        # Without a bound from below nothing is known of what could be saved.
+        """Upper bound of the time that any algorithm could save in all calls; 0 if not known."""
+        # Without a lower bound of the time, the possible saving is not known.
         if not self.least_ns:
             return 0
-        # A kernel that was not timed counts as 0 ns, which is less than its bound.
+        # A kernel that was not timed counts as 0 ns, and its gain as 0.
         return max(0, self.time_ns() - self.least_ns * len(self.layers))
 
     def excess_ns(self, is_last: bool = False) -> int:
-        """Time that all calls lose because the kernel is on a cliff; 0 if it is on none."""
+        """Time that all calls lose because the kernel is on a cliff; 0 if it is not."""
         if not self.is_cliff(is_last):
             return 0
-        # The larger of the two references, so that the loss is not overstated.
+        # The loss is relative to the slower one of the two references, so it is not overstated.
         other = self.channels_last
         in_other_layout = 0 if other is None or is_last else other.time_ns
         least = max(self.direct_ns, in_other_layout) * len(self.layers)
@@ -98,13 +98,13 @@ class KernelAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch that fits a memory budget by one way.
+    """The largest batch with which a step by one way fits a memory budget.
 
     Args:
-        batch: number of samples; 0: not even one fits.
-        peak_bytes: of a step of that batch.
-        time_ns: of that step.
-        is_estimated: it follows from steps of other batches; else it was run.
+        batch: number of samples; 0 if not even one sample fits.
+        peak_bytes: peak of a step of that batch.
+        time_ns: time of that step.
+        is_estimated: True if peak and time are estimates; False if such a step was run.
     """
 
     batch: int
@@ -122,14 +122,14 @@ class Largest:
 
 
 def largest_batch(points: Sequence[tuple[int, int]], budget: int) -> tuple[int, int]:
-    """The largest batch within a budget and its peak, by a line through the last two points.
+    """The largest batch within a budget, and its peak, on a line through the last two points.
 
     >>> largest_batch([(4, 50), (8, 90)], 125)
     (11, 120)
 
     Args:
-        points: (batch, peak in bytes) of two steps at least, of different batches.
-        budget: bytes.
+        points: (batch, peak in bytes) of at least two steps of different batches.
+        budget: memory budget in bytes.
     """
     (one, at_one), (other, at_other) = points[-2:]
     slope = max(1, ceil((at_other - at_one) / (other - one)))
@@ -142,17 +142,18 @@ class WayAdvice:
     """One way to run the step.
 
     Args:
-        name: in the table.
-        how: what to do for it, as an imperative.
-        peak_bytes: the most that a step has allocated, with what is there before it.
-        time_ns: of a step; the median if several were timed.
-        ratio: time over that of the step as it is, with its 95 % interval; None: not timed in turn
-            with it.
-        rounds: in which both were timed in turn.
-        is_estimated: computed from other measurements; else such a step was run.
+        name: name of the way in the table.
+        how: what a user must do to run steps this way, as an imperative.
+        peak_bytes: peak of a step, including what is allocated before it.
+        time_ns: time of a step; the median if several steps were timed.
+        ratio: time divided by that of the step as it is, with its 95 % interval; None if the two
+            steps were not timed in turn.
+        rounds: number of rounds in which the two steps were timed in turn.
+        is_estimated: True if computed from other measurements; False if such a step was run.
         memory_format: "keep" or "channels_last".
-        division: segments and micro-batches.
-        largest: the largest batch that fits the budget; None if there is none.
+        division: segments and micro-batches of the step.
+        largest: the largest batch that fits the memory budget; None if there is no budget or the
+            batch is not known.
     """
 
     name: str
@@ -168,21 +169,21 @@ class WayAdvice:
 
     @property
     def is_loop(self) -> bool:
-        """True if it changes the training loop."""
+        """True if this way changes the training loop."""
         return self.division.micro_batch is not None
 
     @property
     def is_faster(self) -> bool:
-        """True if it was faster than the step as it is, beyond the noise."""
+        """True if this way was faster than the step as it is, beyond the noise."""
         known = self.ratio is not None and self.rounds >= LEAST_ROUNDS
         return known and self.ratio is not None and self.ratio[2] < 1 - TOLERATED
 
     def factor(self, own_ns: int) -> float:
-        """Its time over that of the step as it is."""
+        """Time of this way divided by that of the step as it is."""
         return self.time_ns / own_ns if self.ratio is None else self.ratio[0]
 
     def price(self, own_ns: int) -> str:
-        """The same in words: an interval, or what little is known."""
+        """`factor` as text: with its interval after several rounds, with a `~` if estimated."""
         if self.ratio is not None and self.rounds > 1:
             return "{:.2f} ({:.2f} to {:.2f})".format(*self.ratio)
         mark = "~" if self.is_estimated else ""
@@ -193,21 +194,21 @@ class WayAdvice:
 class Advice:
     """The memory of a step, the ways to run it, its kernels, and a verdict.
 
-    `print(advice)` shows the verdict and the ways; `ucudnn advise --all` the kernels, too.
+    `print(advice)` shows the verdict and the ways; `ucudnn advise --all` also shows the kernels.
 
     Args:
         kernels: one per distinct convolution, in the order of the model.
         device: the device that was measured.
-        ways: the step as it is first; empty if none was run.
-        causes: bytes of the peak of the step as it is, by what they are for; empty if not known.
+        ways: the ways to run the step, the step as it is first; empty if no step was run.
+        causes: parts of the peak of the step as it is, (purpose, bytes); empty if unknown.
         batch: samples of the step.
-        is_training: forward and backward; else forward only.
-        budget_bytes: memory that a step may take; None: no budget.
-        own_peak_bytes: the peak of the step as it is without workspace; 0: not known.
-        load: processors that others used while steps were timed.
+        is_training: True for forward and backward; False for forward only.
+        budget_bytes: memory budget of a step; None: no budget.
+        own_peak_bytes: peak of the step as it is, without workspace; 0: not known.
+        load: average number of processors that other processes used while steps ran.
         spread: interquartile range of the times of the step as it is, over their median.
         left_out: ways that were not tried, with the reason.
-        reason: why no step was run; "" if one was.
+        reason: why no step was run; "" if a step was run.
     """
 
     kernels: tuple[KernelAdvice, ...]
@@ -225,12 +226,12 @@ class Advice:
 
     @property
     def step_ns(self) -> int:
-        """Time of the step as it is; 0 if none was run."""
+        """Time of the step as it is; 0 if no step was run."""
         return self.ways[0].time_ns if self.ways else 0
 
     @property
     def step_peak_bytes(self) -> int:
-        """Peak of the step as it is, with what is there before it; 0 if none was run."""
+        """Peak of the step as it is, with what is allocated before it; 0 if no step was run."""
         return self.ways[0].peak_bytes if self.ways else 0
 
     @property
@@ -240,24 +241,24 @@ class Advice:
 
     @property
     def fastest(self) -> WayAdvice | None:
-        """The way that is faster beyond the noise; the smallest of those that are equally fast."""
+        """The fastest way, if it is faster than the step as it is beyond the noise; else None."""
         faster = [way for way in self.ways if way.is_faster]
         if not faster:
             return None
         ends = {way.name: way.ratio for way in faster if way.ratio is not None}
         least = min(faster, key=lambda way: ends[way.name][0])
-        # Where intervals overlap, noise would decide.
+        # Ways whose intervals overlap that of the fastest are equally fast: the smallest is taken.
         level = [way for way in faster if ends[way.name][1] <= ends[least.name][2]]
         return min(level, key=lambda way: (way.peak_bytes, ends[way.name][0]))
 
     @property
     def is_noisy(self) -> bool:
-        """True if others used the processors, or times of one way vary by more than a tenth."""
+        """True if other processes used processors, or the step as it is varied by over 10 %."""
         return self.load > 0 or self.spread > _NOISY
 
     def share(self, time_ns: int) -> float:
-        """A time as a fraction of the step; if no step was run, of its convolutions."""
-        # Kernels are timed one by one: with noise their sum may exceed the step that holds them.
+        """A time as a fraction of the step's time, or of the convolutions' if no step was run."""
+        # Kernels are timed one by one, so with noise their sum may exceed the time of the step.
         whole = max(self.step_ns, self.convolutions_ns)
         return time_ns / whole if whole else 0.0
 
@@ -276,7 +277,7 @@ class Advice:
         return limit if saved >= _WORTHWHILE_MEMORY * peak else None
 
     def with_plan(self) -> Advice:
-        """The same, with a plan for the convolutions as one more way, by what its kernels tell."""
+        """This advice with one more way: a plan for the convolutions, estimated from kernels."""
         if not self.ways or not any(kernel.timing for kernel in self.kernels):
             return self
         limit, peak = self.suggested_limit, self.step_peak_bytes
@@ -295,7 +296,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """Recommendation in one sentence, or in a few on a budget."""
+        """The recommendation: one sentence, or up to three with a memory budget."""
         if self.budget_bytes is not None and any(way.largest for way in self.ways):
             return self._on_budget(self.budget_bytes)
         advised = [*self._on_time(), *self._on_memory()]
@@ -309,7 +310,7 @@ class Advice:
         return f"{'; '.join(advised)}."
 
     def _on_time(self) -> Iterator[str]:
-        """What to do for shorter steps, or what noise hides."""
+        """Clauses of the verdict on time: what makes steps shorter, or what noise may hide."""
         own, best = self.step_ns, self.fastest
         is_last = best is not None and best.memory_format == "channels_last"
         if best is not None:
@@ -319,7 +320,7 @@ class Advice:
             )
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff(is_last)]
         gain = self.share(sum(kernel.excess_ns(is_last) for kernel in cliffs))
-        # Another way than a layout changes what each kernel computes, and so the cliffs.
+        # Micro-batches and segments change what kernels compute, so these cliffs would not apply.
         if gain >= _WORTHWHILE and (best is None or best.division == WHOLE):
             tune = "then tune it so" if is_last else "tune it without a limit"
             yield f"{tune}: {_count(cliffs)} on a cliff, which costs up to {gain:.0%} of the step"
@@ -327,7 +328,7 @@ class Advice:
             yield from self._on_noise()
 
     def _on_noise(self) -> Iterator[str]:
-        """What may be faster, and is not known to be."""
+        """Clauses of the verdict on ways that may be faster but are not known to be."""
         own, raced = self.step_ns, [way for way in self.ways[1:] if way.ratio is not None]
         known = raced or [way for way in self.ways[1:] if not way.is_estimated]
         hopes = [
@@ -350,7 +351,7 @@ class Advice:
     def _on_memory(self) -> Iterator[str]:
         """What to do for less memory."""
         best, small = self.fastest, self.smallest
-        # What is advised for its time may save as much.
+        # The way that is advised for its time may save as much memory.
         if small is None or (best is not None and best.peak_bytes <= small.peak_bytes):
             return
         about = "about " if small.rounds < LEAST_ROUNDS else ""
@@ -362,23 +363,23 @@ class Advice:
 
     @property
     def smallest(self) -> WayAdvice | None:
-        """The way to advise for its memory, measured if there is one; None if none saves much."""
+        """A way to advise if memory is short, preferably a measured one; None if all are large."""
         most = _SMALL * self.step_peak_bytes
         small = [way for way in self.ways if way.peak_bytes <= most and not way.is_estimated]
-        if not small and self.suggested_limit is not None:  # the plan would save enough
+        if not small and self.suggested_limit is not None:  # then a plan would save enough
             small = [way for way in self.ways if way.peak_bytes < self.step_peak_bytes]
         cheap = [way for way in small if way.factor(self.step_ns) <= _AFFORDABLE]
         return min(cheap or small, key=lambda way: way.peak_bytes, default=None)
 
     @property
     def roomiest(self) -> WayAdvice | None:
-        """The way of the largest batch; one that leaves the training loop alone if there is one."""
+        """The way that fits the largest batch; a loop only if no other way fits a sample."""
         found = [way for way in self.ways if way.largest is not None and way.largest.batch]
         kept = [way for way in found if not way.is_loop] or found
         return max(kept, key=_room, default=None)
 
     def _on_budget(self, budget: int) -> str:
-        """The largest batch that fits the budget, by which way, and at which time per sample."""
+        """The verdict on a budget: the largest batch that fits, its way and its time per sample."""
         found = [(way, way.largest) for way in self.ways if way.largest is not None]
         size = format_bytes(budget)
         if not any(largest.batch for _, largest in found):
@@ -406,7 +407,7 @@ class Advice:
         return said
 
     def sentences(self) -> list[str]:
-        """The verdict, and in at most 25 lines what it is based on."""
+        """The verdict, then at most 25 lines that say what it is based on."""
         lines = [f"Verdict: {self.verdict}", *self._memory_lines(), *self._table()]
         if self.reason:
             lines.append(f"No step was run: {self.reason}.")
@@ -436,7 +437,7 @@ class Advice:
             yield f"It has no optimiser yet; the state of Adam would add {adam}."
 
     def _table(self) -> Iterator[str]:
-        """One line for each way."""
+        """The table of the ways: a heading, one line per way, and a legend."""
         if not self.ways:
             return
         has_budget = any(way.largest for way in self.ways)
@@ -478,7 +479,7 @@ class Advice:
         return "\n".join(self.sentences())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """The whole advice as JSON values."""
         values = to_builtins(replace(self, kernels=()))
         for fields, way in zip(values["ways"], self.ways, strict=True):
             segments, micro_batch = fields.pop("division")
@@ -505,7 +506,7 @@ class Advice:
 
 
 def _room(way: WayAdvice) -> tuple[int, int]:
-    """What is more for the way of more samples, and of less time for each."""
+    """Sort key: greater for a larger batch, then for less time per sample."""
     assert way.largest is not None
     return way.largest.batch, -way.largest.sample_ns
 
@@ -515,14 +516,14 @@ def _setting(size: int) -> str:
 
 
 def _limit_for(known: Iterable[tuple[int, int]]) -> int:
-    """The smallest limit, in whole MiB, that leaves the kernels with most of the time unaffected.
+    """The least limit, a multiple of 1 MiB, that is enough for the kernels with most of the time.
 
     Args:
         known: workspace in bytes and time in ns of each kernel.
     """
     known = sorted(known)
     total, taken = sum(time_ns for _, time_ns in known), 0
-    # By rising workspace: the kernels up to the limit keep torch's own convolution.
+    # In order of workspace: kernels that need no more than the limit keep torch's own convolution.
     for size, time_ns in known:
         taken += time_ns
         if taken >= _UNTOUCHED * total:

@@ -1,4 +1,4 @@
-"""`ucudnn.advise`: run a step in every way that is at hand, and time its convolutions."""
+"""`ucudnn.advise`: run a step in several ways, and time its convolutions."""
 
 from __future__ import annotations
 
@@ -44,28 +44,30 @@ from ucudnn.tuning.step_rounds import race, tells
 from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.units import format_bytes
 
-# Seconds for all of it: advice is for those who do not want to wait for tuning.
+# Seconds for the whole advice, which is for users who do not want to wait for tuning.
 _MOST_S = 60.0
-# Seconds for kernels, however long steps take.
+# The least number of seconds for timing kernels, however long the steps before it took.
 _LEAST_S = 5.0
-# Parts of that time after which no way is tried, and none is timed again; kernels get the rest.
+# Fractions of `_MOST_S` by which trying ways, and then timing them in turn, should end. Kernels get
+# the rest.
 _TRIALS_PART, _STEPS_PART = 0.5, 0.8
-# Rounds that a race takes to show anything, and ways in it beside the step as it is.
+# Rounds that a race must have time for, and the most ways that race against the step as it is.
 _ROUNDS, _MOST_RIVALS = 3, 4
-# Shares of the peak within which segments are looked for, the most useful first.
+# Limits within which segments are searched, as fractions of the peak; the most useful one first.
 _SHARES = (0.5, 0.25, 0.75)
-# Steps that looking for segments within one limit takes, and trying one way.
+# Steps that a search for segments within one limit takes, and steps that the trial of a way takes.
 _SEARCH_STEPS, _TRIAL_STEPS = 6, 4
-# The same for what is tried first, in at least two sizes of micro-batches.
+# Steps that the first trial takes, which runs at least two sizes of micro-batches.
 _FIRST_STEPS = 9
-# Steps by which the largest batch is checked at most.
+# The most steps that are run to check the largest batch.
 _MOST_CHECKS = 3
-# The largest batch is found where the next guess is larger by no more than this factor.
+# The search for the largest batch ends if the next estimate is larger by at most this factor.
 _CLOSE = 1.02
-# What loses more time than this, as a fraction of the step, is not worth racing for its time.
+# A way is too slow to be of use for its time if a step takes more than this many times as long as
+# by its rival: the step as it is, or the fastest micro-batches.
 _SLOWER = 1.1
-# A kernel is run until it has taken `_ENOUGH_NS` or so many times: long ones only once, because one
-# slow layer must not use up the time of all others.
+# A kernel is timed until its samples add up to `_ENOUGH_NS` or there are `_MOST_SAMPLES`. A slow
+# kernel is timed only once, because it must not use up the time of all others.
 _LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_NS = 1, 7, 150_000_000
 
 OnKernel = Callable[[int, int], None]
@@ -83,13 +85,13 @@ def advise(
     real: bool = False,
     on_kernel: OnKernel = _silent,
 ) -> Advice:
-    """Run a step in several ways, tell what fills its memory, and give a verdict.
+    """Run a step in several ways, report what fills its memory, and give a verdict.
 
     The ways are the step as it is, channels_last, segments, micro-batches, checkpoints and, by
     estimate, a plan for the convolutions. With a memory budget, the verdict is the largest batch
-    that fits it. There is no search for plans, and nothing is cached. It takes about a minute for
-    steps of up to a second. Steps are run on deep copies of the model; model and random states do
-    not change. Steps of a compiled model are run as if it were not compiled, with a warning.
+    that fits it. There is no search for plans, and nothing is cached. Advice takes about a minute
+    for steps of up to a second. Steps are run on deep copies of the model; model and random states
+    do not change. Steps of a compiled model are run as if it were not compiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -103,7 +105,7 @@ def advise(
         config: the settings; only `ops`, `backend` and `memory_budget` matter; default: `Config()`.
         real: compute one step to find the convolutions, for a model whose control flow depends on
             values.
-        on_kernel: called after every kernel, with how many are done and how many there are.
+        on_kernel: called after every kernel, with the number of kernels done and that of all.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution, or the
@@ -122,12 +124,12 @@ def advised(
     config: Config,
     on_kernel: OnKernel = _silent,
 ) -> Advice:
-    """Like `advise`, for a model that was traced.
+    """Like `advise`, for a model that is traced already.
 
     Args:
         model: any module.
-        example_inputs: that it was traced with.
-        traced: its convolutions.
+        example_inputs: the inputs that the model was traced with.
+        traced: the convolutions of the model.
         config: the settings.
         on_kernel: called after every kernel.
 
@@ -143,15 +145,15 @@ def advised(
         )
     names = layers_by_problem(traced.layers, config)
     began, backend = monotonic(), open_backend(config.backend)
-    # In 1-D torch has no channels-last layout, and "nhwc" is that layout already.
+    # torch has no channels-last layout in 1-D, and "nhwc" problems are in that layout already.
     has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in names)
     advice = _Trials(model, example_inputs, backend, config, began).advice(has_other)
     watch = _Watch(backend, max(began + _MOST_S, monotonic() + _LEAST_S))
     found: dict[Problem, KernelAdvice] = {}
-    # Function modes of the caller, as `with torch.device(...)`, would change where the operands are
-    # allocated.
+    # Function modes of the caller, such as `with torch.device(...)`, would change where operands
+    # are allocated.
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        # The kernels that probably take longest come first, because time may end before the others.
+        # The kernels that probably take longest come first: time may run out.
         for problem in sorted(names, key=lambda p: -p.flops * len(names[p])):
             found[problem] = watch.kernel(problem, names[problem])
             on_kernel(len(found), len(names))
@@ -162,7 +164,7 @@ def require_live(config: Config) -> None:
     """Refuse settings that name a recording.
 
     Raises:
-        ConfigError: the settings name one.
+        ConfigError: the settings name a recording.
     """
     if config.is_replayed:
         raise ConfigError(
@@ -177,10 +179,10 @@ class _Trials:
 
     Args:
         model: any module.
-        inputs: that it was traced with.
-        backend: of the device.
+        inputs: the inputs that the model was traced with.
+        backend: backend of the device.
         config: the settings.
-        began: the `time.monotonic` at which the minute began.
+        began: the `time.monotonic` from which `_MOST_S` counts.
     """
 
     model: nn.Module
@@ -208,10 +210,10 @@ class _Trials:
         self.own_ns = 0
 
     def advice(self, has_other: bool) -> Advice:
-        """What was found, still without kernels.
+        """The advice from all trials; its kernels are added later.
 
         Args:
-            has_other: the model may be faster in channels_last.
+            has_other: True if some convolution could be in channels_last and is not.
         """
         device = self.backend.device()
         reason = reason_against_steps(self.model, self.inputs, device.type)
@@ -254,7 +256,7 @@ class _Trials:
 
     @property
     def _held(self) -> int:
-        """Bytes that are allocated all through a step."""
+        """Bytes that are allocated during the whole step."""
         return 0 if self.profile is None else self.profile.held.total
 
     def _note_load(self) -> None:
@@ -262,7 +264,7 @@ class _Trials:
 
     @contextmanager
     def _trying(self, name: str) -> Iterator[None]:
-        """Note a way that fails as left out."""
+        """Note a way as left out if it fails inside this context."""
         try:
             yield
         except STEP_ERRORS as error:
@@ -270,7 +272,7 @@ class _Trials:
         self._note_load()
 
     def _has_time(self, name: str, steps: int, part: float = _TRIALS_PART) -> bool:
-        """True if so many steps fit a part of the minute; else a way is noted as left out."""
+        """True if so many steps fit a fraction of `_MOST_S`; else `name` is noted as left out."""
         if monotonic() + steps * self.own_ns / 1e9 <= self.began + part * _MOST_S:
             return True
         self.left_out.append(f"{name} (no time)")
@@ -290,7 +292,7 @@ class _Trials:
         how = "leave it as it is"
         if self.search is not None:
             _, peak, self.own_ns = self.search.seen[0]
-            # The same number as the sum of its causes.
+            # The peak of the profile, so that its causes add up to it.
             if self.profile is not None:
                 peak = self.profile.peak_bytes - self._held
         else:
@@ -301,7 +303,7 @@ class _Trials:
         self.ways.append(WayAdvice("as it is", how, peak + self._held, self.own_ns))
 
     def _run(self, steps: Steps) -> tuple[int, int]:
-        """Peak of a step above what there is before it, and its time once it is warm."""
+        """Peak of a step above what is allocated before it, and its time, warm unless long."""
         with gradient_mode(self.is_training):
             first = self.backend.elapsed_ns(steps)
             spans = self.backend.spans(lambda _: steps())
@@ -315,7 +317,7 @@ class _Trials:
             self.ways.append(WayAdvice(name, how, peak, seen.time_ns, division=seen.division))
 
     def _all_ways(self, has_other: bool) -> None:
-        """Try ways, those that help most first."""
+        """Try all ways, the most useful first."""
         search = self.search
         trials: dict[str, Callable[[], None]] = {}
         if search is not None:
@@ -325,7 +327,7 @@ class _Trials:
                 trials[f"segments at {share:.0%}"] = partial(self._try_segments, search, share)
             if self.is_training:
                 trials["checkpoint per block"] = partial(self._try_blocks, search)
-        # Behind what needs most of the memory's answer, before what is tried to complete it.
+        # channels_last is third: after the two most useful ways to save memory, before the others.
         names = [*trials]
         if has_other:
             trials["channels_last"] = self._try_channels_last
@@ -338,19 +340,19 @@ class _Trials:
                 trials[name]()
 
     def _try_blocks(self, search: SegmentSearch) -> None:
-        """Recompute each block as a whole."""
+        """Try a step in which each block is recomputed as a whole."""
         if self._has_time("checkpoint per block", _TRIAL_STEPS):
             seen = search.in_blocks()
             if seen is not None:
                 self._add("checkpoint per block", "checkpoint each block", seen)
 
     def _try_sizes(self, search: SegmentSearch, name: str) -> None:
-        """Run the whole model on parts of the batch."""
+        """Try the whole model in micro-batches of several sizes."""
         reason = search.reason_against_parts()
         if reason:
             self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
             return
-        # What helps most is tried however long steps are.
+        # The most useful way is tried however long steps are.
         assert search.until is not None
         search.until = max(search.until, monotonic() + _FIRST_STEPS * self.own_ns / 1e9)
         before = len(search.seen)
@@ -374,10 +376,10 @@ class _Trials:
         self.parts = self.ways[1:]
 
     def _try_segments(self, search: SegmentSearch, share: float) -> None:
-        """Look for segments within a share of the peak."""
+        """Try segments with a peak of at most this share of the peak of the step as it is."""
         own, name = self.ways[0].peak_bytes, f"segments at {share:.0%}"
         limit = int(share * own) - self._held
-        # Those found within a larger share are the fastest that were seen, and may do for this one.
+        # Segments found within a larger share may fit this one, too; then no search is needed.
         done = [way.peak_bytes for way in self.ways if way.name.startswith("segments")]
         if share < _SHARES[0] and any(peak <= limit + self._held for peak in done):
             return
@@ -397,7 +399,7 @@ class _Trials:
             self._add(f"segments, {peak / own:.0%} of the peak", how, seen)
 
     def _try_channels_last(self) -> None:
-        """Run the step in channels_last, and the fastest micro-batches there."""
+        """Try channels_last for the whole step, then for the fastest micro-batches if any help."""
         how = "use channels_last"
         if not self._has_time("channels_last", _TRIAL_STEPS, _STEPS_PART):
             return
@@ -437,7 +439,7 @@ class _Trials:
         chosen += [] if small is None or small in chosen else [small]
         left_s = self.began + _STEPS_PART * _MOST_S - monotonic()
         count = int(left_s / (_ROUNDS * own.time_ns / 1e9)) - 1
-        # One race is worth its time where a way seems to be faster.
+        # Without a memory budget, a way that seems to be faster is raced even if time is short.
         is_hope = any(way.time_ns < own.time_ns for way in chosen[:1])
         return chosen[: max(is_hope and self.config.memory_budget is None, count)]
 
@@ -464,7 +466,7 @@ class _Trials:
             [partial(run, way) for way in (own, *rivals)],
             lambda steps: monotonic() + steps * own_s >= until,
             lambda samples: all(tells(one, samples[0]) for one in samples[1:]),
-            # Each has just run.
+            # All ways have run already, so the first round need not warm them up.
             is_warm=True,
         )
         self._note_load()
@@ -476,7 +478,7 @@ class _Trials:
         self._foresee_malloc(median_ns(faults))
 
     def _foresee_malloc(self, faults: int) -> None:
-        """Add what a malloc that keeps blocks would save, by the page faults of a step."""
+        """Add an estimated way: a malloc that keeps blocks, and so saves a step's page faults."""
         if self.backend.conditions().allocator != "glibc":
             return
         fresh = filling()
@@ -488,7 +490,7 @@ class _Trials:
         self.ways.append(replace(way, is_estimated=True))
 
     def _budget(self) -> int | None:
-        """The memory budget in bytes."""
+        """The memory budget in bytes; None if none is set or the largest batch cannot be found."""
         if self.config.memory_budget is None:
             return None
         if self.profile is None or not (self.is_single and self.batch):
@@ -497,7 +499,7 @@ class _Trials:
         return self.config.with_budget_of(self.ways[0].peak_bytes).budget_bytes
 
     def _find_largest(self, budget: int) -> None:
-        """Find the largest batch of each way, by a step of another batch, and check the answer."""
+        """Estimate each way's largest batch by a step of another batch, and check the best one."""
         other = self.batch // 2 or 2
         points: dict[str, list[tuple[int, int]]] = {}
         for place, way in enumerate(self.ways):
@@ -526,7 +528,7 @@ class _Trials:
         self.ways[place] = replace(way, largest=largest)
 
     def _check(self, way: WayAdvice, points: list[tuple[int, int]], budget: int) -> bool:
-        """Run a step of the largest batch; False if there is no time or no memory for it."""
+        """Run a step of a way's largest batch; False if there is no time or memory for it."""
         place, largest = self.ways.index(way), way.largest
         assert largest is not None
         if largest.batch == self.batch:
@@ -550,7 +552,7 @@ class _Trials:
         return True
 
     def _step_at(self, way: WayAdvice, batch: int) -> tuple[int, int]:
-        """Peak and time of a step of another batch, with what is allocated all through it."""
+        """Peak and time of a step of another batch; the peak includes memory held throughout."""
         inputs = _resized(self.example, self.batch, batch)
         steps = Steps(self.model, inputs, self.is_training, way.memory_format, way.division)
         times = list[int]()
@@ -562,7 +564,7 @@ class _Trials:
 
 
 def _causes(profile: StepProfile | None, is_training: bool) -> tuple[tuple[str, int], ...]:
-    """Bytes of the peak of a step, by what they are for."""
+    """Parts of the peak of a step, as (purpose, bytes); empty if unknown."""
     if profile is None:
         return ()
     held = profile.held
@@ -582,13 +584,13 @@ def _faults() -> int:
 
 
 def _bytes_of_batch(inputs: Any, batch: int) -> int:
-    """Bytes of the tensors of a batch."""
+    """Bytes of the tensors that have `batch` samples."""
     tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
     return sum(one.numel() * one.element_size() for one in tensors if len(one) == batch)
 
 
 def _resized(inputs: Any, count: int, batch: int) -> Any:
-    """Inputs with another number of samples: the first ones, or all of them repeatedly.
+    """Inputs with another number of samples: the first samples, or all samples repeated.
 
     >>> _resized(torch.arange(3), 3, 5)
     tensor([0, 1, 2, 0, 1])
@@ -607,10 +609,10 @@ def _resized(inputs: Any, count: int, batch: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """Times kernels until the time is over.
+    """Times kernels until a deadline.
 
     Args:
-        backend: of the device.
+        backend: backend of the device.
         until: the `time.monotonic` after which no kernel is begun.
     """
 
@@ -634,7 +636,8 @@ class _Watch:
             for one in (problem, *others)
         ]
         timing, *last = (self._timed(one) for one in (problem, *others))
-        # A time below the bound disproves it: the machine was busy when its speed was taken.
+        # A measured time below a bound disproves it: the machine was busy when its peak rates were
+        # measured.
         seen = min((each.time_ns for each in (timing, *last) if each), default=0)
         return KernelAdvice(
             problem,
@@ -662,7 +665,7 @@ class _Watch:
                 and monotonic() < self.until
             ):
                 samples.append(backend.elapsed_ns(call))
-        # A kernel that cannot run by itself, as for lack of memory, is shown as not timed.
+        # A kernel that cannot run, for example for lack of memory, is shown as not timed.
         except (RuntimeError, MemoryError, UnsupportedError):
             return None
         return Timing(median_ns(samples), spread_ns(samples), workspace, len(samples))

@@ -1,9 +1,9 @@
-"""What is known of chunks of one kernel that never ran: bounds of their times, their workspace.
+"""Bounds of the times of one kernel's chunks that never ran, and their expected workspace.
 
-There are two bounds of times, both from the lower bounds of operations and traffic that an
-algorithm states (`Cost`). The roofline of the machine bounds the time of a chunk that never ran. A
-small chunk that was timed bounds larger ones: the time grows at least as much as the slower growing
-of operations and traffic.
+A time has two lower bounds. Both follow from the lower bounds of operations and traffic that an
+algorithm states (`Cost`). One bound is the roofline of the machine. The other bound follows from a
+smaller chunk that was timed: times grow at least by the smaller of two ratios, that of the
+operations and that of the traffic.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Measurement
     from ucudnn.tuning.candidates import KernelCandidates
 
-# An algorithm is ruled out where it is expected to take this many times the best known, per sample.
-# That leaves room for the error of an expectation that rests on one small chunk.
+# An algorithm is ruled out if its expected time per sample is more than this many times the best
+# known one. The factor allows for the error of an expectation that follows from one small chunk.
 HOPELESS = 1.5
-# A call takes this long on the host whatever its size, which does not grow with the chunk.
+# Time of a call on the host in ns, which does not grow with the size of the chunk.
 _CALL_NS = 50_000
-# Shorter times say more about the call than about the algorithm.
+# Shorter times are not extrapolated: they depend more on the call than on the algorithm.
 _LEAST_TELLING_NS = 200_000
-# A chunk that is expected to take so long tells about larger ones.
+# The expected time of a chunk from which times of larger chunks can be extrapolated.
 _TRIAL_NS = 1_000_000
-# Upper bound of workspace over operands and result; im2col with an 11x11 filter needs 121 times.
+# Upper bound of workspace as a multiple of operands and result; im2col with an 11x11 filter needs a
+# factor of 121.
 _MOST_COPIES = 128
-# Without a workspace limit a candidate may take this many times its operands and result, or so many
-# bytes: more would raise the peak of a step, and of tuning, far above what the model needs.
+# Without a workspace limit, a candidate may take this many times the operands and result of the
+# kernel, and at least `_SMALL_BYTES`. Larger workspaces would raise the peak of a step, and of
+# tuning, far above what the model needs.
 _MOST_OPERANDS = 4
 _SMALL_BYTES = 128 << 20
 
@@ -54,12 +56,12 @@ class WorkspaceModel:
     records: Mapping[Arm, Measurement]
     # Workspace in bytes that a chunk may use, None for any.
     limit: int | None
-    # Memory that a benchmark may use on this machine.
+    # Memory in bytes that a benchmark may use on this machine.
     available_bytes: int
 
     @cached_property
     def most_bytes(self) -> int:
-        """Largest workspace that a candidate may take on this machine, apart from the limit."""
+        """Largest workspace that a candidate may take on this machine; `fits` checks the limit."""
         if self.limit is not None:
             return self.available_bytes
         whole = _operand_bytes(self.candidates.problem)
@@ -70,17 +72,17 @@ class WorkspaceModel:
         return must_be_known(self.candidates.problem, self.limit, self.available_bytes)
 
     def fits(self, arm: Arm, workspace: int) -> bool:
-        """True if so many bytes of workspace are within the limit."""
+        """True if a workspace, with the memory that the arm's role needs, is within the limit."""
         held = workspace + held_bytes(self.candidates.problem, arm.role)
         return self.limit is None or held <= self.limit
 
     def may_fit(self, arm: Arm) -> bool:
-        """False if the lower bound that the algorithm states is too large."""
+        """False if the lower bound of workspace that the algorithm states is too large."""
         cost = self.candidates.cost(arm.size, arm.algorithm)
         return cost is None or self.may_run(arm, cost.workspace_bytes)
 
     def may_run(self, arm: Arm, workspace: int) -> bool:
-        """True if so many bytes are within the limit and within the machine's memory."""
+        """True if so many bytes of workspace fit both the limit and `most_bytes`."""
         return self.fits(arm, workspace) and workspace <= self.most_bytes
 
     def can_be_run(self, arm: Arm) -> bool:
@@ -96,7 +98,7 @@ class WorkspaceModel:
         return self.candidates.by_arm[arm].workspace_bytes
 
     def expected(self, arm: Arm) -> int | None:
-        """Workspace of an arm in bytes, known or extrapolated; None if it cannot be told."""
+        """Workspace of an arm in bytes, known or extrapolated; None if nothing is known."""
         known = self.known(arm)
         if known is not None:
             return known
@@ -106,12 +108,12 @@ class WorkspaceModel:
             if size <= arm.size or self.fits(arm, workspace)
         ]
         if not points:
-            # Where any workspace would fit the memory, nothing need be known before a chunk is run.
+            # If any workspace would fit the memory, a chunk may run before its workspace is known.
             return None if self._must_be_known else 0
         return _on_the_line(points, arm.size, self.candidates.sizes)
 
     def _points(self, arm: Arm) -> list[tuple[int, int]]:
-        """Known sizes and workspaces of a curve, in the arm's role or else in another one."""
+        """Known (size, workspace) points of the arm's curve: in its role, else in other roles."""
         curves = self.candidates.curves
         known = [
             (other, entry.workspace_bytes)
@@ -121,12 +123,12 @@ class WorkspaceModel:
         same = sorted((other.size, found) for other, found in known if other.role == arm.role)
         if same:
             return same
-        # a chunk that was only run as a later one is expected to need less alone: not its result
+        # a later chunk may need a temporary result, which is no workspace of a chunk alone
         others = sorted(
             (other.size, max(0, workspace - self._own_result(other.size)))
             for other, workspace in known
         )
-        return list(dict(others).items())  # of two roles the one that needs more
+        return list(dict(others).items())  # per size, the role that needs more
 
     def _own_result(self, size: int) -> int:
         candidates = self.candidates
@@ -150,7 +152,7 @@ def _operand_bytes(problem: Problem) -> int:
 
 
 def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[int]) -> int:
-    """Workspace of a size: that of the next larger known one, else extrapolated on a line."""
+    """Workspace of a size: that of the next larger known size, else extrapolated on a line."""
     for known, workspace in points:
         if known >= size:
             return workspace
@@ -158,22 +160,22 @@ def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[i
     if len(points) > 1:
         less_size, less = points[-2]
         return workspace + max(0, workspace - less) * (size - known) // (known - less_size)
-    if size == sizes[sizes.index(known) + 1]:  # it takes two for a line
+    if size == sizes[sizes.index(known) + 1]:  # optimistic: gives a second point
         return workspace
     return workspace * size // known
 
 
 @dataclass(eq=False)
 class _Known:
-    """Conclusions from some measurements, drawn as they are asked for."""
+    """Conclusions from the measurements at one moment; times and reasons are added on demand."""
 
     entries: Sequence[Measurement]
-    # For each curve the sizes and times that are long enough to extrapolate from.
+    # For each curve (size, time in ns) of the chunks that are long enough to extrapolate from.
     informative: Mapping[str, list[tuple[int, int]]]
-    # True if some measurement beat the bound of the roofline.
+    # True if a measured time was below the bound of the roofline.
     is_disproved: bool
     expected_ns: dict[Arm, int] = field(default_factory=dict)
-    # By whether times rule out, too.
+    # The reason for each curve that is ruled out, by `Elimination.is_active`.
     reasons: dict[bool, dict[str, str]] = field(default_factory=dict)
 
 
@@ -185,9 +187,9 @@ class Elimination:
     # Measurements so far; `KernelRecords` adds to them.
     records: Mapping[Arm, Measurement]
     workspaces: WorkspaceModel
-    # Tells whether a measured chunk may be part of a plan.
+    # Returns True if a measured chunk may be part of a plan.
     is_allowed: Callable[[Arm, Measurement], bool]
-    # None: only smaller chunks bound times.
+    # None: bounds of times follow only from smaller chunks.
     roofline: Roofline | None = None
     # False once no measured candidate fits: then slow candidates must be measured, too, and only
     # those that exceed memory are skipped.
@@ -207,10 +209,10 @@ class Elimination:
         return known.reasons[self.is_active]
 
     def _so_far(self) -> _Known:
-        """Conclusions from the measurements so far; kept until there is another one."""
+        """Conclusions from the measurements so far; kept until one is added or replaced."""
         entries = list(self.records.values())
         known = self._known
-        # Measurements are replaced and never changed.
+        # Measurements are compared by identity: one may be replaced, but never changes.
         if (
             known is None
             or len(known.entries) != len(entries)
@@ -221,14 +223,14 @@ class Elimination:
 
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
         """Reason why no arm of a curve can be part of the best split; "" if one can."""
-        # It was timed in full, so that the solver judges it by its times.
+        # An algorithm that was timed is not ruled out: the solver judges it by its times.
         if any(self.records[arm].status == "ok" for arm in arms if arm in self.records):
             return ""
         reason = self._memory_reason(arms)
         if reason or not self.is_active or best_ns is None:
             return reason
-        # The best rate of any size: a fixed cost, as the transform of a filter, weighs less in
-        # larger chunks and alone must not rule an algorithm out.
+        # The best rate of any size counts: a fixed cost, such as that of transforming a filter,
+        # matters less in larger chunks, and must not by itself rule an algorithm out.
         rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
         times = rate * self.candidates.axis.extent / best_ns
         return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
@@ -252,7 +254,7 @@ class Elimination:
         return ""
 
     def _best_ns(self) -> float | None:
-        """Time of the whole batch at the rate of the fastest usable chunk; None without one."""
+        """Time of the whole kernel at the rate of the fastest usable chunk; None without one."""
         rates = (
             entry.time_ns / arm.size
             for arm, entry in self.records.items()
@@ -288,13 +290,13 @@ class Elimination:
         ]
         roofline = None if known.is_disproved else self.roofline
         roofline_ns = 0 if roofline is None else roofline.time_ns(cost)
-        # Noise makes times longer, which lifts the bounds that follow from them: trust the lowest.
+        # Noise makes measured times longer, and with them these bounds: the lowest one is used.
         return max(roofline_ns, min(extrapolated, default=0))
 
     def _is_disproved(self) -> bool:
-        """True if some measurement beat the bound of the roofline.
+        """True if a measured time was below the bound of the roofline.
 
-        The roofline is too low if it was measured while other processes used the machine.
+        The roofline's rates are too low if other processes used the machine at that time.
         """
         roofline = self.roofline
         return roofline is not None and any(
@@ -314,24 +316,24 @@ class Elimination:
         return found
 
     def trials(self) -> list[Arm]:
-        """A small chunk of each curve that has no time to extrapolate from, the cheapest first."""
+        """For each curve without a time to extrapolate from, a small chunk; the cheapest first."""
         reasons, best_ns = self.reasons(), self._best_ns()
         found = (
             self._trial(arms, best_ns)
             for curve, arms in self.candidates.arms_by_curve.items()
             if curve not in reasons
         )
-        # A cheap trial may show that dearer ones need not be run.
+        # A cheap trial may show that more expensive ones need not be run.
         return sorted((arm for arm in found if arm is not None), key=self.expected_ns)
 
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
-        """The smallest arm of a curve that is long enough to extrapolate from, if it never ran."""
+        """The next trial of a curve: the smallest arm expected to run for `_TRIAL_NS`; or None."""
         first = arms[0]
         is_known = self.candidates.curves[first] in self._so_far().informative
         if is_known or self.candidates.cost(first.size, first.algorithm) is None:
             return None
         runnable = [arm for arm in arms if self.workspaces.can_be_run(arm)]
-        # With no time to compare with, the smallest chunk costs least.
+        # If no time of the kernel is known, the smallest chunk costs least.
         if not runnable or best_ns is None:
             return next(iter(runnable), None)
         least = _TRIAL_NS * self.candidates.axis.extent
@@ -339,12 +341,12 @@ class Elimination:
 
 
 def growth(small: Cost, large: Cost) -> float:
-    """Lower bound of the ratio of two times, from a cost to a larger one.
+    """Lower bound of the ratio of two times: that of the larger cost over that of the smaller.
 
     >>> growth(Cost(100, 50, 0), Cost(400, 100, 0))
     2.0
     """
-    # The longer of computing and moving data bounds the time from below. It grows at least as much
-    # as the slower growing of the two, whichever of them is the longer one.
+    # The time is at least the longer one of computing and moving data. This bound grows by at least
+    # the smaller of their two ratios, whichever of them takes longer.
     terms = ((large.operations, small.operations), (large.traffic_bytes, small.traffic_bytes))
     return min((more / less for more, less in terms if less), default=1.0)

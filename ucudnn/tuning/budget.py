@@ -1,7 +1,7 @@
-"""Where the time of tuning goes: the limits of an effort, the time budget, and each kernel's part.
+"""How tuning spends its time: the limits of an effort, the time budget, and each kernel's part.
 
-A kernel's part follows from its possible gain in a training step, which the times of torch's own
-convolutions bound.
+A kernel's part of the time follows from its possible gain in a training step. The times of torch's
+own convolutions give an upper bound of this gain.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from ucudnn.tuning.memory_budget import Limits
     from ucudnn.tuning.session import Session
 
-# Of the time that a group of kernels gets, this fraction is kept for timing whole calls: without
-# it its plans would rest on predictions, the sums of their chunks.
+# A group of kernels keeps this fraction of its time for timing whole calls. Otherwise its plans
+# would rest on predictions, the sums of the times of their chunks.
 _RACING = 0.4
-# However little it could gain, a group gets this fraction of the time that is left.
+# A group of kernels gets at least this fraction of the time left, however little it could gain.
 _LEAST_PART = 0.05
-# Steps that a race of whole steps takes at least: one to warm up and to learn how long steps are,
+# The least number of steps in a race of whole steps: one to warm up and to see how long steps are,
 # two for the peaks of the contestants, and two for one round.
 LEAST_RACE_STEPS = 5
-# A kernel below this many times the ignored share of the step is not measured beyond its default:
-# to save the ignored share it would have to become faster by more than a tenth of its time.
+# If a kernel takes less than this many times the ignored share of the step, only its default is
+# measured: to save the ignored share, the kernel would have to save more than a tenth of its time.
 _LOOKED_AT_ONCE = 10
-# However small a kernel's share is, a known gain of this fraction of its time is taken.
+# However small a kernel's share of the step is, a gain above this fraction of its time counts.
 _MOST_TOLERANCE = 0.25
 
 
@@ -41,12 +41,12 @@ _MOST_TOLERANCE = 0.25
 class Effort:
     """The limits of one value of `Config.effort`."""
 
-    # The default time budget as a number of training steps, and its bounds; None: no budget.
+    # The default time budget in training steps, None for no budget, and its bounds in seconds.
     budget_steps: int | None
     least_budget_s: float
     most_budget_s: float
-    # A kernel that could gain less than this fraction of a step's time, or that uses less than ten
-    # times as much, is not measured beyond torch's own convolution.
+    # Only torch's own convolution is measured for a kernel that could gain less than this fraction
+    # of a step's time, or that takes less than ten times this fraction.
     ignored_share: float
     # A kernel is measured no further when a better split could gain no more than this fraction of a
     # step's time.
@@ -63,17 +63,17 @@ class Effort:
         """
         if self.budget_steps is None:
             return None
-        # A step on a GPU says little about tuning: it is short, and candidates cost milliseconds
-        # each on the host.
+        # The time of a step on a GPU says little about that of tuning: steps are short, and each
+        # candidate costs milliseconds on the host.
         if on_gpu:
             return self.most_budget_s
         budget_s = max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
         return min(budget_s, self.most_budget_s)
 
 
-# With nine pairs the 95 % interval leaves out the fastest and the slowest. With eight or fewer it
-# spans all of them, so one perturbed pair can hide a gain; with three, noise can look like a gain,
-# which the race of whole steps then rejects.
+# Rounds of whole calls: with nine pairs, the 95 % interval leaves out the smallest and the largest
+# ratio. With eight or fewer it spans all ratios, so one perturbed pair can hide a gain. With three,
+# noise can look like a gain, which the race of whole steps then rejects.
 EFFORTS = {
     "quick": Effort(
         budget_steps=25,
@@ -93,8 +93,8 @@ EFFORTS = {
         chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
         wholes=replace(FINALS, least_rounds=3, most_rounds=7, warm_ups=2, stops_when_decided=True),
     ),
-    # No gain is too small to look for, and no roofline rules anything out: the session needs one
-    # only where `ignored_share` is above 0.
+    # No gain is too small to look for. No roofline rules anything out either, because the session
+    # uses a roofline only if `ignored_share` is above 0.
     "thorough": Effort(
         budget_steps=None,
         least_budget_s=0.0,
@@ -108,12 +108,12 @@ EFFORTS = {
 
 
 class Budget:
-    """The time budget, counted from the creation of this object; None: not known, or none."""
+    """The time budget, from this object's creation on; `seconds` None: unknown or unlimited."""
 
     def __init__(self, seconds: float | None) -> None:
         self._began = self._counts_from = monotonic()
         self.seconds = seconds
-        # A default budget, which is not known yet, has no end that must be kept.
+        # Only a budget that was set has an end that must be kept; a default one is not known yet.
         self._end = self.deadline = None if seconds is None else self._began + seconds
         self._least_s = self._race_from = 0.0
 
@@ -122,20 +122,20 @@ class Budget:
     ) -> None:
         """Set the budget, now that the time of a step is known, and count progress from now on.
 
-        Of these seconds so many are left for the race of whole steps, at most half.
+        `reserved_s` of the seconds, but at most half of them, are left for the race of whole steps.
         """
-        # The first runs of torch's own convolutions tell nothing about how fast tuning proceeds.
+        # The first runs of torch's own convolutions do not show how fast tuning proceeds.
         self._counts_from = monotonic()
         self.seconds = seconds
-        # A default budget does not count the start of a process to measure in, or on a GPU it could
-        # be over before anything was measured.
+        # The start of a worker does not count towards a default budget: otherwise the budget could
+        # be over on a GPU before anything was measured.
         if self._end is None:
             self._began += started_s
         if seconds is not None:
             self.deadline = self._race_from = self._began + seconds - min(seconds / 2, reserved_s)
 
     def extend(self, seconds: float | None) -> None:
-        """Go on beyond the budget, if there is one, for some seconds; None: without a limit."""
+        """Move the deadline, if there is one, to so many seconds from now; None: remove it."""
         self.seconds = None
         if self.deadline is not None:
             self.deadline = None if seconds is None else monotonic() + seconds
@@ -143,18 +143,18 @@ class Budget:
     def extensions(self, default_s: float | None) -> list[Callable[[], None]]:
         """Functions that extend the deadline for kernels that exceed their limit without a plan.
 
-        With a budget that was set, they use the time reserved for the race of steps. Otherwise they
-        get one more default budget, and then as long as it takes.
+        For a budget that was set, one function gives the kernels the time reserved for the race of
+        steps. Otherwise the first gives them one more default budget, the second unlimited time.
         """
         if self._end is not None:
             return [self._use_reserve]
         return [partial(self.extend, seconds) for seconds in (default_s, None)]
 
     def go_on(self, race_s: float) -> bool:
-        """Set the deadline for what is left of a budget that was set; False if none was.
+        """Set the deadline to use up a budget that was set; False if no budget was set.
 
-        What is reserved for the race of whole steps stays reserved if it is long enough for one,
-        which takes at least so many seconds.
+        The time reserved for the race of whole steps stays reserved if it is at least `race_s`
+        seconds, so that a race fits.
         """
         if self._end is None:
             return False
@@ -167,7 +167,7 @@ class Budget:
 
     @property
     def last_moment(self) -> float | None:
-        """The `time.monotonic` at which a budget that was set ends, with all that is reserved."""
+        """The `time.monotonic` at which a budget that was set ends, reserved time included."""
         return self._end
 
     @property
@@ -176,7 +176,7 @@ class Budget:
         return self.deadline is not None and monotonic() >= self.deadline
 
     def keep_for(self, count: int) -> None:
-        """Keep half of the time that is left for so many kernels, which get equal parts of it.
+        """Keep half of the time left for `count` kernels, in equal parts.
 
         Finding any plan of a kernel takes some time, however little the kernel could gain.
         """
@@ -184,10 +184,10 @@ class Budget:
             self._least_s = max(0.0, self.deadline - monotonic()) / 2 / count
 
     def allot(self, session: Session, part: float, kept: int, waiting: int) -> None:
-        """Give a session its part of the time that is left.
+        """Set a session's deadlines by the part that a group of kernels gets of the time left.
 
-        It is a fraction (`part`) of the time that is kept for nobody, and what is kept for the
-        kernels of its group; time is kept for `waiting` kernels in all.
+        Time is kept for `waiting` kernels, of which `kept` are in the group. The group gets the
+        time kept for these, and the fraction `part` of the time that is kept for no kernel.
         """
         if self.deadline is None:
             return
@@ -198,11 +198,11 @@ class Budget:
         session.until = session.race_until - _RACING * own_s
 
     def seconds_left(self, done_ns: int, total_ns: int) -> float | None:
-        """Estimated seconds until the end, or at most; None if nothing tells."""
+        """Estimated seconds until tuning ends, at most until the deadline; None if unknown."""
         most_s = None if self.deadline is None else max(0.0, self.deadline - monotonic())
         if not done_ns:
             return most_s
-        # Tuning a kernel is taken to last in proportion to the time of torch's own convolution.
+        # Tuning a kernel is assumed to last in proportion to the time of torch's own convolution.
         left_s = (monotonic() - self._counts_from) * (total_ns - done_ns) / done_ns
         return left_s if most_s is None else min(left_s, most_s)
 
@@ -222,12 +222,12 @@ def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stake:
-    """The part of one kernel in a step."""
+    """What one kernel takes of a step, and what a plan for it could save."""
 
-    # Time of all its calls by torch's own convolution, and its lower bound by any algorithm.
+    # Time of all calls by torch's own convolution, and its lower bound by any algorithm.
     time_ns: int
     least_ns: int
-    # torch's own exceeds the workspace limit, so another plan must be found.
+    # True if torch's own convolution exceeds the workspace limit, so that a plan must be found.
     is_forced: bool
 
     @property
@@ -246,14 +246,14 @@ class Stake:
         return is_small and not self.is_forced
 
     def tolerance(self, step_ns: int, effort: Effort) -> float:
-        """Fraction of the kernel's time: smaller possible gains are ignored.
+        """The fraction of the kernel's time below which possible gains are ignored.
 
         >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])
         0.06
         """
         if self.time_ns == 0:
             return 0.0
-        # A fraction of the step, as a fraction of what the kernel takes of it.
+        # `tolerated_share` is a fraction of the step's time, the result one of the kernel's time.
         return min(_MOST_TOLERANCE, effort.tolerated_share * step_ns / self.time_ns)
 
 
@@ -275,7 +275,8 @@ class StepShares:
             limit = self.limits.of(problem)
             is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
             time_ns, bound_ns = entry.time_ns or 0, self._least_ns(problem)
-            # A time below the bound disproves it: the machine was busy when its speed was taken.
+            # A time below the bound disproves it: the machine was busy when its peak rates were
+            # measured.
             if bound_ns > time_ns:
                 bound_ns = 0
             found[problem] = Stake(calls * time_ns, calls * bound_ns, is_forced)
@@ -297,12 +298,12 @@ class StepShares:
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
     def part(self, problems: Iterable[Problem], waiting: Iterable[Problem]) -> float:
-        """Fraction of the time for some of the waiting kernels, by their possible gain."""
+        """The share of `problems` in the possible gain of all waiting kernels; 1 if that is 0."""
         gain_ns = self.gain_ns(waiting)
         return self.gain_ns(problems) / gain_ns if gain_ns else 1.0
 
     def forced(self, problems: Iterable[Problem]) -> int:
-        """The number of kernels that must not stay without a plan."""
+        """The number of these kernels that must get a plan."""
         return sum(p in self.stakes and self.stakes[p].is_forced for p in problems)
 
     def ignored(self, total_ns: int, effort: Effort) -> Iterator[tuple[Problem, str]]:
@@ -317,17 +318,17 @@ class StepShares:
                 )
 
     def by_expected_cost(self) -> list[Problem]:
-        """Kernels in the order of their expected time, the longest first, before any was run."""
+        """All kernels, those expected to take longest first; no kernel needs to have run."""
         # Floating-point operations are all that is known of a kernel that never ran.
         return sorted(self.layers, key=lambda p: -p.flops * len(self.layers[p]))
 
     def by_geometry(self) -> list[list[Problem]]:
-        """Groups of kernels that differ only in their batch, the longest first."""
+        """Groups of kernels that differ only in their batch, the slowest group first."""
         return sorted(_grouped(self.layers), key=self.cost_ns, reverse=True)
 
     def by_gain(self, problems: Iterable[Problem]) -> list[list[Problem]]:
-        """Some kernels in such groups, those with the largest possible gain first."""
-        # Sorting keeps the order of equals: of groups with one gain the costlier comes first.
+        """Groups of kernels that differ only in their batch, the largest possible gain first."""
+        # Sorting is stable: of groups with equal gains, the slower one comes first.
         groups = sorted(_grouped(problems), key=self.cost_ns, reverse=True)
         return sorted(groups, key=self.gain_ns, reverse=True)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class KernelCandidates:
     """Candidates of one kernel along one axis.
 
-    If deterministic ones are asked for, torch's own convolution is listed all the same, as a
-    baseline.
+    If candidates must be deterministic, torch's own convolution is listed even if it is not, as
+    a baseline.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class KernelCandidates:
         self._deterministic = deterministic
         backend = session.backend
         self._listed = backend.bias_candidates if adds_bias else backend.candidates
-        # A `Problem` checks its fields whenever one is made, and the same few are asked for often.
+        # Cached: making a `Problem` checks its fields, and the same few sizes are asked for often.
         self.part = lru_cache(maxsize=None)(axis.part)
-        # By size and algorithm, at less than it takes to find the problem among those of a session.
+        # Cached by size and algorithm: the session's own lookup by problem takes longer.
         self.cost = lru_cache(maxsize=None)(self._cost)
 
     @cached_property
@@ -59,7 +59,7 @@ class KernelCandidates:
             for candidate in self._listed(part):
                 if self._varies(candidate) and candidate.algorithm != DEFAULT_ALGORITHM:
                     continue
-                # The first and the last slab have padding, which an algorithm may not compute.
+                # The first and the last slab have padding, which an algorithm may not support.
                 if any(refusal(problem, candidate.algorithm) for problem in (part, *ends)):
                     continue
                 for role in self._roles(size):
@@ -67,33 +67,33 @@ class KernelCandidates:
         return found
 
     def _roles(self, size: int) -> tuple[Role, ...]:
-        # The whole is the only chunk of its call, which allocates and returns the result.
+        # A chunk of the full size is the only one of its call, which returns a new result.
         if size == self.axis.extent:
             return (Role.ALONE,)
         roles = dict.fromkeys(role_of(self.problem, one) for one in (Role.FIRST, Role.LATER))
-        # Chunks of fprop and dgrad are written into a result. Two that return one extrapolate what
-        # workspace the undivided call needs.
+        # Chunks of fprop and dgrad are written into a result. Chunks of the two smallest sizes also
+        # run alone, to extrapolate the workspace of the undivided call.
         tells = self._extrapolates and size in self.sizes[:2] and self.axis.extent in self.sizes
         if tells and self.problem.op != "wgrad":
             roles[Role.ALONE] = None
         return tuple(roles)
 
     def lists(self, arm: Arm) -> tuple[Role, ...]:
-        """Positions that an arm can fill; none if it only serves to extrapolate workspace."""
+        """Positions in a split that an arm can have; none if no plan may contain the arm."""
         if self._varies(self.by_arm[arm]):
             return ()
         return lists_of(self.problem, arm.size == self.axis.extent, arm.role)
 
     def _varies(self, candidate: Candidate) -> bool:
-        """True for a candidate that is too nondeterministic to be in a plan."""
+        """True if plans must be deterministic and the candidate is not."""
         return self._deterministic and not candidate.is_deterministic
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
-        """The curve of each arm, by name; arms of one curve run the same implementation."""
+        """The name of each arm's curve; all arms of a curve run the same implementation."""
         kernel_of = self._session.kernel_of
-        # One name may stand for different implementations at different batches, as for torch's own
-        # convolution; times of one of them say nothing about another.
+        # An algorithm may run different implementations at different batches, as torch's own
+        # convolution does. Times of one implementation say nothing about another one.
         return {
             arm: f"{arm.algorithm} by {kernel_of(candidate.problem, arm.algorithm)}"
             for arm, candidate in self.by_arm.items()
@@ -110,8 +110,8 @@ class KernelCandidates:
 
     @cached_property
     def even_sizes(self) -> frozenset[int]:
-        """Sizes that keep all processors equally busy; powers of two if these are not known."""
-        # Waves are counted in samples, and so say nothing about the rows of a slab.
+        """Sizes that keep all processors equally busy; powers of two if these are unknown."""
+        # The wave sizes of a backend are in samples, so they say nothing about rows.
         powers = (1 << k for k in range(self.axis.extent.bit_length()))
         waves = self.axis.name == "batch" and self._session.backend.wave_sizes(self.problem)
         return frozenset(waves or powers)

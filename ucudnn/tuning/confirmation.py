@@ -41,7 +41,7 @@ def race(
 ) -> list[Finalist]:
     """Time whole calls in interleaved rounds, or take the race from the cache if it is complete.
 
-    Every call adds a bias if a layer does. Raises UnsupportedError if no split could be run.
+    Every call adds a bias if `has_bias`. Raises UnsupportedError if no split could be run.
     """
     # Samples are compared in pairs of one round, so a race is recalled as a whole or run anew.
     recalled = recall_race(session, problem, splits, has_bias)
@@ -54,7 +54,7 @@ def race(
         _measured(key, whole, fact) for key, whole, fact in zip(keys, wholes, facts, strict=True)
     ]
     for entry in found:
-        # Of which there may be more at another time.
+        # There may be more memory at another time, so this failure is not kept.
         if entry.failure != FailureKind.OUT_OF_MEMORY:
             session.keep(entry)
     # Tuning that is interrupted from here on keeps this race.
@@ -77,8 +77,8 @@ def recall_race(
 def _keys(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool
 ) -> list[MeasurementKey]:
-    """One key per split; each names the race, since samples of different races are no pairs."""
-    # In any order they are the same race.
+    """One key per split; each names the race, because samples are paired only within a race."""
+    # The texts are sorted because splits in another order are the same race.
     texts = sorted(map(str, splits))
     identity = hashlib.sha256(f"{' | '.join(texts)} | {has_bias}".encode()).hexdigest()[:16]
     return [
@@ -96,11 +96,11 @@ def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Fi
 
 
 def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[Candidate]:
-    """Facts of each split: all that torch's default has, else whether it is deterministic."""
+    """Facts of each split: for torch's default all that are listed, else only determinism."""
     by_name = {entry.algorithm: entry for entry in session.backend.candidates(problem)}
     random = {name for name, entry in by_name.items() if not entry.is_deterministic}
     return [
-        # One nondeterministic chunk makes all of the call so.
+        # One nondeterministic chunk makes the whole call nondeterministic.
         by_name[DEFAULT_ALGORITHM]
         if split.is_default and DEFAULT_ALGORITHM in by_name
         else Candidate(
@@ -114,7 +114,7 @@ def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[
 
 def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measurement:
     samples = whole.result.samples
-    # Kept like a time, so that a second tune recalls the race and need not fail again.
+    # A failure is kept like a time, so that a second tune recalls the race instead of running it.
     if whole.result.failure:
         kind, reason = whole.result.failure
         adds_bias = facts.adds_bias
@@ -155,11 +155,12 @@ def choose(
     overhead_ns: int = 0,
     deterministic: bool = False,
 ) -> Finalist | None:
-    """The winner within the limit: torch's default, unless another is faster beyond the noise.
+    """The winner within the limit: torch's default, unless another split is clearly faster.
 
-    Among those that tie, the one with less workspace wins, then the one with fewer chunks, then a
-    deterministic one. To tie, a median must also be within 2 % of the fastest, because wide
-    intervals alone would let much slower calls tie. `overhead_ns` is added to all but the default.
+    Of finalists that tie, the one with less workspace wins, then the one with fewer chunks, then a
+    deterministic one. A tie with the fastest also needs a median ratio within 2 %, because wide
+    intervals alone would let much slower calls tie. `overhead_ns` is added to times that are
+    compared with the default's.
 
     >>> from ucudnn.plan import Chunk
     >>> def entry(name, *samples):
@@ -178,7 +179,7 @@ def choose(
         and (entry.is_deterministic or not deterministic)
     ]
     default = next((entry for entry in fitting if entry.split.is_default), None)
-    # Where nothing is clearly faster than torch's own convolution, that is the only one left.
+    # If no finalist is clearly faster than torch's own convolution, only the latter is left.
     if default is not None:
         faster = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)]
         fitting = faster or [default]
@@ -190,22 +191,22 @@ def choose(
 
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
     timing = entry.timing
-    # Time comes last: between calls that tie its differences are noise.
+    # Time comes last, because the times of calls that tie differ only by noise.
     chunks = len(entry.split.chunks)
     return timing.workspace_bytes, chunks, not entry.is_deterministic, timing.time_ns
 
 
 def _ties(entry: Finalist, fastest: Finalist) -> bool:
-    # Both are required: where intervals are wide a much slower call would pass for a tie if only a
-    # clear difference counted.
+    # Both conditions are required: with wide intervals even a much slower call is not clearly
+    # slower, and would tie without the first one.
     ratio, _, _ = ratio_interval(entry.samples, fastest.samples)
     return ratio <= 1 + WORTHWHILE_GAIN and not _is_faster(fastest, entry)
 
 
 def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
-    """True if one takes less time than the other, beyond the noise and by enough to matter."""
-    # Calls are timed without the lookup of their plan, which training pays for. torch's own
-    # convolution needs none, so the overhead is added to one side.
+    """True if `entry` takes less time than `other`, beyond the noise and by enough to matter."""
+    # Timed calls do not look up their plan, but calls in training do. torch's own convolution needs
+    # no lookup, so the overhead is added to the times of `entry` only.
     samples = [time_ns + overhead_ns for time_ns in entry.samples]
     ratio, _, high = ratio_interval(samples, other.samples)
     # The interval says that there is a gain, the median that it is large enough to matter.

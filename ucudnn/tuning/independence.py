@@ -1,4 +1,4 @@
-"""Whether a module may run in micro-batches: shown on its real arguments, not by its type."""
+"""Find out whether a module may run in micro-batches, by runs on its real arguments."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ucudnn.benchmark.failures import first_line
 from ucudnn.execution.micro_batching import has_samples
 from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
 
-# Of the largest value of a result, by bytes of an element: sums of another order are rounded in
-# another way.
+# Tolerated differences, as fractions of the largest value of a result, by bytes of an element: sums
+# in another order are rounded differently.
 _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
-# Results that are the same for all samples.
+# Types of results that belong to no sample: they must be equal for a batch and a part of it.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 
 
 @dataclass(frozen=True, slots=True)
 class Independence:
-    """What was found of a module.
+    """What was found out about a module.
 
     Args:
         reason: why its samples must stay together; "" if it may run in micro-batches.
         repeats: True if its forward may be repeated in backward.
-        samples: of its arguments; 0 if they have none.
-        shared: places of tensors among the leaves of its arguments that all samples share.
+        samples: number of samples in its arguments; 0 if they have none.
+        shared: indices, among the leaves of its arguments, of tensors that all samples share.
     """
 
     reason: str = ""
@@ -47,9 +47,9 @@ def examined(
     """Run a step, and find out which modules may run in micro-batches.
 
     Args:
-        model: whose step it is.
-        step: runs it.
-        sizes: by name of a module the micro-batch with which it is tried.
+        model: the model of the step.
+        step: a function that runs the step.
+        sizes: for each module to try, by name, the size of the micro-batch.
     """
     found: dict[str, Independence] = {}
     busy: list[_Probe] = []
@@ -66,7 +66,7 @@ def examined(
 
 @dataclass
 class _Probe:
-    """A forward that also computes what tells whether samples depend on each other."""
+    """A replacement of a module's forward that also tests if samples depend on each other."""
 
     module: nn.Module
     hidden: Callable[..., Any] | None
@@ -88,7 +88,7 @@ class _Probe:
             args, kwargs = tree_unflatten(leaves, spec)
             return forward(*args, **kwargs)
 
-        # Trials are not tried. Of a module that runs several times the first failure counts.
+        # No module is tried inside another trial. A module that has failed is not tried again.
         if not self.busy and not self.found.get(self.name, Independence()).reason:
             self.busy.append(self)
             with torch.no_grad(), same_random_states():
@@ -130,11 +130,11 @@ class _Trial:
             n for n, leaf in enumerate(leaves) if has_samples(leaf) and len(leaf) == self._count
         }
         self._is_random = False
-        # True as soon as it is known that the same comes out again.
+        # True once it is known that a repeated call gives the same results.
         self.repeats = False
 
     def finding(self, size: int) -> Independence:
-        """Whether the module may run in micro-batches of a size."""
+        """Find out whether the module may run in micro-batches of this size."""
         given = [_copy(leaf) for leaf in self._leaves]
         whole, spec = self._results(given)
         left = self._left()
@@ -160,21 +160,21 @@ class _Trial:
     def _dependence(
         self, size: int, whole: Sequence[Any], spec: TreeSpec, left: Mapping[str, Any]
     ) -> str:
-        """Why samples must stay together; "" if they need not."""
+        """The reason why samples must stay together; "" if there is none."""
         if self._count < 2:
             return "its arguments have one sample" if self._count else "it has no samples"
         if not all(self._is_divisible(one) for one in whole):
             return "its results are not one for each sample"
-        # All other samples are no numbers, or of the other sign, and one must be what it was.
+        # All samples but one become NaN, or are negated: the result of that one must not change.
         for kept, change in ((self._count // 2, _no_numbers), (0, torch.neg)):
             alone, _ = self._results(self._parts(partial(_all_but, kept, change)))
             if _are_other(_at(slice(kept, kept + 1), whole), _at(slice(kept, kept + 1), alone)):
                 return "its samples depend on each other"
-        # What is left of a batch after its micro-batches may be a single sample.
+        # The last micro-batch of a batch may be a single sample, so that size is tried, too.
         size = min(size, self._count - 1)
         for where in (slice(0, size), slice(self._count - 1, self._count)):
             part, part_spec = self._results(self._parts(partial(_cut, where)))
-            # Part of a batch draws other random numbers.
+            # Part of a batch draws other random numbers, so random results are compared by size.
             if part_spec != spec or _are_other(_at(where, whole), part, only_sizes=self._is_random):
                 return "part of a batch gives other results"
             how = {"only_sizes": self._is_random, "only_tensors": True}
@@ -193,14 +193,14 @@ class _Trial:
         ]
 
     def _results(self, leaves: Any) -> tuple[list[Any], TreeSpec]:
-        """Results of a call with the same buffers and random numbers."""
+        """Results of one more call, with the buffers and random numbers of the original call."""
         for buffers, name, own in self._buffers:
             buffers[name] = own.clone()
         _set_random_states(self._random)
         return tree_flatten(self._run([*leaves]))
 
     def _left(self) -> dict[str, list[Any]]:
-        """Values in plain attributes of the modules."""
+        """Copies of the values in plain attributes of the modules, by name."""
         return {
             f"{prefix}.{name}" if prefix else name: [
                 _copy(one)
@@ -241,7 +241,7 @@ def _no_numbers(leaf: Tensor) -> Tensor:
 
 
 def _all_but(kept: int, change: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
-    """A batch in which all samples but one are changed or, if integers, are that one."""
+    """A batch in which all samples but one are changed; if integers, they are set to that one."""
     if leaf.is_floating_point() or leaf.is_complex():
         others = change(leaf.detach())
         others[kept] = leaf[kept]
@@ -250,14 +250,14 @@ def _all_but(kept: int, change: Callable[[Tensor], Tensor], leaf: Tensor) -> Ten
 
 
 def _is_written(before: Any, after: Any) -> bool:
-    """True if a copy of an argument was written to, even if by what was there."""
+    """True if a copy of an argument was written to, even if its values stayed the same."""
     if not isinstance(after, Tensor):
         return False
     return bool(not after.is_inference() and after._version) or _differ(before, after)
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """True if tensors are not the same, bit for bit."""
+    """True if a tensor does not exactly equal another value; NaN counts as 0."""
     if not isinstance(a, Tensor):
         return False
     if not isinstance(b, Tensor) or a.dtype != b.dtype:
@@ -284,7 +284,7 @@ def _is_other(a: Any, b: Any, only_sizes: bool) -> bool:
     if isinstance(a, _CONSTANTS):
         return bool(a != b)
     if not isinstance(a, Tensor):
-        # An object, such as a dataclass, may hold some.
+        # An object, such as a dataclass, may hold tensors.
         held, others = tensors_of(a), tensors_of(b)
         return _are_other(held, others, only_sizes=only_sizes)
     if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:

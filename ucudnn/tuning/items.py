@@ -10,7 +10,7 @@ from ucudnn.problem import Problem
 from ucudnn.solvers import Item
 from ucudnn.split import DEFAULT_ALGORITHM
 
-# Which kernel an algorithm runs a problem by, None where it does not.
+# Name of the implementation by which an algorithm runs a problem; None if it does not run it.
 KernelOf = Callable[[Problem, str], str | None]
 
 
@@ -19,12 +19,13 @@ def items_by_role(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
-    """Items for `reuse`, by position in a split."""
+    """Items for the solver of reuse, by position in a split."""
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, Role.LATER)
     first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
     if problem.op == "wgrad":
-        # To return a gradient costs no more than to begin a sum with it.
+        # A first chunk's items hold for a chunk alone, too: to return a gradient costs no more than
+        # to begin a sum with it.
         alone += first
     return {Role.ALONE: alone, Role.FIRST: first, Role.LATER: later}
 
@@ -34,14 +35,14 @@ def _single_items(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> list[Item]:
-    """Times of each algorithm for each batch alone, or upper bounds.
+    """Items of each algorithm and batch for a single chunk: measured, or upper bounds.
 
     A batch that was not timed costs at most as much as the next larger one with the same
     implementation. A chunk alone costs at most as much as one that is written into a larger result.
     """
-    # A later chunk of a weight gradient is added to a sum, which bounds no other operation.
+    # A later chunk of wgrad is added to a sum, so its time does not bound that of a chunk alone.
     later = [] if problem.op == "wgrad" else chunk_items(problem, measurements, Role.LATER)
-    # `ALONE` comes second: what was timed so replaces the bound from the other role.
+    # `ALONE` comes second: its items replace those of the other role, which are only bounds.
     items = [*later, *chunk_items(problem, measurements, Role.ALONE)]
     return list(_bounded(problem, items, range(1, problem.batch + 1), kernel_of))
 
@@ -49,7 +50,7 @@ def _single_items(
 def with_bounded(
     problem: Problem, items: Mapping[str, Sequence[Item]], kernel_of: KernelOf, sizes: Iterable[int]
 ) -> dict[str, list[Item]]:
-    """The items, with upper bounds for chunks of other sizes."""
+    """The items, with upper bounds added for chunks of sizes that were not timed."""
     sizes = tuple(sizes)
     # Items in role `ALONE` cover all batches already, see `_single_items`.
     found: dict[str, list[Item]] = {Role.ALONE: list(items[Role.ALONE])}
@@ -69,15 +70,16 @@ def _bounded(
 ) -> Iterator[Item]:
     """Times of each algorithm at some sizes; an untimed size has the time of the next larger one.
 
-    This holds only if both run the same implementation. Of two items for one size the last counts.
+    This holds only if both sizes run the same implementation. Of two items of one size, the last
+    one counts.
     """
     costs: dict[str, dict[int, Item]] = {}
     for item in items:
         costs.setdefault(item.algorithm, {})[item.batch] = item
     sizes = set(sizes)
     for algorithm, by_batch in costs.items():
-        # From the largest size down: a smaller chunk of one implementation is taken to need no more
-        # time or workspace than the next larger one that was timed.
+        # From the largest size down: with the same implementation, a chunk is assumed to need no
+        # more time or workspace than the next larger one that was timed.
         bound = None
         for n in sorted(sizes | by_batch.keys(), reverse=True):
             bound = by_batch.get(n, bound)
@@ -96,20 +98,21 @@ def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
     """
     if is_whole:
         return (Role.ALONE,)
-    # None for a chunk of fprop or dgrad that was timed alone, to extrapolate the whole's workspace.
+    # A part of fprop or dgrad that was timed alone has no position: its run serves only to
+    # extrapolate the workspace of the whole call.
     places = (Role.FIRST, Role.LATER)
     return tuple(place for place in places if role_of(problem, place) == role)
 
 
 def rank_of(algorithm: str, is_deterministic: bool) -> int:
-    """Rank that breaks ties, lower first: 0 for deterministic algorithms and torch's default."""
+    """Rank that breaks ties, lower first: deterministic before others, then torch's default."""
     return 2 * (not is_deterministic) + (algorithm != DEFAULT_ALGORITHM)
 
 
 def held_bytes(problem: Problem, role: Role) -> int:
-    """Memory in addition to the workspace of a chunk: half-precision wgrad adds up in float32."""
-    # Workspace of a chunk is measured without the tensor that it adds to, which the call holds
-    # until its end.
+    """Bytes that a chunk needs beside its workspace: half-precision wgrad adds up in float32."""
+    # Workspace of a chunk is measured without the float32 tensor that the chunk is added to, which
+    # the call holds until its end.
     if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != Role.ALONE:
         return 4 * prod(problem.w_shape)
     return 0
@@ -121,7 +124,7 @@ def chunk_items(
     role: Role,
     size_by_part: Mapping[Problem, int] | None = None,
 ) -> list[Item]:
-    """Items of one role, with all memory that they need."""
+    """Items of one role; their workspace includes `held_bytes`."""
     total = held_bytes(problem, role)
     items = []
     for entry in measurements:
@@ -139,8 +142,8 @@ def chunk_items(
                 Item(
                     batch=size,
                     workspace_bytes=entry.workspace_bytes + total,
-                    # Items need a time. What was run for its workspace alone has none, and is used
-                    # only to find the smallest workspace.
+                    # Items need a time. A chunk that was run only for its workspace has none; its
+                    # item is used only to find the smallest workspace.
                     time_ns=entry.time_ns or 1,
                     algorithm=algorithm,
                     rank=rank_of(algorithm, entry.is_deterministic),

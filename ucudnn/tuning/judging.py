@@ -1,4 +1,4 @@
-"""Judge plans by whole steps of their model, in its own layout or in two."""
+"""Judge plans by races of whole steps of their model, in its own layout or in two layouts."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
 from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import race, raced_of, tells
 
-# Steps that tuning leaves time for, and that a default budget never takes from a race: both
-# contestants warm up, and three rounds decide a clear race.
+# The number of steps that a race is given time for, even beyond a default budget: both contestants
+# warm up, and three rounds decide a clear race.
 RACE_STEPS = 8
-# The same for a hint on what channels_last promises: a step to warm up, and a pair.
+# The number of steps that a hint on channels_last is given time for: a warm-up, and a pair.
 HINT_STEPS = 3
-# The same for two layouts: four contestants in four rounds, and the steps that come before a race.
+# The number of steps for a race of two layouts: four rounds of four contestants, and those before.
 LAYOUT_RACE_STEPS = 25
-# Rounds of one step by the plan and one by torch in channels_last, for a hint, if there is time.
+# The most rounds for a hint, each with a step by torch in channels_last and a step by the plan.
 _HINT_ROUNDS = 2
-# Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
-# results are compared, and one for the peak and one round of each of four contestants.
+# The least number of steps in a race of two layouts: one to see how long steps are, two to compare
+# the results of the layouts, and for each of four contestants one for its peak and one for a round.
 _LEAST_STEPS = 11
 # Reason why there was no hint.
 _USED_UP = "the time budget was used up"
@@ -56,7 +56,7 @@ _USED_UP = "the time budget was used up"
 def judged(
     model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float | None = None
 ) -> Plan:
-    """The plan after a race of whole steps, or with the reason why there was none.
+    """The plan after a race of whole steps, or with the reason why no race was run.
 
     `began` is the `time.monotonic` from which the budget counts, by default now. If the model is
     compiled, compiled steps are raced.
@@ -76,7 +76,7 @@ def judged(
             step = Steps(model, example_inputs, _has_backward(plan), division=plan.division)
             compilation = compile_steps(model, step, plan.device.type)
             plan = with_relaid(replace(plan, compilation=compilation), step)
-            # The first step warms up, and says how long the default budget is.
+            # The first step warms up, and its time determines the default budget.
             began += 0 if compilation is None else compilation.seconds
             step_ns = backend.elapsed_ns(step)
             hint_steps = HINT_STEPS if hints else 0
@@ -85,17 +85,17 @@ def judged(
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=NOTHING))
             else:
-                # Rounds of the race come first in a budget that was set.
+                # Within a budget that was set, the race may also use the time for the hint.
                 is_set = config.time_budget_s is not None
                 plan = StepJudge(step, meter if is_set else meter.earlier(hint_steps)).judge(plan)
             if not hints:
                 return plan
             return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
-    # The plan is complete, only its race is not: whoever pressed Ctrl-C gets it.
+    # The plan is complete, only its race is not. The error for Ctrl-C therefore holds the plan.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
-    # A model that was traced on fake tensors may still fail on real ones, as for lack of memory.
-    # Its plan is as good as it was.
+    # A model that was traced on fake tensors may still fail on real ones, for example for lack of
+    # memory. Its plan is returned all the same.
     except STEP_ERRORS as error:
         reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
@@ -104,7 +104,7 @@ def judged(
 def judged_divided(
     model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float
 ) -> Plan:
-    """The plan after a race of its divided steps against torch's, which are not divided."""
+    """The plan after a race of divided steps by the plan against undivided steps by torch."""
     reason = _reason_against_steps(model, example_inputs, plan, config)
     kernels = plan.step_race or StepRace()
     if reason:
@@ -120,7 +120,7 @@ def judged_divided(
             if meter.is_over(LEAST_STEPS):
                 return replace(plan, step_race=StepRace(reason=NO_ROOM, dropped=kernels.dropped))
             divided = Steps(model, example_inputs, is_training, plan.memory_format, plan.division)
-            # With a memory budget the peaks are known from steps that checked it.
+            # With a memory budget the peaks are known from the steps that checked the budget.
             peaks = (0, 0)
             if plan.memory is None:
                 peaks = (meter.peak_bytes(own, None), meter.peak_bytes(divided, plan))
@@ -144,14 +144,14 @@ def judged_divided(
 
 
 def _is_too_late(plan: Plan, config: Config, began: float) -> bool:
-    """True if not even the convolutions of a race's steps fit a budget that was set."""
+    """True if a budget that was set has too little time for the convolutions of a race alone."""
     if config.time_budget_s is None:
         return False
     return monotonic() + LEAST_RACE_STEPS * convolutions_s(plan) > began + config.time_budget_s
 
 
 def convolutions_s(plan: Plan) -> float:
-    """Seconds that the convolutions of a step take by torch, which are less than the step."""
+    """Seconds that the convolutions of a step take by torch; the whole step takes longer."""
     timed = [(one.default or one.timing, len(one.layers)) for one in plan.kernels]
     return sum(timing.time_ns * calls for timing, calls in timed) / 1e9
 
@@ -160,7 +160,7 @@ def convolutions_s(plan: Plan) -> float:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     with undisturbed(model), warnings.catch_warnings():
         # torch.compile may compute convolutions in another layout than they were planned in. The
-        # race shows what a plan is worth then, and a warning would tell of steps that nobody ran.
+        # race shows what the plan gains then. A warning would be about steps that no user ran.
         if is_compiled(model):
             warnings.simplefilter("ignore", UnplannedWarning)
         yield
@@ -173,7 +173,7 @@ def _has_other_layout(plan: Plan) -> bool:
 
 
 def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
-    """A few steps by torch in channels_last beside those by the plan, which are warm."""
+    """Time a few steps in turn: by torch in channels_last, and by the plan (already warm)."""
     if meter.is_over(HINT_STEPS):
         return LayoutHint(reason=_USED_UP)
     try:
@@ -185,7 +185,7 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
         taken = [(meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))]
         while len(taken) < _HINT_ROUNDS and not meter.is_over(2):
             taken.append((meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan)))
-    # The plan is not for that layout, so that a model which fails there loses nothing.
+    # The plan is for the model's own layout: it stays valid if the model fails in channels_last.
     except STEP_ERRORS as error:
         return LayoutHint(reason=f"a step could not be computed ({first_line(error)})")
     last, own = (median_ns(times) for times in zip(*taken, strict=True))
@@ -200,19 +200,19 @@ def judged_in_layouts(
     config: Config,
     began: float,
 ) -> Plan:
-    """The plan of the better layout, after a race of whole steps by torch and by plan in both.
+    """The plan of the better layout, after a race of steps by torch and by plan in both layouts.
 
-    `plans` are not judged yet, the one for the model's own layout ("keep") comes first. `calls` is
-    how many convolutions a step has in each layout.
+    `plans` are not judged yet; the one for the model's own layout ("keep") comes first. `calls` has
+    the number of convolutions of a step in each layout.
 
-    If no steps can be run, the sums of the kernels' times decide. A model that does not compute the
-    same in channels_last keeps its layout.
+    If no steps can be run, the sums of the kernels' times decide. A model whose results
+    differ in channels_last by more than rounding keeps its layout.
     """
     own = plans["keep"]
     reason = _reason_against_steps(model, example_inputs, own, config)
     if reason:
         return _by_sums(plans, calls, reason)
-    # One answer for both layouts: steps that compute different passes could not be compared.
+    # Both layouts compute a backward pass or neither does: otherwise they could not be compared.
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
     compilation: Compilation | None = None
     try:
@@ -238,10 +238,10 @@ def judged_in_layouts(
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
         return _by_sums(plans, calls, f"a step could not be computed ({first_line(error)})")
-    # The model must keep its layout; its own plan is judged as if there were no other.
+    # The model must keep its layout; the plan for this layout is judged as if it were the only one.
     spent = 0 if compilation is None else compilation.seconds
     kept = judged(model, example_inputs, own, config, began + spent)
-    # A plan that is torch's own throughout is not raced, and does not know of compiled steps.
+    # A plan that changes nothing is not raced, and then its own `compilation` is None.
     compilation = kept.compilation or compilation
     return replace(kept, layout_race=LayoutRace(reason=against), compilation=compilation)
 
@@ -249,19 +249,19 @@ def judged_in_layouts(
 def _compiled(
     model: nn.Module, steps: Mapping[str, Steps], device_type: str
 ) -> tuple[Compilation | None, str]:
-    """Compile steps of both layouts, or none; and the reason why a model must keep its layout."""
+    """Compile the steps of both layouts or of none; also return why a model must keep its own."""
     own = compile_steps(model, steps["keep"], device_type)
     if own is None or not own.is_compiled:
         return own, ""
     last = compile_steps(model, steps["channels_last"], device_type)
     assert last is not None
-    # Its user could not run it there.
+    # A user could not run a compiled model in a layout in which it does not compile.
     reason = "" if last.is_compiled else f"in channels_last {last.reason}"
     return Compilation(own.seconds + last.seconds), reason
 
 
 def _later(until: float | None, compilation: Compilation | None) -> float | None:
-    """The end of a race after the time of compiling, which no budget is meant for."""
+    """The end of a race, moved by the time of compiling, which counts towards no budget."""
     if until is None or compilation is None:
         return until
     return until + compilation.seconds
@@ -280,23 +280,24 @@ def _has_backward(plan: Plan) -> bool:
 def _meter(
     backend: AbstractBackend, plans: Iterable[Plan], until: float | None, step_ns: int
 ) -> StepMeter:
-    # A step has no parts that are known problems: its peak is what the allocator sees.
+    # `parts` is empty, because a step is no list of problems: its peak is what the allocator sees.
     peak = partial(backend.workspace_bytes, parts=())
     install = _Installer(backend, plans)
-    # A GPU computes kernels while the host goes on. To time one, the step must wait for it.
+    # On a GPU kernels are not timed inside a step: it computes them while the host goes on, and a
+    # step would have to wait for each kernel that is timed.
     timed = install.timed if backend.device().type == "cpu" else None
     return StepMeter(install, backend.elapsed_ns, peak, until, step_ns, timed=timed)
 
 
 class _Installer:
-    """Installs one plan after the other, and keeps for each the calls that it has looked up.
+    """Installs one plan after the other, and keeps for each plan the calls that were looked up.
 
-    Without this, looking up all calls would be part of the time of each step.
+    Otherwise each step would look up all its calls, and its time would include that.
     """
 
     def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:
         self._backend = backend
-        # By id of a plan. A runner holds its plan, so that no other one can get the same id.
+        # By id of a plan. A runner holds its plan, so that no other plan can get its id.
         self._runners: dict[int, Runner] = {}
         kernels = (kernel for plan in plans for kernel in plan.kernels)
         self._changed = {one.problem.w_shape for one in kernels if not one.is_default}
@@ -306,7 +307,7 @@ class _Installer:
 
     @contextmanager
     def timed(self, plan: Plan | None) -> Iterator[Mapping[Problem, int]]:
-        """Follow a plan, or torch, and time the convolutions that some plan changes."""
+        """Follow a plan, or torch, and time the convolutions that any of the plans changes."""
         runner = None if plan is None else self._runner(plan)
         timer = KernelTimer(self._backend.elapsed_ns, runner, self._changed)
         with Installation(self._backend.device().type, timer):
@@ -314,7 +315,8 @@ class _Installer:
 
     def _runner(self, plan: Plan) -> Runner:
         if id(plan) not in self._runners:
-            # A race also runs what the plan does not cover: judging it is not running by it.
+            # A step of a race may have shapes that the plan does not cover: torch computes them,
+            # whatever the user's setting `unplanned` is.
             config = replace(plan.config, unplanned="torch")
             self._runners[id(plan)] = Runner(plan, config)
         return self._runners[id(plan)]
@@ -323,14 +325,14 @@ class _Installer:
 def _until(
     config: Config, began: float, step_ns: int, race_steps: int, layouts: int = 1
 ) -> float | None:
-    """Time at which the race must end: by the budget that was set, or by the default ones."""
+    """The `time.monotonic` at which a race must end, by the set or the default budget; or None."""
     if config.time_budget_s is not None:
         return began + config.time_budget_s
     budget_s = EFFORTS[config.effort].budget_s(step_ns)
     if budget_s is None:
         return None
-    # A race that is cut short drops kernels that it could not judge, and all that was measured of
-    # them would be lost.
+    # A default budget leaves time for `race_steps`: a race that is cut short would drop kernels
+    # that it could not judge, and all that was measured of them would be lost.
     return max(began + layouts * budget_s, monotonic() + race_steps * step_ns / 1e9)
 
 
@@ -345,12 +347,12 @@ def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Con
 def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilation | None:
     """Let the steps of a compiled model run compiled; None if the model is not compiled.
 
-    The first compiled steps are run. If they fail, the steps stay as they were, and the reason is
-    returned.
+    The first compiled steps are run here. If they fail, the steps stay uncompiled, and the reason
+    is returned.
     """
     if not is_compiled(model):
         return None
-    # Two contestants would replay the kernels of the one that was captured.
+    # All contestants of a race would replay the kernels of the contestant that was captured.
     if device_type == "cuda" and replays_graphs(model):
         reason = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
         return Compilation(reason=reason)
@@ -381,7 +383,7 @@ def _is_relaid(problem: Problem, plan: Plan) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """The first line of an error that says something."""
+    """The first informative line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "backend='inductor' raised:" says less than the line below it.
     said = lines[1] if len(lines) > 1 and lines[0].endswith(":") else " ".join(lines[:1])

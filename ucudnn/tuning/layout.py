@@ -1,6 +1,6 @@
-"""Decide the layout of a model: by times of whole steps, or by sums of kernels.
+"""Decide the layout of a model: by times of whole steps, or by sums of the times of kernels.
 
-A model may be in channels_last only if it computes the same there.
+A model may be in channels_last only if its results are the same there, up to rounding.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ucudnn.tuning.step_rounds import CONFIDENCE, race, raced_inside, raced_of, 
 
 Samples = Sequence[Sequence[int]]
 
-# The rounding of a factor of TF32, which has no dtype.
+# Relative rounding of a factor in TF32, a format for which torch has no dtype.
 _EPS_OF_TF32 = 2.0**-10
-# Rounding differs by layout as much as by any other order of sums: so many times what a change of
-# the weights by one rounding does to the same results (1 to 3 times was seen).
+# Results of two layouts may differ by rounding, because sums have another order: at most by this
+# many times what a change of all weights by one rounding makes (1 to 3 times was seen).
 _MOST_TIMES = 10.0
-# Differences up to these powers of the coarsest rounding are usual. Where rounding moves a value
-# over a ReLU's edge or changes the largest of a pool, gradients jump: by 0.002 in a ResNet-18.
+# Relative differences up to these powers of the coarsest rounding are usual. Gradients jump where
+# rounding moves a ReLU's input across zero or changes the maximum of a pool: 0.002 in a ResNet-18.
 _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 
 
@@ -46,12 +46,13 @@ class LayoutEntrant(NamedTuple):
 
     memory_format: str
     plan: Plan | None
-    # False if it exceeds the workspace limit, so that it is only timed.
+    # False for torch's own convolutions if some of them may not replace a plan, for example because
+    # of the workspace limit: they are timed only for comparison.
     is_allowed: bool
 
 
 def entrants(plans: Mapping[str, Plan]) -> list[LayoutEntrant]:
-    """In each layout, the model's own first: torch's own, and the plan if it changes anything."""
+    """Entrants per layout, the model's own first: torch, then the plan if it changes anything."""
     found = []
     for memory_format, plan in plans.items():
         is_allowed = all(has_default(plan, kernel) for kernel in plan.kernels)
@@ -62,7 +63,7 @@ def entrants(plans: Mapping[str, Plan]) -> list[LayoutEntrant]:
 
 
 def _best(of: Sequence[LayoutEntrant], samples: Samples, memory_format: str) -> int:
-    """The contestant that represents a layout: the plan if it pays or torch's is not allowed."""
+    """Index of a layout's best contestant: the plan if it pays or torch's own is not allowed."""
     # `entrants` lists torch's own first in each layout, then the plan if there is one.
     torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
     if not plans:
@@ -73,7 +74,7 @@ def _best(of: Sequence[LayoutEntrant], samples: Samples, memory_format: str) -> 
 
 
 def winner(of: Sequence[LayoutEntrant], samples: Samples) -> int:
-    """Index of the winner; a contestant of the model's own layout unless the gain is clear."""
+    """Index of the winner; in the model's own layout, unless channels_last is clearly faster."""
     own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
     # Unless the gain is both large enough and beyond the noise, the model stays as it is.
     ratio, _, high = ratio_interval(samples[last], samples[own], CONFIDENCE)
@@ -81,7 +82,7 @@ def winner(of: Sequence[LayoutEntrant], samples: Samples) -> int:
 
 
 def is_decided(of: Sequence[LayoutEntrant], samples: Samples) -> bool:
-    """True if more rounds would change neither the verdict on a plan nor the layout."""
+    """True if the rounds show clearly whether each plan pays, and which layout is faster."""
     pairs = [(_best(of, samples, "channels_last"), _best(of, samples, "keep"))]
     # The contestant before a plan is torch's own in the same layout.
     pairs += [(i, i - 1) for i, one in enumerate(of) if one.plan is not None]
@@ -89,7 +90,7 @@ def is_decided(of: Sequence[LayoutEntrant], samples: Samples) -> bool:
 
 
 def outcome(of: Sequence[LayoutEntrant], samples: Samples, peaks: Sequence[int]) -> LayoutRace:
-    """The race as the plan keeps it."""
+    """The race of the layouts, in the form that a plan keeps."""
     contestants = []
     for one, times, peak in zip(of, samples, peaks, strict=True):
         ratio, low, high = ratio_interval(times, samples[0])
@@ -119,14 +120,15 @@ def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) ->
         # A recording may lack torch's own convolution of some kernel.
         if time_ns is not None:
             contestants.append(_summed(one, time_ns, contestants))
-    # Of each layout the plan comes last; it holds torch's own where that is faster.
+    # The last contestant of each layout counts: the plan, which holds torch's own convolution where
+    # that is faster.
     own, last = ({one.memory_format: i for i, one in enumerate(contestants)}[f] for f in plans)
     is_faster = contestants[last].time_ns < (1 - TOLERATED) * contestants[own].time_ns
     return LayoutRace(tuple(contestants), last if is_faster else own, reason=reason)
 
 
 def _sum_ns(one: LayoutEntrant, plan: Plan) -> int | None:
-    """Sum over the calls of all kernels, by a plan or by torch; None where a time is not known."""
+    """Sum of the times of all calls, by the plan or by torch; None if a time is not known."""
     total = 0
     for kernel in plan.kernels:
         timing = kernel.timing if one.plan else kernel.default
@@ -164,15 +166,15 @@ class LayoutJudge:
         )
         layouts = outcome(all_of_them, steps_ns(samples), peaks)
         chosen = plans[layouts.memory_format]
-        # In the chosen layout: torch's own, and the plan if it changes anything.
+        # Contestants of the chosen layout: torch's own, and the plan if it changes anything.
         run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
         judge = StepJudge(self.steps[layouts.memory_format], self.meter)
-        # Steps by this plan would be steps by torch.
+        # If the plan changes nothing, there is no race of its steps.
         if len(run) == 1:
             judged = replace(chosen, step_race=StepRace(reason=NOTHING))
         else:
-            # The plan has run against torch's own in this race already, in the same rounds. Only
-            # where it lost are further steps run, to find the kernels responsible.
+            # The plan has run against torch's own in this race already, in the same rounds. Further
+            # steps are run only if the plan lost, to find the kernels responsible.
             torchs, planned = run
             raced = raced_inside(samples[torchs], samples[planned], chosen, replaceable(chosen))
             peaked = replace(
@@ -183,11 +185,11 @@ class LayoutJudge:
 
 
 def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
-    """Reason why a model cannot be in channels_last, "" if it computes the same there.
+    """Reason why a model cannot be in channels_last; "" if its results are the same there.
 
     Outputs and gradients of a step in both layouts are compared. If they differ by more than is
     usual for rounding, a further step with weights changed by one rounding shows how much rounding
-    changes the results of this model. A lack of memory is raised.
+    changes the results of this model. An out-of-memory error is raised.
     """
     truth = own.results()
     try:
@@ -219,10 +221,10 @@ def _coarsest_eps(plan: Plan) -> float:
 
 
 def _differences(truth: StepResults, found: StepResults) -> tuple[float, float]:
-    """Relative differences: the largest of an output, and that of all gradients together.
+    """Relative differences: the largest one of any output, and that of all gradients together.
 
-    All gradients are compared together, because a single one may consist of rounding only, such as
-    that of a bias before batch norm.
+    All gradients are compared together, because a single gradient may be nothing but rounding,
+    such as that of a bias before batch norm.
     """
     pairs = zip(truth.outputs, found.outputs, strict=False)
     outputs = [_difference([one], [other]) for one, other in pairs]
@@ -232,7 +234,7 @@ def _differences(truth: StepResults, found: StepResults) -> tuple[float, float]:
 
 
 def _difference(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of the first; not finite values count as zero."""
+    """Norm of the difference over the norm of `ones`; values that are not finite count as 0."""
     if [one.shape for one in ones] != [other.shape for other in others]:
         return inf
     squares = [0.0, 0.0]

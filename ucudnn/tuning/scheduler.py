@@ -1,7 +1,8 @@
-"""Tune many kernels by possible gain, within a time budget.
+"""Tune the kernels of a model in the order of their possible gain, within a time budget.
 
-There is a plan at any moment: finished kernels have theirs, and the others run torch's own
-convolution. If kernels divide one pool of workspace, the front of each kernel is measured first.
+There is a plan at any moment: finished kernels have a plan of their own, and the other kernels run
+torch's own convolution. If kernels divide one pool of workspace, their fronts are measured and the
+pool is divided before any kernel is planned.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ucudnn.tuning.results import Progress, Results, warn_of_untuned
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
 
-# How many times as long as its convolutions a step is taken to be, before any was run.
+# Estimate of a step's time before any step was run, as a multiple of the time of its convolutions.
 _LONGER = 1.25
 
 
@@ -51,8 +52,8 @@ class TuningScheduler:
     ) -> None:
         has_pool = config.total_bytes is not None
         if has_pool:
-            # A solver's package is imported when it solves, here the smallest possible division:
-            # a missing one is reported now, not after minutes of measuring.
+            # A solver imports its package when it solves. It solves the smallest possible division
+            # here, so that a missing package is reported now, not after minutes of measuring.
             divide([[(0, 1)]], 0, config.solver)
         self._config = config
         self._layers = layers_by_problem
@@ -72,7 +73,8 @@ class TuningScheduler:
             remeasure=remeasure,
             deadline=deadline,
         )
-        # What is recorded costs no time, and is not measured by the kernel's share of the step.
+        # Replaying a recording costs no time, so that kernels need not be ranked by their share of
+        # the step.
         self._by_share = is_whole_step and not self.session.is_recorded
         if not self._by_share:
             # Without shares no kernel is too small, and no roofline may rule anything out.
@@ -93,18 +95,20 @@ class TuningScheduler:
                 self._report,
             )
         self._at_work = ""
-        # Time of a step by torch's own convolutions, once it is known.
+        # Time in ns of all convolutions of a step by torch, and the estimated time in s of the
+        # whole step; 0 until they are known.
         self._total_ns, self._step_s = 0, 0.0
-        # Kernels that nothing was begun of, among which the time that is left is divided.
+        # Kernels whose tuning has not begun; the time that is left is divided among them.
         self._left: set[Problem] = set()
 
     def run(self) -> None:
-        """Tune everything, or as much as the time allows.
+        """Tune all kernels, or as many as the time allows.
 
-        Raises PlanError if no plan of some kernel fits the limit, or of all of them the pool.
+        Raises PlanError if a kernel must have a plan and none fits its limit, or if no plans of all
+        kernels fit the pool together.
         """
         try:
-            # Function modes of the caller, as `with torch.device("meta")`, would change where
+            # Function modes of the caller, such as `with torch.device("meta")`, would change where
             # operands are allocated.
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 if not self.session.is_recorded:
@@ -127,8 +131,8 @@ class TuningScheduler:
 
     @property
     def budget_s(self) -> float | None:
-        """The time budget, set or by default; None: there is none, or it is not known yet."""
-        # Messages name what the user set, of which a part may be for these problems.
+        """The time budget in seconds; None: there is none, or the default one is not known yet."""
+        # Messages name the budget that the user set, even if these problems get only a part of it.
         return self._config.time_budget_s or self._budget.seconds
 
     @property
@@ -137,7 +141,7 @@ class TuningScheduler:
         return self._effort.budget_s(self._total_ns, on_gpu=on_gpu)
 
     def _begin_tuning(self) -> None:
-        """Derive the time budget from the step if none is set, and report it."""
+        """Derive the time budget from the time of a step if no budget is set, and report it."""
         seconds = self._budget.seconds
         self._total_ns = self._shares.cost_ns(self._layers)
         self._step_s = _LONGER * self._total_ns / 1e9
@@ -145,7 +149,7 @@ class TuningScheduler:
             seconds = self._default_budget_s
         reserved_s = self._reserved_steps * self._step_s
         self._budget.begin_tuning(seconds, reserved_s, self.session.started_s)
-        # The session was opened when the length of a step was not known.
+        # When the session was opened, the time of a step was not known, nor the deadline.
         self.session.stop_at(self._budget.deadline)
         self._report()
 
@@ -159,7 +163,8 @@ class TuningScheduler:
             self._tune_each(self._shares.by_geometry())
         self._tune_missing()
         self.results.require_plans()
-        # A default budget is not used up for small gains, and of two layouts the second needs some.
+        # What is left of a budget that was set is used for kernels whose plan was not raced. A
+        # default budget is not used up for small gains. With two layouts the second one needs time.
         race_s = LEAST_RACE_STEPS * self._step_s
         if self._by_share and self._config.layout == "keep" and self._budget.go_on(race_s):
             self._tune_by_gain(self.results.unraced)
@@ -180,12 +185,13 @@ class TuningScheduler:
                 if before.get(problem, -1) <= pool.parts.get(problem, -1)
             }
             self._tune_by_gain(pool.parts)
-            # Whole calls may need more than their chunks, and other splits turn out faster.
+            # Planning may show that whole calls need more workspace than their chunks, or that
+            # other splits are faster. Then the pool is divided anew.
             if not pool.learn():
                 return
 
     def _plan_by_known(self) -> None:
-        """Plan kernels that have a part of a pool by what was timed; nothing is measured."""
+        """Plan kernels that have a part of the pool from earlier times; nothing is measured."""
         pool = self.results.pool
         if pool is None:
             return
@@ -206,7 +212,7 @@ class TuningScheduler:
                 self._tune_by_gain(missing)
 
     def _tune_by_gain(self, problems: Collection[Problem]) -> None:
-        """Tune kernels among which the time is divided."""
+        """Tune kernels in the order of their possible gain, and divide the time among them."""
         self._left = set(problems)
         self.session.stop_at(self._budget.deadline)
         self._budget.keep_for(self._shares.forced(problems))
@@ -214,7 +220,7 @@ class TuningScheduler:
 
     def _tune_each(self, groups: Iterable[Sequence[Problem]]) -> None:
         for problems in groups:
-            # Within a pool there is a plan by what was measured.
+            # With a pool, the kernels are still planned then, from what was measured before.
             if self._budget.is_over and self.results.pool is None:
                 return
             self._report(problems[0])
@@ -224,14 +230,17 @@ class TuningScheduler:
             parts = None if self.results.pool is None else self.results.pool.parts
             sources = [self._source(p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
-                # `sum`, because `any` would ask nobody behind the first one that measures.
+                # `sum`, because `any` would stop at the first source that has measured something,
+                # and not call the others.
                 while sum(source.step() for source in sources):
                     pass
                 self.session.flush()
-                # Races come last: kernels of one geometry may measure what another of them needs.
+                # Races come last: kernels of one geometry may measure what another kernel of the
+                # group needs.
                 plans = [plan for plan in map(self._decided, sources) if plan is not None]
                 if self._budget.deadline is not None:
-                    # Smaller batches may take as long as the largest, even where its time is over.
+                    # Planning the smaller batches may take as long as the largest batch has taken,
+                    # even if the deadline is over then.
                     end = max(self._budget.deadline, 2 * monotonic() - began)
                     last = self._budget.last_moment
                     self.session.stop_at(end if last is None else min(end, last))
@@ -246,7 +255,7 @@ class TuningScheduler:
             self._budget.allot(self.session, part, forced, shares.forced(waiting))
 
     def _look(self, problem: Problem) -> None:
-        """Run torch's own convolution once, for a plan to fall back to and for its time."""
+        """Run torch's own convolution once, to know its time and to have a plan to fall back to."""
         # Kernels that are left out here are named in a warning at the end.
         if self.session.is_over:
             return
@@ -268,27 +277,27 @@ class TuningScheduler:
             self.results.unfinished.add(plan.problem)
 
     def _completed(self, plan: KernelPlan) -> KernelPlan:
-        """The plan of a kernel with its smaller batches, as far as anything fits."""
-        # A recording has what it has.
+        """The plan of a kernel, completed at its smaller batches as far as anything fits."""
+        # A recording has nothing more to measure.
         if self.session.is_recorded:
             return plan
 
         def source_at(batch: int) -> AbstractSource:
             limit = self.results.limit_at(plan.problem, batch)
-            # Any plan will do, and not only the best one.
+            # Any plan that fits will do, so that every possible gain is tolerated.
             bounds = Bounds(limit, limit, tolerance=1.0)
             return self._source_within(plan.problem, bounds, batch=batch)
 
         return self.results.with_every_batch(plan, source_at)
 
     def _source(self, problem: Problem, limit: int | None = None) -> AbstractSource:
-        """The source of a kernel, within a limit of its own or within that of now."""
+        """The source of a kernel within a limit; None: within its present limit."""
         limit = self.results.limit_of(problem) if limit is None else limit
         default, tolerance = self._shares.defaults.get(problem), 0.0
         if self._by_share and self._total_ns and default is not None:
             tolerance = self._shares.stakes[problem].tolerance(self._total_ns, self._effort)
         source = self._source_within(problem, Bounds(limit, limit, tolerance), default)
-        # A recording says what torch's own convolution takes without a first run.
+        # A recording already has the time of torch's own convolution, without a first run.
         if source.default is not None:
             self._shares.defaults[problem] = source.default
         return source

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ucudnn.axis import AbstractAxis
     from ucudnn.cache import AbstractCache
 
-# Operations and bytes whose times are kept of a roofline, see `Subject`.
+# A roofline is cached as the times of this many operations and of this many bytes, see `Subject`.
 _UNIT = 10**12
 
 
@@ -35,7 +35,8 @@ class Session:
     cache: AbstractCache
     # Called after each measurement, new or found in the cache, to show progress.
     on_run: Callable[[], None] = lambda: None
-    # The `time.monotonic` at which to stop measuring chunks, and timing whole calls; None: never.
+    # The `time.monotonic` at which measuring chunks stops, and at which timing whole calls stops;
+    # None: never.
     until: float | None = None
     race_until: float | None = None
     effort: Effort = EFFORTS["thorough"]
@@ -53,12 +54,12 @@ class Session:
     def __post_init__(self) -> None:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
-        # Replayed instead of measuring.
+        # The recording that is replayed instead of measuring; None if there is none.
         self.recording = self.backend if isinstance(self.backend, RecordedBackend) else None
         self._worker = Worker(self.backend) if self.backend.in_worker else None
-        # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
+        # Asked once, so that a session recalls either all perturbed measurements or none.
         self.is_busy = self.backend.state().load > 0
-        # Name of the implementation by which an algorithm runs a problem; None if it does not.
+        # Name of the implementation by which an algorithm computes a problem; None if it cannot.
         self.kernel_of: Callable[[Problem, str], str | None] = lru_cache(None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
@@ -71,7 +72,7 @@ class Session:
         split: Split | None = None,
         race: str = "",
     ) -> MeasurementKey:
-        """The key of what this session would measure."""
+        """The key under which this session would keep a measurement."""
         conditions = replace(self._conditions, role=role)
         return MeasurementKey(
             problem,
@@ -86,7 +87,7 @@ class Session:
         )
 
     def _machine_key(self, subject: Subject, dtype: str = "float32") -> MeasurementKey:
-        """The key of a time of the machine itself, which depends on no more than the dtype."""
+        """The key of a time of the machine itself, which depends on no problem but its dtype."""
         problem = Problem("fprop", 1, 1, 1, (1,), (1,), dtype=dtype)
         return self.key(problem, "", subject=subject)
 
@@ -122,7 +123,8 @@ class Session:
         known = self.find(key)
         if known is None:
             time_ns = planned_call_ns(self.backend)
-            # A device that works while the host goes on has none, and asking again is free.
+            # There is no overhead on a device that computes while the host goes on. This is not
+            # cached, because finding it out again costs nothing.
             if not time_ns:
                 return 0
             known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
@@ -131,7 +133,7 @@ class Session:
 
     @property
     def started_s(self) -> float:
-        """Seconds in which processes to measure in were started."""
+        """Seconds that starting the worker's processes took."""
         return 0.0 if self._worker is None else self._worker.started_s
 
     def bench(self, axis: AbstractAxis) -> AbstractBench:
@@ -152,7 +154,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """True after the time for measuring chunks."""
+        """True if the time for measuring chunks is over."""
         return self.until is not None and monotonic() >= self.until
 
     def has_time_for(self, time_ns: float) -> bool:
@@ -165,23 +167,23 @@ class Session:
         return self.race_until is None or monotonic() < self.race_until
 
     def find(self, key: MeasurementKey) -> Measurement | None:
-        """The measurement of a key, unless it is to be taken anew.
+        """The known measurement of a key; None if there is none, or if it must be taken anew.
 
         With `remeasure`, measurements of other sessions are taken anew. Measurements that were
         taken while other processes used the machine are taken anew as soon as it is quiet.
         """
-        # Not written yet: the newest there is.
+        # A measurement that is not written to the cache yet is the newest one.
         if key in self._fresh:
             return self._fresh[key]
         known = self.cache.get(key)
-        # What this session took itself is not taken again.
+        # A measurement that this session took itself is not taken again.
         if known is None or key in self._taken or self.is_recorded:
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
         return None if is_stale else known
 
     def reuse(self, measurement: Measurement) -> Measurement:
-        """Count a measurement that was not taken again."""
+        """Count a known measurement that need not be taken again."""
         if measurement.key not in self._taken and measurement.key not in self._found:
             self._found.add(measurement.key)
             self.reused += 1
@@ -191,18 +193,18 @@ class Session:
     def keep(self, measurement: Measurement) -> Measurement:
         """Count a new measurement; `flush` writes it to the cache."""
         self._fresh[measurement.key] = measurement
-        # A candidate that is run once and timed in full later counts once.
+        # A candidate that is first run once and later timed in full counts once.
         self.measured += measurement.key not in self._taken
         self._taken.add(measurement.key)
         self.on_run()
         return measurement
 
     def state(self) -> DeviceState:
-        """Conditions that perturb times now; results of a worker have those of the worker."""
+        """Conditions that perturb times now; none with a worker, whose results have their own."""
         return self.backend.state() if self._worker is None else DeviceState()
 
     def note(self, measurement: Measurement) -> None:
-        """Keep a measurement that is not of a candidate, without counting it."""
+        """Keep a measurement for the cache, without counting it as that of a candidate."""
         self._fresh[measurement.key] = measurement
 
     def flush(self) -> None:
@@ -221,7 +223,8 @@ class Session:
     def close(self) -> None:
         """Write the remaining measurements and end the worker."""
         try:
-            # A cache that cannot be written, as on a full disk, must not leave a process behind.
+            # If the cache cannot be written, as on a full disk, the worker must be ended all the
+            # same.
             self.flush()
         finally:
             if self._worker is not None:
