@@ -29,7 +29,7 @@ class Item:
         workspace_bytes: temporary memory that it needs.
         time_ns: its time.
         algorithm: name of the algorithm.
-        rank: breaks ties, lower first; 0 for a deterministic algorithm, 1 for any other.
+        rank: breaks ties between equally fast splits; lower ranks are preferred.
 
     Raises:
         ConfigError: a number is not an int or out of range, or the algorithm has no name.

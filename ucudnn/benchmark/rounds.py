@@ -106,7 +106,7 @@ def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
     before, start_ns = backend.activity(), perf_counter_ns()
     time_ns = max(1, entrant.sample_ns())
     after, spent_ns = backend.activity(), max(time_ns, perf_counter_ns() - start_ns)
-    # There is no activity on a GPU, where other processes on the host do not lengthen a kernel.
+    # A GPU's backend reports no activity: other processes on the host do not lengthen a kernel.
     if before is None or after is None:
         return _Reading(time_ns, spent_ns, None, 0)
     elapsed_ns = max(1, after.clock_ns - before.clock_ns)

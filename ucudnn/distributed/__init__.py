@@ -1,20 +1,20 @@
 """Plans in data-parallel jobs: tuned together, and equal on all ranks.
 
     startup.py     join the job, whichever of torchrun, MPI and Slurm started this rank
-    tuning.py      tune in all ranks, each of which measures a part
-    agreement.py   check that plan, versions and devices of all ranks agree, or name who differs
-    rendezvous.py  the ranks at one point of the program, and all-gathers between them
+    tuning.py      tune in all ranks; each rank measures a part of the kernels
+    agreement.py   check that ranks agree on plan, versions and devices, or name ranks that differ
+    rendezvous.py  let ranks find each other and exchange values through a key-value store
     launching.py   start several ranks for each GPU, or for the processor
-    counting.py    count samples, and find the number of ranks with most per second
-    two_level.py   gradients averaged among the ranks of a device first
-    exchange_times.py   times of gradients, of the link, and of steps: `advise`
-    exchange_advice.py  the way to exchange gradients that these times speak for; pure
-    averaging.py   ranks that are not in step: elastic averaging, delayed gradients
-    codecs.py      a gradient as a message of fewer bytes
-    compression.py DDP's hook that sends such messages, with error feedback
+    counting.py    count samples, and find the number of ranks that computes most samples per second
+    two_level.py   average gradients among the ranks of a device first, then across devices
+    exchange_times.py   `advise`: measure when gradients are ready, the link, and whole steps
+    exchange_advice.py  choose a way to exchange gradients from these times; pure
+    averaging.py   ranks that do not wait for each exchange: elastic averaging, delayed gradients
+    codecs.py      write a gradient as a message of fewer bytes
+    compression.py a communication hook for DDP that sends such messages, with error feedback
 
-All communication goes through the store of torch.distributed's default process group, whatever
-launched the ranks. Names are resolved at their first use (PEP 562): loading a plan loads no tuner.
+Plans and measurements go through the store of torch.distributed's default process group, whatever
+launched the ranks. Names are imported at their first use (PEP 562): loading a plan loads no tuner.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ucudnn.distributed.tuning import tune as tune
     from ucudnn.distributed.two_level import reduce_by_device as reduce_by_device
 
-# The same names as above: type checkers read the imports, `__getattr__` reads this.
+# The same names as above: type checkers read the imports, `__getattr__` reads this mapping.
 _MODULE_BY_NAME = {
     "Compression": "compression",
     "ElasticAverager": "averaging",

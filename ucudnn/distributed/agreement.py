@@ -1,8 +1,8 @@
-"""Agreement of all ranks on plan, versions and devices, or an error that names who differs.
+"""Check that all ranks agree on plan, versions and devices; an error names ranks that differ.
 
-Ranks that follow different plans wait for the slowest of them in every step, which nothing
-reports. So plans are compared before the first step, field by field, and the message names the
-field.
+If ranks follow different plans, all wait for the slowest one in every step, and nothing reports
+it. So plans are compared before the first step, field by field, and the error names the fields
+that differ.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
 from ucudnn.plan import Plan
 
-# How many differences a message lists: one wrong version changes every kernel.
+# An error lists at most so many differences, because one wrong version changes every kernel.
 _MOST_NAMED = 5
 PathLike = str | os.PathLike[str]
 
 
 def agree(plan: Plan, group: Group = None, timeout_s: float = 300.0) -> Plan:
-    """Check that all ranks are about to follow one plan; call it before the first step.
+    """Check that ranks with equal devices follow equal plans; call this before the first step.
 
-    Ranks whose devices are of one kind must have equal plans, made for that kind, and equal
-    versions of everything that computes; all ranks must run one torch and one ucudnn.
+    Ranks with devices of one kind must have equal plans, made for that kind of device, and equal
+    versions of software. All ranks of the job must run the same versions of torch and ucudnn.
 
     >>> from ucudnn import Config
     >>> from ucudnn.measurement import Conditions
@@ -41,13 +41,13 @@ def agree(plan: Plan, group: Group = None, timeout_s: float = 300.0) -> Plan:
     Args:
         plan: the plan that this rank would follow.
         group: the ranks that take part; None: all.
-        timeout_s: how long to wait for a rank that does not arrive.
+        timeout_s: seconds to wait for a rank that does not arrive.
 
     Returns:
         The same plan.
 
     Raises:
-        RankError: ranks differ, or do not arrive; the message names them, and what differs.
+        RankError: ranks differ or do not arrive; the message names these ranks and what differs.
     """
     with Rendezvous("agree", group, timeout_s) as rendezvous:
         return _agreed(rendezvous, lambda: [plan])
@@ -59,19 +59,19 @@ def load(
     src: int | None = None,
     timeout_s: float = 300.0,
 ) -> Plan:
-    """Read a plan on every rank, or on one that sends it to the others, and agree on it.
+    """Read a plan on every rank, or on one rank that sends it to all; check it as `agree` does.
 
     Args:
-        path: the file of a plan; in a job with devices of several kinds one file per kind, of
-            which each rank takes the one that was made for its device.
+        path: the file of a plan. In a job with devices of several kinds: one file per kind; each
+            rank takes the plan that was made for its device.
         group: the ranks that take part; None: all.
-        src: the rank that reads; None: every rank reads, as from a folder that they share.
-        timeout_s: how long to wait for a rank that does not arrive.
+        src: the rank that reads the file; None: every rank reads it, as from a shared folder.
+        timeout_s: seconds to wait for a rank that does not arrive.
 
     Raises:
         RankError: a rank cannot read its plan, or ranks differ; the message names them.
     """
-    # A string is a sequence, too: of its characters.
+    # Strings are checked for first, because a string is a sequence of characters, too.
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
 
     def read() -> list[Plan]:
@@ -84,16 +84,16 @@ def load(
 def broadcast(
     plan: Plan | None, src: int = 0, group: Group = None, timeout_s: float = 300.0
 ) -> Plan:
-    """Send the plan of one rank to all, and agree on it.
+    """Send the plan of one rank to all other ranks, and check it as `agree` does.
 
     Args:
-        plan: the plan, on the rank that has it; the others may pass None.
-        src: the rank that has it, in the numbers of the default group.
+        plan: the plan, on rank `src`; other ranks may pass None.
+        src: the rank that sends its plan, as numbered in the default group.
         group: the ranks that take part; None: all.
-        timeout_s: how long to wait for a rank that does not arrive.
+        timeout_s: seconds to wait for a rank that does not arrive.
 
     Raises:
-        RankError: that rank has none or does not take part, or ranks differ.
+        RankError: rank `src` has no plan or does not take part, or ranks differ.
     """
 
     def given() -> list[Plan]:
@@ -108,7 +108,7 @@ def broadcast(
 def _sending(
     rendezvous: Rendezvous, src: int, plans: Callable[[], list[Plan]]
 ) -> Callable[[], list[Plan] | None]:
-    """A function that gets the plans of rank `src` on every rank; None if that one has none."""
+    """Make a function that returns rank `src`'s plans on every rank; None if `src` has no plans."""
     if src not in rendezvous.ranks:
         raise RankError(f"src must be one of {name_ranks(rendezvous.ranks)}, got {src}")
 
@@ -127,7 +127,7 @@ def _sending(
 
 
 def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan] | None]) -> Plan:
-    """The plan for this rank's device, once all ranks have found theirs and are known to agree."""
+    """The plan for this rank's device, after a check that the plans of all ranks agree."""
     sent: dict[str, Any] = {"error": None}
     plan = None
     try:
@@ -140,12 +140,12 @@ def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan] | None]) -> Pla
                 "team": {**kind_facts(kind, software), **_plan_facts(plan)},
             }
     except UcudnnError as caught:
-        # Sent to all ranks, which raise it together: the others would wait for this one.
+        # All ranks get this error and raise it together; else they would wait for this rank.
         sent["error"] = str(caught)
     received = rendezvous.exchange("plan", sent)
     raise_errors({rank: one["error"] for rank, one in received.items()})
     require_equal_teams(received)
-    assert plan is not None  # else there was an error, on this rank or on the one that sends
+    assert plan is not None  # else `raise_errors` has raised this rank's or the sender's error
     return plan
 
 
@@ -164,35 +164,35 @@ def _for_this_device(plans: Iterable[Plan]) -> tuple[Plan, Device, Software]:
 
 
 def job_facts(software: Software) -> dict[str, str]:
-    """Settings that must be equal on all ranks of a job, whatever their devices."""
+    """Versions that must be equal on all ranks of a job, whatever their devices."""
     return {"ucudnn": ucudnn.__version__, "torch": software.torch}
 
 
 def kind_facts(device: Device, software: Software) -> dict[str, str]:
-    """Settings that must be equal on all ranks with devices of one kind."""
+    """Device and versions, which must be equal on all ranks with devices of one kind."""
     versions = {f"version of {name}": text for name, text in asdict(software).items()}
     return {"device": str(device), **versions}
 
 
 def _plan_facts(plan: Plan) -> dict[str, str]:
-    """The fields of a plan, so that a difference can be named."""
+    """The fields of a plan by name, so that an error can name the fields that differ."""
     made = {"backend": plan.backend, **asdict(plan.software), **asdict(plan.conditions)}
     made_with = {f"{name} that the plan was made with": str(text) for name, text in made.items()}
     kernels = {}
     for kernel in plan.kernels:
-        # The split of the largest batch is for people; the digest covers all batches. It has eight
-        # digits, because people read them in a message.
+        # People who read the message get the split of the largest batch. The digest covers all
+        # batches; it is cut to eight digits to be readable.
         digest = sha256(repr(kernel.decisions()).encode()).hexdigest()[:8]
         split = kernel.split(kernel.problem.batch)
         kernels[f"plan of {kernel.problem}"] = f"{split}, over all batches {digest}"
     settings = {f"plan's {name}": str(value) for name, value in plan.config.to_dict().items()}
-    # Last, because the pieces above say more and a message lists the first differences only.
+    # These two are last: the fields above say more, and an error lists only the first ones.
     whole = {"number of kernels in the plan": str(len(plan.kernels)), "hash of the plan": plan.hash}
     return {**made_with, **settings, **kernels, **whole}
 
 
 def raise_errors(errors: Mapping[int, str | None]) -> None:
-    """Raise the errors of some ranks, given as messages, on all of them.
+    """Raise a RankError if any rank has an error message; None means that a rank has no error.
 
     >>> raise_errors({0: None, 1: "it has no plan to send"})
     Traceback (most recent call last):
@@ -205,22 +205,22 @@ def raise_errors(errors: Mapping[int, str | None]) -> None:
 
 
 def require_equal_teams(received: Mapping[int, Mapping[str, Any]]) -> None:
-    """Compare the facts that ranks sent: "job" over all ranks, "team" over those of one "kind"."""
+    """Require equal "job" facts on all ranks, and equal "team" facts on all ranks of one "kind"."""
     require_equal({rank: one["job"] for rank, one in received.items()})
     for kind in dict.fromkeys(one["kind"] for one in received.values()):
         require_equal({rank: one["team"] for rank, one in received.items() if one["kind"] == kind})
 
 
 def require_equal(facts: Mapping[int, Mapping[str, str]]) -> None:
-    """Compare facts over ranks by name; the message names the ranks that are in the minority.
+    """Require that each fact is equal on all ranks; the error names the ranks in the minority.
 
-    Of two groups of equal size the one with the lowest rank counts as the majority.
+    If two groups of ranks have equal size, the group with the lowest rank is the majority.
 
     >>> require_equal({0: {"torch": "2.13"}, 1: {"torch": "2.12"}})
     Traceback (most recent call last):
     ucudnn.errors.RankError: ranks differ: torch is 2.12 on rank 1, but 2.13 on rank 0; ...
     """
-    # In a fixed order: the message must be the same on all ranks.
+    # Facts are compared in a fixed order, so that the message is the same on all ranks.
     names = dict.fromkeys(name for sent in facts.values() for name in sent)
     sentences: list[str] = []
     named: dict[int, None] = {}

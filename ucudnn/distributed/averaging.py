@@ -1,7 +1,7 @@
-"""Ranks that are not in step: parameters drawn to a common centre, and gradients that come later.
+"""Elastic averaging and delayed gradients: ranks do not wait for the exchange of each step.
 
-Both are another training than that of one process. Local SGD, of which torch's
-`PeriodicModelAverager` is an implementation, is the simplest of the kind.
+Both methods change the training: results differ from those of one process. The simplest method of
+this kind is local SGD, which torch implements as `PeriodicModelAverager`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ucudnn.solvers._base import require_int
 
 
 class ElasticAverager:
-    """Let each rank train by itself, and draw it to a common centre every few steps.
+    """Let each rank train by itself, and move its parameters to a common centre every few steps.
 
     Call `step` after each step of the optimizer, on all ranks. Every `period` steps a rank moves
     its parameters by `alpha` of the way to the centre, and the centre moves by `beta` of the way to
@@ -45,10 +45,10 @@ class ElasticAverager:
     >>> dist.destroy_process_group()
 
     Args:
-        model: not wrapped, the same on all ranks.
+        model: the model, not wrapped, the same on all ranks.
         period: steps from one exchange to the next.
-        alpha: above 0 and at most 1; None: `beta` divided by the number of ranks.
-        beta: above 0 and at most 1.
+        alpha: a rank's part of the way, above 0 and at most 1; None: `beta` / number of ranks.
+        beta: the centre's part of the way, above 0 and at most 1.
         timeout_s: seconds to wait for another rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class ElasticAverager:
 
     Raises:
         ConfigError: the model is wrapped, or a number is out of range.
-        RankError: ranks differ in a number, or do not arrive.
+        RankError: ranks have different settings, or do not arrive.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class ElasticAverager:
         named = [*model.named_parameters(), *model.named_buffers()]
         self._tensors = {name: one.detach() for name, one in named if one.is_floating_point()}
         self.centre = {name: one.clone() for name, one in self._tensors.items()}
-        # All ranks start from that of the first.
+        # All ranks start from the centre of rank 0.
         for one in self.centre.values():
             dist.broadcast(one, 0)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step, and exchange parameters if it is time."""
+        """Count a step, and exchange parameters at every `period`-th step."""
         self._steps += 1
         if self._steps % self._period:
             return
@@ -110,23 +110,23 @@ class ElasticAverager:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give the model the centre, after the last step: it is what was trained."""
+        """After the last step, copy the centre, which is what was trained, into the model."""
         for name, one in self._tensors.items():
             one.copy_(self.centre[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restart needs beside the model's own state on each rank."""
+        """State that a restart needs beside the model's own state on each rank."""
         return {"steps": self._steps, "centre": dict(self.centre)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state.
+        """Continue from a saved state.
 
         Args:
             state: what `state_dict` returned.
 
         Raises:
-            ConfigError: it is of another model; nothing is changed.
+            ConfigError: the state is of another model; nothing is changed.
         """
         shapes = [{n: one.shape for n, one in c.items()} for c in (state["centre"], self.centre)]
         if shapes[0] != shapes[1]:
@@ -140,12 +140,12 @@ class ElasticAverager:
 
 
 def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 300.0) -> None:
-    """Apply the gradients of some steps ago, so that their exchange has the time of these steps.
+    """Apply gradients some steps late, so that their exchange runs during these steps.
 
     Call it on all ranks before the first step. The first gradients are zeros, and the last ones are
-    never applied. So is a stale step of a parameter server, with a bound that is always reached:
+    never applied. A parameter server whose gradients are always as stale as allowed does the same:
     Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
-    NeurIPS 2013. With a `GradScaler`, its scale must not change.
+    NeurIPS 2013. If a `GradScaler` is used, its scale must not change.
 
     >>> from torch.distributed import HashStore
     >>> dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -161,12 +161,12 @@ def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 3
 
     Args:
         replica: the wrapped model, without another communication hook.
-        steps: by which gradients are late; 0: DDP as always.
+        steps: number of steps by which gradients are late; 0: none, as in plain DDP.
         timeout_s: seconds to wait for another rank.
 
     Raises:
-        ConfigError: the model is not wrapped or has a hook already, or steps is no number.
-        RankError: ranks differ in steps, or do not arrive.
+        ConfigError: the model is not wrapped or has a hook already, or `steps` is not 0, 1, ...
+        RankError: ranks have different `steps`, or do not arrive.
     """
     require_int("steps", steps, 0)
     if not isinstance(replica, DistributedDataParallel):
@@ -179,11 +179,11 @@ def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 3
 
 
 class _Delayed:
-    """State of the hook: exchanges of the last steps, each a list of buckets.
+    """State of the hook: for each of the last steps, a list of the buckets in exchange.
 
     Args:
         replica: the wrapped model.
-        steps: by which gradients are late.
+        steps: number of steps by which gradients are late.
     """
 
     def __init__(self, replica: DistributedDataParallel, steps: int) -> None:
@@ -199,7 +199,7 @@ class _Delayed:
         self._buckets.append((bucket, future))
 
     def finish(self) -> None:
-        """Wait for the exchanges of some steps ago, and hand them over."""
+        """Wait for the exchanges of `steps` steps ago, and give their gradients to DDP."""
         arrived: dict[int, Tensor] = {}
         if len(self._sent) > self._steps:
             for work, copy, parameters in self._sent.popleft():
@@ -207,7 +207,7 @@ class _Delayed:
                 parts = copy.split([one.numel() for one in parameters])
                 arrived |= {id(one): part for one, part in zip(parameters, parts, strict=True)}
         for bucket, future in self._buckets:
-            # DDP arranges its buckets anew after the first step, so gradients may come from others.
+            # DDP changes its buckets after the first step, so a gradient may arrive in another one.
             parameters = bucket.parameters()
             parts = bucket.buffer().split([one.numel() for one in parameters])
             for one, part in zip(parameters, parts, strict=True):

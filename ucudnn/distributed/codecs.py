@@ -1,9 +1,9 @@
-"""Codecs: a gradient as a message of fewer bytes. Functions of flat tensors; nothing is sent here.
+"""Codecs, which write a flat gradient as a message of fewer bytes; nothing is sent here.
 
-A message is a uint8 tensor whose size depends on that of the gradient alone, so that all ranks know
-it. What a codec leaves out of one message goes into the next by error feedback, which is in
-compression.py; it converges where a codec never makes an error larger than the gradient (Stich,
-Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018).
+A message is a uint8 tensor. Its size depends only on the gradient's size, so all ranks know it.
+Error feedback (compression.py) adds what one message left out to the next gradient. Training then
+converges if the error of a codec is never larger than the gradient (Stich, Cordonnier, Jaggi,
+"Sparsified SGD with Memory", NeurIPS 2018).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from ucudnn.errors import ConfigError, quoted
 
-# Parts of a message begin at multiples of it, so that they can be viewed as numbers.
+# Parts of a message begin at multiples of 8 bytes, so that they can be viewed as numbers.
 _ALIGNED = 8
-# One number in so many is looked at for a threshold, if at least so many of these are above it.
+# `_largest` takes a threshold from each 64th number, if more than 16 of these reach it.
 _SAMPLED, _LEAST_RANK = 64, 16
 
 
 class Codec(ABC):
-    """Contract of codecs: what is added to `total` approximates what was encoded.
+    """Contract of codecs: `add_` adds an approximation of the gradient that was encoded.
 
     Attributes:
-        has_feedback: what was left out of a message is added to the next gradient.
+        has_feedback: True if what a message left out is added to the next gradient.
     """
 
     has_feedback: bool = True
@@ -37,31 +37,31 @@ class Codec(ABC):
         """Bytes of a message.
 
         Args:
-            count: numbers of the gradient.
-            itemsize: bytes of each.
+            count: how many numbers the gradient has.
+            itemsize: bytes of each number.
         """
 
     @abstractmethod
     def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
-        """Message for a gradient.
+        """Encode a gradient as a message.
 
         Args:
             flat: the gradient in one dimension, in float32 or float64.
-            chance: where a codec takes random numbers from; None: the default generator.
+            chance: generator for codecs that need random numbers; None: the default generator.
         """
 
     @abstractmethod
     def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
-        """Add what a message says to a flat tensor of the gradient's size and dtype.
+        """Decode a message, and add it to a flat tensor of the gradient's size and dtype.
 
         Args:
-            message: from `encode`.
-            total: what it is added to.
-            alpha: -1 to subtract it.
+            message: the result of `encode`.
+            total: the tensor to which the decoded message is added.
+            alpha: 1 to add the message, -1 to subtract it.
         """
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
-        """What a message says, as a new tensor like the gradient."""
+        """Decode a message into a new tensor like the gradient."""
         found = torch.zeros_like(like)
         self.add_(message, found)
         return found
@@ -69,7 +69,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TopK(Codec):
-    """Send the numbers of largest magnitude with their places, and keep the others back.
+    """Send the numbers of largest magnitude with their indices; leave out all others.
 
     >>> codec = TopK(density=0.5)
     >>> gradient = torch.tensor([3.0, -1.0, 0.5, -4.0])
@@ -101,17 +101,17 @@ class TopK(Codec):
         return _aligned(kept * itemsize) + _aligned(kept * 4)
 
     def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
-        """Message for a gradient."""
+        """Encode a gradient as a message."""
         del chance
         places = _largest(flat.abs(), self._kept(len(flat)))
         return _packed(flat[places], places.to(torch.int32))
 
     def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
-        """Add what a message says."""
+        """Decode a message, and add it to `total`."""
         kept = self._kept(len(total))
         values, rest = _cut(message, kept, total.dtype)
         places, _ = _cut(rest, kept, torch.int32)
-        # Places do not repeat, so the sum does not depend on an order.
+        # No index occurs twice, so the sum does not depend on the order of additions.
         total.index_add_(0, places, values, alpha=alpha)
 
 
@@ -132,37 +132,37 @@ class OneBit(Codec):
         return _aligned(2 * itemsize) + _aligned(ceil(count / 8))
 
     def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
-        """Message for a gradient."""
+        """Encode a gradient as a message."""
         del chance
         is_up = flat >= 0
         ups = is_up.sum()
-        # Sums of both signs by themselves: their difference from the whole would lose digits.
+        # Both signs are summed separately: the total minus one of the sums would lose digits.
         up, down = flat.clamp(min=0).sum(), flat.clamp(max=0).sum()
         means = torch.stack([up / ups.clamp(min=1), down / (len(flat) - ups).clamp(min=1)])
         return _packed(means, _pack(is_up.to(torch.uint8), 1))
 
     def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
-        """Add what a message says."""
+        """Decode a message, and add it to `total`."""
         (up, down), rest = _cut(message, 2, total.dtype)
         total.add_(torch.where(_unpack(rest, len(total), 1).bool(), up, down), alpha=alpha)
 
 
 @dataclass(frozen=True, slots=True)
 class Stochastic(Codec):
-    """Round each number up or down to a few levels at random, so that the mean is the number.
+    """Round each number up or down to a few levels at random; on average there is no error.
 
     >>> codec = Stochastic(levels=1, clip=None)
     >>> gradient = torch.tensor([2.0, 0.0, -2.0])
     >>> codec.decode(codec.encode(gradient), gradient)
     tensor([ 2.,  0., -2.])
 
-    One level is TernGrad (Wen et al., NeurIPS 2017), which clips; more levels are QSGD (Alistarh et
-    al., NeurIPS 2017) with the largest magnitude as scale and codes of fixed length. There is no
-    error feedback, with which the error of few levels would grow from step to step.
+    One level is TernGrad (Wen et al., NeurIPS 2017), which clips. More levels are QSGD (Alistarh et
+    al., NeurIPS 2017), with the largest magnitude as scale and codes of fixed length. There is no
+    error feedback, because with few levels its error would grow from step to step.
 
     Args:
-        levels: above zero, and as many below it; at most 127.
-        clip: numbers are limited to this many standard deviations; None: they are not.
+        levels: number of levels above zero, and also of those below zero; at most 127.
+        clip: largest magnitude, as a multiple of the root mean square; None: no limit.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -181,7 +181,7 @@ class Stochastic(Codec):
 
     @property
     def _bits(self) -> int:
-        # Codes do not cross bytes.
+        # Each code lies within one byte, so its bits must divide 8.
         return next(bits for bits in (2, 4, 8) if 2 * self.levels < 1 << bits)
 
     def size_bytes(self, count: int, itemsize: int = 4) -> int:
@@ -189,21 +189,21 @@ class Stochastic(Codec):
         return _aligned(itemsize) + _aligned(ceil(count * self._bits / 8))
 
     def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
-        """Message for a gradient."""
+        """Encode a gradient as a message."""
         if self.clip is not None:
             most = self.clip * flat.square().mean().sqrt()
             flat = flat.clamp(-most, most)
         scale = flat.abs().amax()
-        # Of a gradient of zeros the scale is zero, too.
+        # If all numbers are zero, the scale is zero, so it is clamped before the division.
         scaled = flat / scale.clamp(min=torch.finfo(flat.dtype).tiny) * self.levels
         random = torch.rand(flat.shape, generator=chance, dtype=flat.dtype, device=flat.device)
         codes = rounded(scaled, random) + self.levels
-        # Of a gradient that is not finite the scale says so; its codes only have to be some.
+        # If the gradient is not finite, neither is the scale, so any valid codes will do.
         codes = codes.nan_to_num().clamp(0, 2 * self.levels).to(torch.uint8)
         return _packed(scale.reshape(1), _pack(codes, self._bits))
 
     def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
-        """Add what a message says."""
+        """Decode a message, and add it to `total`."""
         scale, rest = _cut(message, 1, total.dtype)
         codes = _unpack(rest, len(total), self._bits).to(total.dtype) - self.levels
         total.add_(codes.mul_(scale / self.levels), alpha=alpha)
@@ -211,10 +211,10 @@ class Stochastic(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Add gradients up in bfloat16: half the bytes, for any number of ranks.
+    """Add gradients up in bfloat16, which halves the bytes of float32 on any number of ranks.
 
-    There is no message, so it is no `Codec`. torch's own hooks do the same, but that for bfloat16
-    needs NCCL, and both leave callbacks to gloo that may abort the exit of a process.
+    `Half` makes no messages, so it is no `Codec`. torch has hooks for float16 and bfloat16, but its
+    bfloat16 hook needs NCCL, and both leave callbacks to gloo that may abort a process at its exit.
 
     >>> str(Half())
     'Half()'
@@ -222,28 +222,28 @@ class Half:
 
 
 def rounded(numbers: Tensor, random: Tensor) -> Tensor:
-    """Round each number up with the probability of its fraction, else down.
+    """Round each number up with a probability equal to its fractional part, else down.
 
     >>> rounded(torch.tensor([0.25, 0.25, -1.0]), torch.tensor([0.2, 0.3, 0.0]))
     tensor([ 1.,  0., -1.])
 
     Args:
-        numbers: of any shape.
-        random: even numbers from 0 to below 1, as many.
+        numbers: tensor of any shape.
+        random: uniform random numbers from 0 to below 1, of the same shape.
     """
     low = numbers.floor()
     return low + (random < numbers - low)
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Places of the largest numbers, not a number before all others."""
+    """Indices of the largest magnitudes; NaN counts as larger than every number."""
     sample = magnitudes[::_SAMPLED]
-    # On a processor, a choice among candidates is several times as fast. The threshold lets
-    # about twice as many through as are wanted.
+    # On a processor, it is several times as fast to choose among the numbers above a threshold.
+    # About twice as many numbers as are wanted pass the threshold.
     rank = 2 * count // _SAMPLED
     if magnitudes.device.type == "cpu" and _LEAST_RANK < rank < len(sample) // 4:
         threshold = sample.topk(rank, sorted=False).values.min()
-        # So that what is not a number is among them.
+        # This is not `>=`, so that NaN is among the candidates, too.
         candidates = (magnitudes < threshold).logical_not_().nonzero().flatten()
         if len(candidates) >= count:
             return candidates[magnitudes[candidates].topk(count, sorted=False).indices]
@@ -255,7 +255,7 @@ def _aligned(count: int) -> int:
 
 
 def _packed(*parts: Tensor) -> Tensor:
-    """The bytes of tensors one after the other, each from an aligned place."""
+    """Join the bytes of tensors; each tensor begins at a multiple of 8 bytes."""
     pieces = []
     for part in parts:
         data = part.contiguous().view(torch.uint8)
@@ -264,13 +264,13 @@ def _packed(*parts: Tensor) -> Tensor:
 
 
 def _cut(message: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first part of a message as numbers, and the rest."""
+    """Split a message into its first `count` numbers and the rest."""
     size = count * dtype.itemsize
     return message[:size].view(dtype), message[_aligned(size) :]
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes of few bits in bytes: those of each eighth (for one bit) of the codes side by side."""
+    """Pack codes into bytes: byte i has the i-th code of each of 8 / bits parts of the codes."""
     per_byte = 8 // bits
     columns = ceil(len(codes) / per_byte)
     rows = torch.nn.functional.pad(codes, (0, per_byte * columns - len(codes))).view(per_byte, -1)
@@ -281,7 +281,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(data: Tensor, count: int, bits: int) -> Tensor:
-    """The codes again."""
+    """Unpack the codes that `_pack` has packed."""
     per_byte = 8 // bits
     columns = ceil(count / per_byte)
     mask = (1 << bits) - 1

@@ -1,11 +1,11 @@
 """Compressed gradients in DistributedDataParallel: a communication hook with error feedback.
 
-The hook encodes each parameter by itself, so that results do not depend on buckets, which DDP
-arranges anew after its first step. It starts an exchange per bucket while backward goes on, and
-waits for all of them in that of the last bucket: DDP itself waits only then, and gloo must not hold
-Python callbacks (pytorch#179291).
+The hook encodes each parameter by itself, so results do not depend on buckets, which DDP arranges
+anew after its first step. The hook starts one exchange per bucket while backward goes on. It waits
+for all exchanges when it is called for the last bucket: DDP itself waits only then, and gloo must
+not hold Python callbacks (pytorch#179291).
 
-Without `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+`from __future__ import annotations` is left out: DDP compares a hook's annotations with classes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ def compress(
 ) -> "Compression":
     """Send compressed gradients in place of whole ones; call it on all ranks before the first step.
 
-    What a message leaves out is added to the next gradient of its rank. Messages go to all ranks,
-    so the fewer ranks the more is saved; where the messages of a step were not smaller than whole
-    gradients, whole ones are sent (`is_dense`).
+    What a message leaves out is added to the next gradient of the same rank. Each message goes to
+    all ranks, so compression saves more on fewer ranks. If the messages of a step would not be
+    smaller than whole gradients, whole gradients are sent (`is_dense`).
 
     >>> from torch.distributed import HashStore
     >>> from ucudnn.distributed import TopK
@@ -48,7 +48,7 @@ def compress(
     Args:
         replica: the wrapped model, without another communication hook.
         codec: `Half`, `TopK`, `OneBit` or `Stochastic`; the same on all ranks.
-        scaler: that scales the loss, if one does.
+        scaler: the GradScaler of the loss; None: the loss is not scaled.
         timeout_s: seconds to wait for another rank.
 
     Raises:
@@ -74,7 +74,7 @@ def compress(
 
 def _require_dense(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        # torch.nn.Embedding and EmbeddingBag, by which DDP itself knows sparse gradients.
+        # Embedding and EmbeddingBag have this attribute; DDP itself reads it, too.
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
                 f"gradients must be dense, and those of {path or 'the model'} are sparse; use "
@@ -91,11 +91,11 @@ class _Pending:
 
     Args:
         bucket: what DDP passed.
-        future: that DDP waits for.
-        work: the exchange.
-        messages: of all ranks, when they are there; none if a sum comes back.
-        summed: what is added up on the way: the buffer, or it in halves.
-        left: what this rank did not send, by name of the parameter.
+        future: the future that DDP waits for.
+        work: the running exchange.
+        messages: of all ranks, filled when `work` ends; empty for an all-reduce.
+        summed: the tensor of an all-reduce: the buffer, or its copy in bfloat16.
+        left: the part of each gradient that this rank did not send, by parameter name.
     """
 
     bucket: GradBucket
@@ -110,14 +110,14 @@ class Compression:
     """State of the hook of one replica; `compress` makes it.
 
     Attributes:
-        is_dense: all gradients are added up on the way, because messages were not smaller, or for
-            `Half`.
-        sent_bytes: that this rank has sent so far, without headers.
+        is_dense: True if gradients are all-reduced without a codec: for `Half`, on one rank, or
+            because messages would not be smaller.
+        sent_bytes: bytes that this rank has sent so far, without headers.
 
     Args:
         replica: the wrapped model.
-        codec: of all ranks.
-        scaler: that scales the loss, or None.
+        codec: the codec, the same on all ranks.
+        scaler: the GradScaler of the loss, or None.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Compression:
         self._parameters = dict(replica.module.named_parameters())
         self._names = {id(one): name for name, one in self._parameters.items()}
         self._numbers = {name: number for number, name in enumerate(self._parameters)}
-        # What was not sent yet, flat, in the order in memory, and as if the loss were not scaled.
+        # The unsent part of each gradient: flat, in memory order, without the loss scale.
         self._left: dict[str, Tensor] = {}
         self._pending: list[_Pending] = []
         self._steps = 0
@@ -146,11 +146,11 @@ class Compression:
         whole = sum(one.numel() * one.element_size() for one in trained)
         coded = sum(self._size_bytes(one.numel(), _precise(one.dtype)) for one in trained)
         # A ring sends a whole gradient 2 (P - 1) / P times, and a message P - 1 times.
-        # One rank sends neither.
+        # A job of one rank sends nothing.
         self.is_dense = self._ranks == 1 or coded * self._ranks >= 2 * whole
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restart needs, of this rank alone: save it in every rank."""
+        """State of this rank that a restart needs; every rank must save its own state."""
         left = {name: self._shaped(name, flat) for name, flat in self._left.items()}
         return {"place": self._place, "steps": self._steps, "left": left}
 
@@ -161,7 +161,8 @@ class Compression:
             state: what `state_dict` returned.
 
         Raises:
-            ConfigError: it is of another rank, number of ranks, codec or model; nothing is changed.
+            ConfigError: the state is of another rank, number of ranks, codec or model. Nothing is
+                changed then.
         """
         if state["place"] != self._place:
             raise ConfigError(
@@ -183,7 +184,7 @@ class Compression:
         return f"{self._name} on rank {self._rank} of {self._ranks}"
 
     def _shaped(self, name: str, flat: Tensor) -> Tensor:
-        """A copy in the parameter's shape: the order in memory is that of its layout."""
+        """Copy flat numbers into the shape and the memory layout of a parameter."""
         shaped = torch.empty_like(self._parameters[name], dtype=flat.dtype, requires_grad=False)
         shaped.as_strided(flat.shape, (1,)).copy_(flat)
         return shaped
@@ -194,7 +195,7 @@ class Compression:
         return copy.as_strided((like.numel(),), (1,))
 
     def _size_bytes(self, count: int, dtype: torch.dtype) -> int:
-        """Bytes for a parameter; of one that no code makes smaller, those of its numbers."""
+        """Bytes of a parameter in a message: encoded, or plain if encoding saves nothing."""
         return min(self._codec.size_bytes(count, dtype.itemsize), count * dtype.itemsize + 7 & ~7)
 
     def _is_coded(self, count: int, dtype: torch.dtype) -> bool:
@@ -204,7 +205,7 @@ class Compression:
         """Start the exchange of a bucket."""
         buffer = bucket.buffer()
         if self.is_dense:
-            # Halves stay as they are.
+            # Gradients in 16 bits are sent as they are.
             is_halved = self._name == str(Half()) and buffer.dtype.itemsize > 2
             summed = buffer.bfloat16() if is_halved else buffer
             work = dist.all_reduce(summed, group=self._group, async_op=True)
@@ -232,7 +233,7 @@ class Compression:
         self.sent_bytes += (self._ranks - 1) * len(message)
 
     def finish(self) -> None:
-        """Wait for the exchanges of all buckets, and average."""
+        """Wait for the exchanges of all buckets, and average the gradients."""
         is_finite: list[Tensor] = []
         left: dict[str, Tensor] = {}
         for one in self._pending:
@@ -245,8 +246,8 @@ class Compression:
             buffer.div_(self._ranks)
             is_finite.append(buffer.isfinite().all())
             left.update(one.left)
-        # Every rank has the same result. Of one that is not finite nothing is applied, as when a
-        # scaled loss overflows, so nothing that was left before may count as sent.
+        # All ranks have the same result. If it is not finite, as when a scaled loss overflows, the
+        # step is not applied, so what was left out before must not count as sent.
         if left and torch.stack(is_finite).all():
             self._left.update(left)
         for one in self._pending:
@@ -270,32 +271,32 @@ class Compression:
             place += size
 
     def _parts(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:
-        """Name and flat gradient of each parameter of a bucket, as they lie in its buffer."""
+        """Name and flat gradient of each parameter of a bucket, in the order of its buffer."""
         parameters = bucket.parameters()
         parts = bucket.buffer().split([one.numel() for one in parameters])
         return zip((self._names[id(one)] for one in parameters), parts, strict=True)
 
     def _chance(self, name: str, device: torch.device) -> torch.Generator:
-        """Random numbers of a step, a rank and a parameter: a restart draws the same."""
+        """Generator seeded by step, rank and parameter: a restart draws the same random numbers."""
         place = (self._steps * self._ranks + self._rank) * len(self._numbers) + self._numbers[name]
         return torch.Generator(device).manual_seed(place)
 
 
 class Exchange(Protocol):
-    """State of a hook that exchanges a bucket while backward goes on."""
+    """Contract of the hooks' states: exchange each bucket while backward goes on."""
 
     def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """Start the exchange of a bucket; DDP gets it by the future."""
+        """Start the exchange of a bucket; the future gives DDP the result."""
 
     def finish(self) -> None:
         """Set the futures of all buckets of a step."""
 
 
 def register(replica: DistributedDataParallel, exchange: Exchange) -> None:
-    """Exchange the gradients of a replica so.
+    """Make DDP exchange the gradients of a replica by `exchange`.
 
     Raises:
-        ConfigError: it has a hook already.
+        ConfigError: the replica has a communication hook already.
     """
     try:
         replica.register_comm_hook(exchange, _exchanged)
@@ -306,7 +307,7 @@ def register(replica: DistributedDataParallel, exchange: Exchange) -> None:
 
 
 def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start one exchange, and finish all with the last; DDP asks for the argument's very name."""
+    """Start the exchange of a bucket, and finish all at the last; DDP needs the name `bucket`."""
     device = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[device] if device.type == "cuda" else None
@@ -318,5 +319,5 @@ def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients are encoded and kept: halves would lose what is left of many steps."""
+    """Dtype in which gradients are encoded and kept: 16 bits lose the small rests of many steps."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Samples that ranks compute, counted, and the number of ranks per device with most per second."""
+"""Count the samples that ranks compute, and find the fastest number of ranks per device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CANDIDATES = (1, 2, 4)
 # More ranks need more memory, so they must gain more than this.
 _TIE = 0.03
-# Where the first trial of a number falls this far behind the best, larger ones are not tried.
+# If the first trial of a number is below this part of the best, larger numbers are not tried.
 _HOPELESS = 0.7
 # Time in which ranks end after SIGTERM; torchrun's agent itself gives them 30 s.
 _END_S = 60.0
@@ -32,15 +32,16 @@ _END_S = 60.0
 def count(samples: int) -> None:
     """Count the samples of a training step that this rank has computed.
 
-    `ucudnn launch --ranks-per-gpu auto` compares numbers of ranks by it; otherwise it does nothing.
+    `ucudnn launch --ranks-per-gpu auto` compares numbers of ranks by these counts. In any other run
+    this function does nothing.
 
     >>> count(32)
 
     Args:
-        samples: of this rank's part of the batch.
+        samples: number of samples in this rank's part of the batch.
 
     Raises:
-        ConfigError: a negative number.
+        ConfigError: the number is negative.
     """
     if samples < 0:
         raise ConfigError(f"samples must not be negative, got {samples}")
@@ -59,7 +60,7 @@ class _Count(NamedTuple):
 
 
 def _counts(folder: Path) -> dict[str, _Count]:
-    """Samples of each rank until a moment on the host's clock."""
+    """Samples that each rank has counted, with the time of its last count."""
     paths = [path for path in folder.iterdir() if not path.suffix]
     return {path.name: _Count(*map(int, path.read_text().split())) for path in paths}
 
@@ -67,9 +68,9 @@ def _counts(folder: Path) -> dict[str, _Count]:
 class TrialTimes(NamedTuple):
     """Times of a trial."""
 
-    start_s: float = 600.0  # until all ranks have counted samples; they may tune first
-    warmup_s: float = 3.0  # from then on until samples are counted
-    measure_s: float = 10.0  # in which samples are counted
+    start_s: float = 600.0  # longest wait until all ranks have counted samples; they may tune first
+    warmup_s: float = 3.0  # from then until the measurement begins
+    measure_s: float = 10.0  # duration of the measurement
 
 
 def find_ranks(
@@ -81,20 +82,21 @@ def find_ranks(
 ) -> int:
     """Find the number of ranks per device with which a script computes most samples per second.
 
-    The script calls `ucudnn.distributed.count` after each step. Each round tries every number once.
+    The script calls `ucudnn.distributed.count` after each step. Each round tries each number of
+    ranks once.
     """
     if rounds < 1 or not times.measure_s > 0:
         raise ConfigError(
             f"trials need at least one round and some time, got {rounds} rounds of "
             f"{times.measure_s:g} s"
         )
-    # Several hosts could come to different results.
+    # Each of several hosts could find another number, so several hosts are refused.
     if settings.has_meeting:
         raise ConfigError(
             "ranks per GPU are found on one host; find them there, then give the number on all "
             "hosts"
         )
-    # torch's launcher is not imported in ranks, which only count.
+    # Imported here: ranks import this module to count, and need no launcher of torch.
     from ucudnn.distributed.launching import list_gpus
 
     gpus = list_gpus() if settings.gpus is None else settings.gpus
@@ -107,8 +109,8 @@ def search(
 ) -> int:
     """Find the number of ranks with the most samples per second, by trials in several rounds.
 
-    Rounds alternate between all numbers, so that a slow drift of the machine favours none. Of
-    numbers within 3 % of the best median the smallest is chosen.
+    Each round tries all numbers of ranks, so that a slow drift of the machine favours none of them.
+    The result is the smallest number whose median rate is within 3 % of the best.
 
     >>> search({1: 100.0, 2: 160.0, 4: 150.0}.get, rounds=1)
     2
@@ -116,7 +118,7 @@ def search(
     rates: dict[int, list[float]] = {}
     tried: Sequence[int] = CANDIDATES
     for number in range(rounds):
-        # In turns forwards and backwards, so that nobody always comes first.
+        # Every second round goes backwards, so that no number always comes first.
         for ranks in sorted(tried, reverse=bool(number % 2)):
             rate = measure(ranks)
             text = "failed" if rate is None else f"{rate:.4g} samples/s"
@@ -124,7 +126,7 @@ def search(
             best = max((first for first, *_ in rates.values()), default=0.0)
             if rate is not None:
                 rates.setdefault(ranks, []).append(rate)
-            # Most often memory has ended, which larger numbers need more of.
+            # A failure usually means too little memory, and more ranks need more memory.
             if number == 0 and (rate is None or rate < _HOPELESS * best):
                 break
         tried = tuple(rates)
@@ -140,13 +142,13 @@ def search(
 def measure_ranks(
     script: Sequence[str], settings: Launch, ranks: int, times: TrialTimes
 ) -> float | None:
-    """Samples per second of a script with some ranks per device; None where it fails.
+    """Samples per second of a script with `ranks` ranks per device; None if the script fails.
 
-    The script runs in processes that are stopped after some seconds, or end before that.
+    The script's processes are stopped after the times of a trial, unless they end before.
     """
     chosen = replace(settings, ranks_per_device=ranks)
     with tempfile.TemporaryDirectory(prefix="ucudnn-trial-") as folder:
-        # Spawned, so that no thread or GPU of this process is in it.
+        # Spawned, so that the launcher inherits no thread and no GPU state of this process.
         launcher = multiprocessing.get_context("spawn").Process(
             target=_trial, args=(list(script), chosen, folder)
         )
@@ -161,7 +163,7 @@ def measure_ranks(
 
 
 def _trial(script: Sequence[str], settings: Launch, folder: str) -> None:
-    """Launch ranks that count, in a process that is stopped when they have counted enough."""
+    """Launch ranks that count samples, in a process that `measure_ranks` stops."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from ucudnn.distributed.launching import launch
@@ -176,7 +178,7 @@ def _trial(script: Sequence[str], settings: Launch, folder: str) -> None:
 
 
 def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) -> float | None:
-    """Samples per second of all ranks, once all of them count; None where one fails."""
+    """Samples per second of all ranks together, once all ranks count; None if a rank fails."""
 
     def all_count() -> bool:
         return len(_counts(folder)) == ranks
@@ -184,7 +186,7 @@ def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) ->
     _wait(launcher, times.start_s, all_count)
     if not all_count():
         return None
-    # The steps of a script that ends early still count, if there are several.
+    # If the script ends during the warm-up, its rate is measured from here on.
     begin = _counts(folder)
     if _wait(launcher, times.warmup_s):
         begin = _counts(folder)
@@ -199,7 +201,7 @@ def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) ->
 
 
 def _wait(launcher: BaseProcess, seconds: float, event: Callable[[], bool] = lambda: False) -> bool:
-    """Wait for an event or for some time; False if the launcher has ended meanwhile."""
+    """Wait for an event for at most some seconds; False if the launcher has ended meanwhile."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not event():
         if not launcher.is_alive():

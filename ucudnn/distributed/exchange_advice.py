@@ -1,9 +1,9 @@
-"""Which way of exchanging gradients a data-parallel job should use, from times alone. Pure.
+"""Choose a way to exchange gradients in a data-parallel job, from times alone. Pure.
 
-Ways come in the order of their harm: as it is, the same gradients otherwise cut, rounded gradients,
-other gradients, other training. A way is advised only if it gains more over the less harmful ones
-than the error of what is known about both. Other training is told of and never advised: nothing
-here says what it does to the accuracy.
+Ways are ordered by their harm: torch's own way, the same gradients in other buckets, rounded
+gradients, other gradients, other training. A way is advised only if its gain over less harmful ways
+is larger than the error of their times. Other training is mentioned but never advised, because its
+effect on the accuracy is not known here.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ucudnn.solvers import Line, Link, bucket, finish
 from ucudnn.units import format_bytes, format_ns
 
 HARM = ("as it is", "same gradients", "rounded gradients", "other gradients", "other training")
-# Of torch's DistributedDataParallel, in MiB: of the first bucket and of the others.
+# Caps in torch's DistributedDataParallel, in MiB: of the first bucket and of all later ones.
 DEFAULT_CAPS = (1.0, 25.0)
 _MIB = 1 << 20
-# Relative gains of measured steps below it are noise; those of predictions without any measurement
-# below the second one are.
+# Relative gains below the first number are noise if steps were measured; gains below the second
+# number are too uncertain if all steps are predicted.
 _TOLD, _TOLD_PREDICTED = 0.03, 0.1
-# Predicted gain from which a way is measured.
+# A way is measured if its predicted gain is larger than this.
 _HOPED = 0.01
-# Part of a step that fewer buckets may cost.
+# Fewer buckets are chosen if they cost at most this part of a step's computing time.
 _SLACK = 0.01
-# Steps from one average of parameters to the next, and batches of one step.
+# Steps from one averaging of parameters to the next; batches whose gradients one step adds up.
 PERIOD, BATCHES = 8, 4
 _FACTORS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 _RATES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
@@ -46,12 +46,12 @@ def parse_link(text: str) -> Link:
         text: latency in ns, us, ms or s; rate in B/s, kB/s, MB/s, GB/s, Mbit/s or Gbit/s.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text does not have this form.
     """
     match = _LINK.fullmatch(text)
     try:
         latency, rate = (float(match[1]), float(match[3])) if match else (0.0, 0.0)
-    except ValueError:  # two points in a number
+    except ValueError:  # such as two points in a number
         rate = 0.0
     if match is None or not rate:
         raise ConfigError(f"a link is LATENCY,RATE such as 30us,1.25GB/s, got {quoted(text)}")
@@ -60,16 +60,16 @@ def parse_link(text: str) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What a step costs with a compression of its gradients.
+    """A compression of gradients, with its costs in a step.
 
     Args:
         name: for people.
         code: line of a training script that switches it on.
         harm: index into `HARM`.
         ratio: bytes of a message over those of the gradients.
-        encode_ns: of all gradients of a step.
-        decode_ns: of all messages of a step.
-        is_gathered: each rank gets the messages of all; else they are added up on the way.
+        encode_ns: time to encode all gradients of a step.
+        decode_ns: time to decode all messages of a step.
+        is_gathered: True if each rank gets all messages; else an all-reduce adds them up.
     """
 
     name: str
@@ -86,18 +86,18 @@ _AS_IT_IS = Coded("", "", 0, 1.0, 0, 0, is_gathered=False)
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Times of a data-parallel step, of the slowest rank, and of its link.
+    """Times of a data-parallel job: of a step on its slowest rank, and of its link.
 
     Args:
-        ranks: of the job.
+        ranks: number of ranks of the job.
         sizes: bytes of each gradient, in the order in which they are ready.
-        ready_ns: when each is ready, from the beginning of the step.
-        compute_ns: of a step without any exchange.
+        ready_ns: time from the beginning of the step until each gradient is ready.
+        compute_ns: time of a step without any exchange.
         reduce: time of an all-reduce over its bytes.
         gather: time of an all-gather over the bytes of one rank's message.
-        link_error: the largest relative error of both lines; 0 if they were not measured.
-        coded: compressions.
-        can_cut: torch has `bucket_cap_mb_list`, and all gradients are of one dtype.
+        link_error: the largest relative error of the two lines; 0 if they were not measured.
+        coded: the compressions to choose from.
+        can_cut: True if torch has `bucket_cap_mb_list`, and all gradients are of one dtype.
     """
 
     ranks: int
@@ -116,7 +116,7 @@ class Profile:
         return sum(self.sizes)
 
     def faster(self, factor: float) -> Profile:
-        """The same job where computing a step is that many times as fast."""
+        """The same job, if computing a step were `factor` times as fast."""
         ready = tuple(round(time_ns / factor) for time_ns in self.ready_ns)
         return replace(self, ready_ns=ready, compute_ns=round(self.compute_ns / factor))
 
@@ -152,12 +152,12 @@ class ExchangeWay:
     Args:
         name: for people.
         harm: index into `HARM`.
-        predicted_ns: of a step, by the model.
-        sent_bytes: of each rank in a step.
+        predicted_ns: time of a step, as the model predicts it.
+        sent_bytes: bytes that each rank sends in a step.
         code: what to write in a training script; "": nothing.
-        caps_mb: of the buckets, in MiB, where these are others than torch's.
-        measured_ns: of a step; 0: it was not run.
-        noise: gains over torch's own way that are smaller are noise, as a part of a step.
+        caps_mb: caps of the buckets in MiB; empty: torch's own caps.
+        measured_ns: measured time of a step; 0: no step was run.
+        noise: smaller gains over torch's own way are noise; as a part of a step.
     """
 
     name: str
@@ -171,14 +171,14 @@ class ExchangeWay:
 
 
 def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
-    """Gradients in each bucket as DistributedDataParallel cuts them: at the one that fills it.
+    """Count the gradients in each bucket of DDP, where the gradient that fills a bucket ends it.
 
     >>> capped([1 << 20] * 5, [1, 2])
     [1, 2, 2]
 
     Args:
         sizes: bytes of each gradient.
-        caps_mb: in MiB of each bucket; the last one counts for all that follow.
+        caps_mb: cap of each bucket in MiB; the last cap is also that of all later buckets.
     """
     counts: list[int] = []
     count = filled = 0
@@ -191,7 +191,7 @@ def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
 
 
 def ways(profile: Profile) -> list[ExchangeWay]:
-    """The ways to exchange gradients, each with its predicted step; the first is torch's own."""
+    """The ways to exchange gradients, with predicted times of a step; the first is torch's own."""
     ranks, total = profile.ranks, profile.total_bytes
     ring_bytes = 2 * (ranks - 1) * total // ranks
     counts = capped(profile.sizes, DEFAULT_CAPS)
@@ -224,15 +224,15 @@ def ways(profile: Profile) -> list[ExchangeWay]:
 
 
 def _cut(profile: Profile, ring_bytes: int) -> ExchangeWay:
-    """The best buckets that this torch can make."""
+    """The way with the fastest buckets that this version of torch can make."""
     if profile.can_cut:
-        # Fewer buckets cost less than the model knows.
+        # Fewer buckets are chosen, because each bucket has costs that the model does not know.
         slack_ns = round(_SLACK * profile.compute_ns)
         best = bucket(profile.ready_ns, profile.sizes, profile.reduce, slack_ns)
         counts, caps = list(best.counts), [size / _MIB for size in best.sizes]
         code = f"DistributedDataParallel(model, bucket_cap_mb_list={caps})"
     else:
-        # One cap for all buckets: powers of two up to one bucket.
+        # This torch has one cap for all buckets: try powers of two, up to one bucket in all.
         most = profile.total_bytes.bit_length()
         trials = [[2.0**n / _MIB] for n in range(12, most + 1)] or [[1.0]]
         caps = min(trials, key=lambda one: profile.step_ns(capped(profile.sizes, one)))
@@ -244,13 +244,13 @@ def _cut(profile: Profile, ring_bytes: int) -> ExchangeWay:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeAdvice:
-    """What waiting for gradients costs a data-parallel job, and which way out is worth its price.
+    """Advice for a data-parallel job: the cost of waiting for gradients, and the way that pays.
 
     `print(advice)` shows the sentences.
 
     Args:
-        profile: what was measured.
-        ways: the first is torch's own.
+        profile: times of the job.
+        ways: all ways to exchange gradients; the first is torch's own.
     """
 
     profile: Profile
@@ -258,7 +258,7 @@ class ExchangeAdvice:
 
     @property
     def error(self) -> float:
-        """Relative error of the model for torch's own step; 0 if that was not run."""
+        """Relative error of the model for torch's own step; 0 if that step was not run."""
         own = self.ways[0]
         return abs(own.predicted_ns / own.measured_ns - 1) if own.measured_ns else 0.0
 
@@ -268,7 +268,7 @@ class ExchangeAdvice:
         chosen = self.ways[0]
         for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
-            # What was measured counts, not what is predicted of others that promised less.
+            # If a way was measured, ways that were not are left out: they were predicted slower.
             rivals = [way for way in rivals if way.measured_ns] or rivals
             best = max(rivals, key=lambda way: self.gain(way, chosen), default=chosen)
             if self.gain(best, chosen) > self.told(best, chosen):
@@ -277,7 +277,7 @@ class ExchangeAdvice:
 
     @property
     def other_training(self) -> ExchangeWay | None:
-        """The fastest way that is another training, if it gains over what is advised."""
+        """The fastest way that changes the training, if it is faster than the advised way."""
         ways, chosen = [way for way in self.ways if way.harm == len(HARM) - 1], self.chosen
         best = min(ways, key=lambda way: way.predicted_ns, default=chosen)
         return best if self.gain(best, chosen) > self.told(best, chosen) else None
@@ -289,7 +289,7 @@ class ExchangeAdvice:
         return 1 - way.predicted_ns / over.predicted_ns
 
     def told(self, way: ExchangeWay, over: ExchangeWay) -> float:
-        """The smallest gain of one way over another that is no error of the model, or noise."""
+        """The smallest gain of one way over another that exceeds noise and the model's error."""
         if way.measured_ns and over.measured_ns:
             return max(_TOLD, way.noise, over.noise)
         if not self.ways[0].measured_ns:
@@ -297,19 +297,19 @@ class ExchangeAdvice:
         return max(_TOLD, 2 * self.error)
 
     def worth_measuring(self) -> list[ExchangeWay]:
-        """Of each harm the way that is predicted to be fastest, if it gains over torch's own."""
+        """For each harm the way predicted to be fastest, if its gain over torch's is above 1 %."""
         own, found = self.ways[0], []
         for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
             best = min(rivals, key=lambda way: way.predicted_ns, default=own)
-            # Less than what is told: the model may be wrong by that.
+            # This bound is below that for advice, because the model may underestimate a gain.
             if self.gain(best, own) > _HOPED:
                 found.append(best)
         return found
 
     @property
     def bucket_cap_mb_list(self) -> list[float] | None:
-        """What DistributedDataParallel takes, if other buckets are advised; else None."""
+        """Argument for DistributedDataParallel, if other buckets are advised; else None."""
         return [*self.chosen.caps_mb] or None
 
     @property
@@ -327,7 +327,7 @@ class ExchangeAdvice:
         return f"{chosen.name}, {way}; {harm}: {chosen.code}"
 
     def sentences(self) -> list[str]:
-        """Sentences on the wait for gradients, the link, the model, a plan, and the verdict."""
+        """Sentences on the wait for gradients, link, model, plans, other training; the verdict."""
         profile, own = self.profile, self.ways[0]
         kind, step_ns = ("takes", own.measured_ns) if own.measured_ns else ("would take", 0)
         step_ns = step_ns or own.predicted_ns

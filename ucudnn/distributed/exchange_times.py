@@ -1,6 +1,6 @@
-"""Times of a data-parallel step: of its gradients, of the link, and of steps in several ways.
+"""Measure a data-parallel job: when gradients are ready, the link, and steps in several ways.
 
-All ranks measure at once, as they will run, and the slowest counts.
+All ranks measure at the same time, as they will run, and the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from ucudnn.solvers import Line, fit
 from ucudnn.solvers._base import require_int
 from ucudnn.solvers.collectives import gather, line, ring
 
-# Seconds for steps without exchange, and for those in several ways; and the steps of each.
+# Seconds for steps without exchange, and for steps in several ways; least and most rounds.
 _COMPUTING_S, _RACING_S = 10.0, 30.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
-# Sizes at which the link is timed, and how often: large ones take long.
+# Number of sizes at which the link is timed, the smallest size, and the timings per size.
 _SIZES, _SMALLEST_BYTES = 6, 4096
 _REPEATS = 5
-# Of the messages, which are that much smaller than gradients.
+# All-gathers are timed up to 1/32 of the gradients' bytes, because messages are smaller.
 _CODED_PART = 32
 _CODECS: dict[str, tuple[Codec | Half, int]] = {
     "gradients in bfloat16": (Half(), 2),
@@ -68,7 +68,7 @@ def advise(
     link: str | None = None,
     timeout_s: float = 600.0,
 ) -> ExchangeAdvice:
-    """Measure what waiting for gradients costs, and say which way to exchange them pays.
+    """Measure what waiting for gradients costs, and advise a way to exchange them.
 
     Call it on all ranks after `init_process_group`, before or after the model is wrapped. It takes
     a minute or two. Steps are run on copies of the model: forward and backward, without optimizer.
@@ -82,12 +82,12 @@ def advise(
         model: the same on all ranks.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs: the
             batch of one rank.
-        ranks: of a job that is not here.
-        link: of that job: latency and rate of a message, such as "30us,1.25GB/s".
+        ranks: number of ranks of a job to predict; None: measure this job.
+        link: latency and rate of a message in the job to predict, such as "30us,1.25GB/s".
         timeout_s: seconds to wait for another rank.
 
     Raises:
-        ConfigError: there is one rank and no link, or one of `ranks` and `link` without the other.
+        ConfigError: there is one rank and no `link`, or only one of `ranks` and `link` is given.
         RankError: ranks differ, cannot compute a step, or do not arrive.
     """
     if (ranks is None) != (link is None):
@@ -115,13 +115,13 @@ def advise(
         advice = ExchangeAdvice(profile, tuple(ways(profile)))
         if is_live:
             advice = _raced(meeting, advice, model, example_inputs)
-        # One rank decides: all return the same.
+        # All ranks return the advice of the first rank.
         found: ExchangeAdvice = meeting.exchange("advice", advice)[meeting.ranks[0]]
     return found
 
 
 class Moment:
-    """A moment: of the stream on a GPU, which runs behind Python, else of the clock.
+    """A moment: on a GPU an event in its stream, which runs behind Python; else a clock time.
 
     >>> Moment("cpu").since_ns(Moment("cpu")) <= 0
     True
@@ -137,7 +137,7 @@ class Moment:
         self._time_ns = time.perf_counter_ns()
 
     def since_ns(self, start: Moment) -> int:
-        """Time between two moments; on a GPU, after it has been waited for."""
+        """Time in ns since `start`; on a GPU, synchronize before this call."""
         if self._event is not None and start._event is not None:
             return int(1e6 * start._event.elapsed_time(self._event))
         return self._time_ns - start._time_ns
@@ -146,7 +146,7 @@ class Moment:
 class _Watched:
     """A copy of a model that notes when its gradients are ready.
 
-    With a group of this rank alone, DDP does all that it does but wait for others.
+    In the group `alone`, which has this rank only, DDP does all its work but waits for no rank.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, alone: dist.ProcessGroup | None) -> None:
@@ -168,7 +168,7 @@ class _Watched:
         return note
 
     def step(self) -> tuple[dict[str, int], int]:
-        """Times in ns from the beginning to each gradient, in their order, and to the end."""
+        """Run a step: ns from its beginning to each gradient, in their order, and to its end."""
         self._moments.clear()
         _wait(self._device_type)
         start = Moment(self._device_type)
@@ -186,16 +186,16 @@ def _wait(device_type: str) -> None:
 
 
 def _aligned(meeting: Rendezvous) -> None:
-    """Begin together with all ranks."""
+    """Wait until all ranks are ready to begin."""
     if len(meeting.ranks) > 1:
         dist.barrier()
 
 
 def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
-    """When gradients are ready in steps of all ranks, without an exchange.
+    """Measure when gradients are ready, in steps of all ranks without an exchange.
 
     Raises:
-        RankError: a rank cannot compute a step, or ranks have other gradients.
+        RankError: a rank cannot compute a step, or ranks have different gradients.
     """
     error: str | None = "the model has no gradient"
     watched, first = None, (dict[str, int](), 0)
@@ -211,7 +211,7 @@ def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
     except (*STEP_ERRORS, UcudnnError) as caught:
         error = first_line(caught)
     raise_errors(meeting.exchange("errors", error))
-    assert watched is not None  # else there was an error
+    assert watched is not None  # else `raise_errors` has raised
     dtypes = {one.dtype for one in trained}
     sizes = {name: one.nbytes for name, one in model.named_parameters() if name in first[0]}
     facts = {"number of gradients": str(len(sizes)), "bytes of gradients": str(sum(sizes.values()))}
@@ -226,7 +226,7 @@ def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
         dist.destroy_process_group(alone)
     ready = {name: median_ns([one[0][name] for one in steps]) for name in steps[0][0]}
     received = meeting.exchange("steps", (ready, median_ns([one[1] for one in steps])))
-    # DDP takes the order of the first rank.
+    # DDP uses the order of gradients on the first rank.
     order = list(received[meeting.ranks[0]][0])
     latest = [max(one[0][name] for one in received.values()) for name in order]
     can_cut = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters
@@ -246,7 +246,7 @@ def _rounds(budget_s: float, step_ns: int) -> int:
 
 
 def _with_link(meeting: Rendezvous, profile: Profile, device: torch.device) -> Profile:
-    """The profile with lines for the sizes that occur, each collective timed by itself."""
+    """The profile with lines for the sizes that occur; each collective is timed by itself."""
     most = profile.total_bytes
 
     def reduce(size: int) -> Callable[[], object]:
@@ -273,7 +273,7 @@ def _samples(
     most_bytes: int,
     device_type: str,
 ) -> list[tuple[int, int]]:
-    """Sizes up to some size in equal ratios, and the time of the slowest rank for each."""
+    """Sizes up to `most_bytes` in equal ratios, each with the time of the slowest rank."""
     most = max(most_bytes, 2 * _SMALLEST_BYTES)
     ratio = (most / _SMALLEST_BYTES) ** (1 / (_SIZES - 1))
     sizes = [int(_SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
@@ -283,7 +283,7 @@ def _samples(
         for _ in range(_REPEATS + 1):
             _aligned(meeting)
             times.append(_timed(run, device_type))
-        # The first opens connections, and allocates.
+        # The first run opens connections and allocates memory, so it does not count.
         mine.append(median_ns(times[1:]))
     received = meeting.exchange(f"times from {collective.__name__}", mine)
     return [(size, max(times)) for size, *times in zip(sizes, *received.values(), strict=True)]
@@ -299,7 +299,7 @@ def _timed(run: Callable[[], object], device_type: str) -> int:
 
 
 def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Coded, ...]:
-    """What compressions cost that make a step send less; all ranks time them at once."""
+    """Costs of the compressions that make a step send less; all ranks time them at once."""
     whole = [torch.randn_like(one).flatten() for one in model.parameters() if one.requires_grad]
     precise = [one if one.dtype == torch.float64 else one.float() for one in whole]
     total, kind = sum(one.nbytes for one in whole), whole[0].device.type
@@ -309,7 +309,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
         if isinstance(codec, Half):
             ratio = 2 / whole[0].itemsize
             if ratio < 1:
-                # Back again is a copy of as many bytes.
+                # The conversion back copies as many bytes, so it counts as equally long.
                 copy_ns = _costs(meeting, lambda: [one.bfloat16() for one in whole], kind)
                 found.append(Coded(name, code, harm, ratio, copy_ns, copy_ns, is_gathered=False))
             continue
@@ -319,7 +319,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
         messages = [codec.encode(one) for one in precise]
 
         def encode_all(codec: Codec = codec) -> None:
-            # With what the hook does besides.
+            # The other work of the hook is timed, too: error feedback and the loss scale.
             for one in precise:
                 corrected = one.clone().div_(1.0).add_(one)
                 message = codec.encode(corrected)
@@ -346,7 +346,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
 
 
 def _costs(meeting: Rendezvous, run: Callable[[], object], device_type: str) -> int:
-    """Median of a few runs of all ranks at once."""
+    """Median time in ns of a few runs, in all ranks at once."""
     times = []
     for _ in range(_LEAST_ROUNDS + 1):
         _aligned(meeting)
@@ -357,16 +357,16 @@ def _costs(meeting: Rendezvous, run: Callable[[], object], device_type: str) -> 
 def _raced(
     meeting: Rendezvous, advice: ExchangeAdvice, model: nn.Module, inputs: Any
 ) -> ExchangeAdvice:
-    """The advice with measured steps: by torch's own way, and by those that promise most."""
+    """The advice with measured steps, by torch's own way and the ways worth measuring."""
     worth: list[ExchangeWay] = meeting.exchange("worth", advice.worth_measuring())[meeting.ranks[0]]
-    # All ranks go by the numbers of the first.
+    # All ranks use the numbers of the first rank.
     advice = meeting.exchange("predicted", advice)[meeting.ranks[0]]
     rivals = [advice.ways[0], *worth]
     replicas = [replica_by(model, inputs, way) for way in rivals]
     times: list[list[int]] = [[] for _ in rivals]
     rounds = _rounds(_RACING_S, sum(way.predicted_ns for way in rivals))
     device_type = next(model.parameters()).device.type
-    # DDP arranges its buckets anew after the first step.
+    # DDP arranges its buckets anew after the first step, so two rounds do not count.
     for number in range(rounds + 2):
         for (replica, batch), taken in zip(replicas, times, strict=True):
             _aligned(meeting)
@@ -375,7 +375,7 @@ def _raced(
             if number >= 2:
                 taken.append(taken_ns)
     received = meeting.exchange("race", times)
-    # Of each round the slowest rank counts.
+    # In each round, the slowest rank counts.
     slowest = [
         [max(one) for one in zip(*ranks, strict=True)]
         for ranks in zip(*received.values(), strict=True)
@@ -391,7 +391,7 @@ def _raced(
 def replica_by(
     model: nn.Module, inputs: Any, way: ExchangeWay
 ) -> tuple[DistributedDataParallel, Any]:
-    """A copy of the model that exchanges gradients in one way, and inputs for it."""
+    """A copy of the model that exchanges gradients in the given way, and a copy of the inputs."""
     twin, batch = copied(model, inputs)
     caps: dict[str, Any] = {}
     if len(way.caps_mb) > 1:

@@ -1,8 +1,8 @@
 """Several ranks for each GPU, or for the processor, started by torchrun's agent.
 
-torchrun starts, watches, restarts and stops the ranks. Added here: how many ranks share a device,
-with which threads and workspace, and NVIDIA's Multi-Process Service (MPS), by which kernels of
-several processes run on a GPU at the same time. `distributed.init` chooses the GPU of each rank.
+torchrun starts, watches, restarts and stops the ranks. This module sets how many ranks share a
+device, and their threads and workspace. It also starts NVIDIA's Multi-Process Service (MPS), which
+lets kernels of several processes run on a GPU at once. `distributed.init` chooses a rank's GPU.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Say = Callable[[str], None]
 class Launch:
     """Settings of a launch."""
 
-    ranks_per_device: int = 1  # which share a GPU, or the processor
-    mps: str = "auto"  # "auto" (where it can be had), "require" or "off"
-    mps_percent: int = 100  # of a GPU's multiprocessors that one rank may use under MPS
-    mps_control: str = "nvidia-cuda-mps-control"  # name or path of its control program
-    # Bytes that the ranks of a device may use together; each gets an equal part as its default
-    # workspace limit. None: no limit from here.
+    ranks_per_device: int = 1  # ranks that share a GPU, or the processor
+    mps: str = "auto"  # "auto" (MPS where it can be started), "require" or "off"
+    mps_percent: int = 100  # part of a GPU's multiprocessors that a rank may use, in %
+    mps_control: str = "nvidia-cuda-mps-control"  # name or path of MPS's control program
+    # Bytes of workspace for all ranks of a device together; each rank gets an equal part as its
+    # default workspace limit. None: this launch sets no limit.
     device_workspace: int | None = None
     torchrun_options: tuple[str, ...] = ()  # such as "--max-restarts=2"
-    gpus: tuple[str, ...] | None = None  # UUIDs; None: those that torch sees
+    gpus: tuple[str, ...] | None = None  # UUIDs; None: all GPUs that torch sees
 
     def __post_init__(self) -> None:
         if self.ranks_per_device < 1:
@@ -77,9 +77,10 @@ class Launch:
 
 
 def launch(script: Sequence[str], settings: Launch, say: Say = lambda _: None) -> None:
-    """Run a script, given as after `python`, in several ranks per device until all have ended.
+    """Run a script in several ranks per device until all ranks have ended.
 
-    torch's SignalException says that this process got a signal to end.
+    `script` has the words that follow `python` in a command. torch's SignalException is raised if
+    this process gets a signal to end.
     """
     if not script:
         raise ConfigError("there is nothing to launch: give a script after --, as -- train.py")
@@ -88,11 +89,11 @@ def launch(script: Sequence[str], settings: Launch, say: Say = lambda _: None) -
     ranks = per_device * max(1, len(gpus))
     limit = None
     if settings.device_workspace is not None:
-        # Equal parts: in every step all ranks wait for the slowest, and one plan serves all.
+        # Equal parts: each step waits for the slowest rank, and one plan serves all ranks.
         limit = settings.device_workspace // per_device
         whole = format_bytes(settings.device_workspace)
         say(f"workspace limit of each rank: {format_bytes(limit)} of {whole}")
-    # Without OMP_NUM_THREADS these are the cores that this process may use.
+    # Without OMP_NUM_THREADS, torch uses as many threads as cores that this process may use.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // ranks))
     variables = {**config.rank_variables(per_device, limit), "OMP_NUM_THREADS": threads}
     if gpus:
@@ -141,7 +142,7 @@ def list_gpus() -> tuple[str, ...]:
     """UUIDs of the GPUs that torch sees, in its order."""
     if not torch.backends.cuda.is_built():
         return ()
-    # In a process of its own: the launcher must not hold memory of a GPU for as long as it lives.
+    # Another process lists the GPUs, so that the launcher never holds memory of a GPU.
     pipe = subprocess.PIPE
     with start_python(_LIST_GPUS, stdout=pipe, stderr=pipe, text=True) as child:
         listed, said = child.communicate()
@@ -154,7 +155,7 @@ def list_gpus() -> tuple[str, ...]:
 def _start_mps(
     stack: ExitStack, settings: Launch, gpus: Sequence[str], say: Say
 ) -> Mapping[str, str]:
-    """Variables of the clients of a daemon; none where it is not needed or not to be had."""
+    """Start MPS if ranks need it and it can run; return the variables by which ranks use it."""
     if settings.mps == "require" and not gpus:
         raise UnsupportedError("MPS shares a GPU, and torch sees none here; use --mps auto")
     if settings.mps == "off" or not gpus or settings.ranks_per_device == 1:
@@ -172,9 +173,9 @@ def _start_mps(
 
 @contextmanager
 def mps_daemon(control: str, answer_s: float = 10.0) -> Iterator[dict[str, str]]:
-    """Run a private MPS daemon for the visible GPUs; it needs no rights and disturbs nobody.
+    """Run a private MPS daemon for the visible GPUs; it needs no special rights.
 
-    Yields variables with its folders, by which processes find it.
+    Yields environment variables with the daemon's folders, by which processes find the daemon.
     """
     if shutil.which(control) is None:
         raise UnsupportedError(
@@ -197,15 +198,15 @@ def mps_daemon(control: str, answer_s: float = 10.0) -> Iterator[dict[str, str]]
                 time.sleep(0.1)
             yield folders
         finally:
-            # With a limit: it does not always end by itself after clients were killed.
+            # -t is a time limit: after clients were killed, the daemon may not end by itself.
             _control([control], f"quit -t {answer_s:.0f}\n", folders, 2 * answer_s)
 
 
 def _control(
     command: Sequence[str], text: str, folders: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str]:
-    """Exit status and last line of the control program."""
-    # A daemon may keep the output of the program that starts it: a pipe would never end.
+    """Run the control program: its exit status and the last line of its output."""
+    # A daemon may keep the output of the program that starts it open: a pipe would never end.
     with TemporaryFile("w+") as output:
         try:
             status = subprocess.run(  # noqa: S603 - NVIDIA's program, with arguments of ours

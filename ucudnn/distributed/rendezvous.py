@@ -1,9 +1,9 @@
-"""Rendezvous of ranks at the job's key-value store: who takes part, and all-gathers between them.
+"""Rendezvous: ranks find each other and all-gather values through the job's key-value store.
 
-Everything goes through the store that `init_process_group` made, under keys of one rendezvous, and
-nothing through a process group. This has three advantages. No collective of ucudnn is in flight on
-a GPU. A rank that is late or dead is named after ucudnn's own timeout. And a rank that was stopped
-for a while can still arrive, because no connection has broken meanwhile.
+Ranks exchange values through the store that `init_process_group` made, not through a process group.
+Each rendezvous has its own keys in it. This has three advantages. No rendezvous runs a collective
+on a GPU. A rank that is late or dead is named after ucudnn's own timeout. And a rank that was
+stopped for a while can still arrive, because no connection has broken meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Group: TypeAlias = ProcessGroup | None
 # Polling starts with the first interval and doubles it up to the second: a rendezvous of ranks that
 # arrive together takes milliseconds, and a long wait does not load the server of the store.
 _POLL_S = (0.005, 0.1)
-# A store takes at most 8 MiB at once.
+# Values are sent in pieces of this size, because a store takes at most 8 MiB at once.
 _PIECE_BYTES = 4 << 20
 
 
@@ -39,13 +39,13 @@ class Rendezvous:
     ...     rendezvous.exchange("greetings", "hello")
     {0: 'hello'}
 
-    `purpose` names that point: ranks wait only for ranks with the same one. A rank that does not
-    arrive or send in time is named in a RankError. `rank` and `ranks` are numbers in the default
+    `purpose` names that point: ranks meet only ranks with the same purpose. A RankError names each
+    rank that does not arrive or send in time. `rank` and `ranks` are numbers in the default
     group.
     """
 
-    nonce: str  # random name of this rendezvous; no other one has it
-    store: Store  # keys of this rendezvous only
+    nonce: str  # random name, unique to this rendezvous
+    store: Store  # has the keys of this rendezvous only
 
     def __init__(self, purpose: str, group: Group = None, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
@@ -67,7 +67,7 @@ class Rendezvous:
 
     def __enter__(self) -> Self:
         # A store may outlive its ranks (torchrun keeps it over restarts) and then still holds the
-        # keys of dead ones. The nonce handshake makes everybody ignore them: the first rank
+        # keys of dead ranks. The nonce handshake makes all ranks ignore these keys: the first rank
         # publishes a new nonce, and accepts only answers that repeat it.
         try:
             self.nonce = self._lead() if self.rank == self.ranks[0] else self._join()
@@ -113,14 +113,14 @@ class Rendezvous:
             if not self._handshake.check(["nonce"]):
                 return [self.ranks[0]]
             # It may be the nonce of an earlier rendezvous, which the first rank is about to
-            # replace: answer each new one.
+            # replace: answer each new nonce.
             nonce = self._handshake.get("nonce").decode()
             if nonce != answered:
                 self._handshake.set(f"answer/{self.rank}", f"{nonce}:{token}")
                 answered = nonce
             confirmed = f"confirmed/{nonce}"
             if self._handshake.check([confirmed]):
-                # The token tells this process from an earlier one of the same rank.
+                # The token is of this process; the rank may have had an earlier process.
                 tokens = json.loads(self._handshake.get(confirmed))
                 if tokens.get(str(self.rank)) == token:
                     return []
@@ -138,29 +138,29 @@ class Rendezvous:
         return self._handshake.get(key).decode().startswith(f"{nonce}:")
 
     def send(self, topic: str, value: Any) -> None:
-        """Make a value of this rank known to all; each value has a topic of its own."""
+        """Send a value of this rank to all ranks; each value needs a topic of its own."""
         # Pickle is safe here: only ranks of the job write to its store.
         data = zlib.compress(pickle.dumps(value))
         pieces = [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self.store.set(f"{topic}/{self.rank}/{number}", piece)  # type: ignore[arg-type]
-        # Last: it says that all the others are there.
+        # The number of pieces is set last: it says that all pieces are there.
         self.store.set(f"{topic}/{self.rank}", str(len(pieces)))
 
     def receive(self, topic: str, rank: int) -> Any:
-        """The value of one rank, once it has sent it."""
+        """Wait until one rank has sent its value, and return the value."""
         self._wait(lambda: [] if self._has_sent(topic, rank) else [rank], f"the sending of {topic}")
         return self._received(topic, rank)
 
     def exchange(self, topic: str, value: Any) -> dict[int, Any]:
-        """All-gather: the values of all ranks, by rank, once each has sent its own."""
+        """All-gather a value: wait until all ranks have sent theirs, and return all by rank."""
         self.send(topic, value)
         waiting = dict.fromkeys(self.ranks)
 
         def missing() -> list[int]:
             for rank in list(waiting):
-                # One request per poll: those after the first missing rank are looked for when it
-                # has sent its value, or when it is time to name who has not.
+                # To save requests, a poll stops at the first missing rank. Later ranks are asked
+                # for when it has sent its value, or when the missing ranks must be named.
                 if not self._has_sent(topic, rank):
                     break
                 del waiting[rank]

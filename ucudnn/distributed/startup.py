@@ -1,7 +1,7 @@
-"""Start of a rank: its process group from the variables of whatever launched it.
+"""Start a rank: make its process group from the environment variables of its launcher.
 
-torchrun sets the variables that torch reads. MPI and Slurm set others, which are translated here,
-and leave it to the ranks to find each other.
+torchrun sets the variables that torch reads. MPI and Slurm set other variables, which this module
+translates, and leave it to the ranks to find each other.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.distributed.rendezvous import rendezvous
 from ucudnn import config
 from ucudnn.errors import RankError
 
-# Rank and number of ranks, in the job and on its host: for torchrun, Open MPI, MPICH and Slurm, in
-# this order, because mpirun may start torchrun, once per host, and leaves the variables of a batch
-# job of Slurm as they are. Of several names the first that is set counts: srun may set PMI_RANK,
-# too, and SLURM_NTASKS is that of a batch job, of which an srun may start a part.
+# Rank and number of ranks, in the job and on its host: for torchrun, Open MPI, MPICH and Slurm. The
+# first of these launchers whose rank is set counts: mpirun may start torchrun once per host, and it
+# keeps the variables of a Slurm batch job. Of several names in a string, the first that is set
+# counts: srun may set PMI_RANK, too, and may start only a part of the SLURM_NTASKS of a batch job.
 _VARIABLES = (
     ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS SLURM_NTASKS"),
@@ -53,7 +53,7 @@ class Job:
         rank: number of this process.
         size: number of processes.
         local_rank: number of this process on its host.
-        device: on which this rank computes.
+        device: the device on which this rank computes.
         is_trial: this run only measures speed for `ucudnn launch --ranks-per-gpu auto`, and should
             write no results.
     """
@@ -134,19 +134,19 @@ def _read() -> tuple[int, int, int, int] | None:
 
 def _number(names: str) -> int:
     text = next((os.environ[name] for name in names.split() if os.environ.get(name)), "")
-    # SLURM_STEP_TASKS_PER_NODE is as 4(x2),3: tasks of the first two hosts, and of the third.
+    # SLURM_STEP_TASKS_PER_NODE looks like 4(x2),3: 4 tasks on each of two hosts, 3 on a third.
     first = re.split("[(,]", text)[0]
     return int(first) if first.isdecimal() else -1
 
 
 def _open_store(place: tuple[int, int, int, int], timeout: timedelta) -> Store:
-    """The store of the job, by torch's variables, which are set where the launcher sets others."""
+    """Open the job's store by torch's variables; set these first if the launcher has not."""
     rank, size, _, local_size = place
     if "RANK" not in os.environ:
         if "MASTER_ADDR" not in os.environ:
             address = _address(local_size == size)
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
-        # The mpiexec of another MPI starts as many jobs of size 1 for the library that is loaded.
+        # If the loaded library is of another MPI than mpiexec, it sees each rank as a separate job.
         loaded: Any = sys.modules.get("mpi4py.MPI")
         if loaded and (world := loaded.COMM_WORLD) and (world.rank, world.size) != (rank, size):
             raise RankError(
@@ -157,18 +157,18 @@ def _open_store(place: tuple[int, int, int, int], timeout: timedelta) -> Store:
             )
         os.environ.update({names[0]: str(x) for names, x in zip(_VARIABLES, place, strict=True)})
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    # torchrun's store keeps the keys of ranks that died before a restart: with them gloo would
-    # connect to processes that no longer exist (pytorch#135712). Agents of several hosts may count
-    # restarts differently, so their jobs keep the plain store.
+    # torchrun's store keeps the keys of ranks that died before a restart, so gloo would connect to
+    # dead processes (pytorch#135712). A prefix for each attempt hides these keys. Agents of several
+    # hosts may count restarts differently, so jobs on several hosts use the store without a prefix.
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _address(is_one_host: bool) -> tuple[str, str]:
-    """Host of rank 0 and a port there, that every rank finds alike."""
+    """Host of rank 0 and a port there; all ranks find the same."""
     if is_one_host:
-        # The same launcher, and no other one, is the parent of all ranks of a host.
+        # The launcher is the parent of all ranks, so all get the same port from its process id.
         return "127.0.0.1", str(20000 + os.getppid() % 10000)
     try:
         from mpi4py import MPI
@@ -185,12 +185,12 @@ def _address(is_one_host: bool) -> tuple[str, str]:
 
 
 def _choose_device(local_rank: int, local_size: int) -> torch.device:
-    """The GPU of this rank, made current; neighbours share one if there are fewer GPUs."""
+    """Choose this rank's GPU and make it current; neighbours share one if there are fewer GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # Slurm may start more tasks on this host than on the first. A launcher may show each rank its
-    # own GPU alone.
+    # `local_size` may be that of the first host, but Slurm may start more tasks here. If a launcher
+    # shows each rank only its own GPU, the index below is 0.
     local_size = max(local_size, local_rank + 1, count)
     device = torch.device("cuda", local_rank * count // local_size)
     torch.cuda.set_device(device)
@@ -198,9 +198,9 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
 
 
 def _count_sharing(store: Store, rank: int, size: int, device: torch.device) -> int:
-    """The number of ranks on this one's device, which becomes part of every measurement's key."""
+    """Count the ranks on this rank's device; the number becomes part of each measurement's key."""
     if device.type == "cpu":
-        # Only `ucudnn launch` knows; ranks that others start use each other's cores.
+        # Only `ucudnn launch` sets this number. Ranks of other launchers use each other's cores.
         return config.ranks_per_device()
     # By UUID, because a launcher may show each rank another GPU as number 0.
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

@@ -1,9 +1,9 @@
-"""Tuning by all ranks: each measures a part of the kernels, one decides, and all get its plan.
+"""Tune in all ranks: each rank measures a part of the kernels, one decides on the plan for all.
 
-Ranks with devices of one kind take the kernels in turn. Each measures its own as `ucudnn.tune`
-would, into its cache, and all exchange what they know once. Then the first rank of each kind calls
-`ucudnn.tune`, which finds their measurements in its cache, and sends its plan to the others. A rank
-that dies ends the job, and what was measured until then is in the cache.
+Ranks with devices of one kind divide the kernels among themselves. Each rank measures its kernels
+as `ucudnn.tune` would, into its cache, and sends the measurements to the first rank of its kind.
+That rank calls `ucudnn.tune`, which finds all measurements in its cache, and sends the plan to the
+others. If a rank dies, the job ends, and what was measured until then is in the cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ucudnn.tuning.results import Progress, warn_of_untuned
 from ucudnn.tuning.tuner import tune_problems
 
 Report = Callable[[Progress], None]
-# Of a time budget that was set; the rest is for deciding, and for the race of whole steps.
+# Part of a time budget for measuring; the rest is for deciding and for the step race.
 _MEASURING = 0.75
 
 
@@ -59,8 +59,8 @@ def tune(
     """Tune like `ucudnn.tune`, in all ranks of a job at once; each rank gets its device's plan.
 
     Call it on all ranks after `init_process_group` and before the model is wrapped. Ranks with
-    devices of one kind share the measurements. The first of them decides on the plan, and judges it
-    by whole steps of its model.
+    devices of one kind divide the measurements among themselves. The first of these ranks decides
+    on the plan, and judges the plan by whole steps of its model.
 
     >>> import tempfile, torch
     >>> config = Config(policy="undivided", cache=tempfile.mkdtemp())
@@ -71,10 +71,10 @@ def tune(
     Args:
         model: the same on all ranks.
         example_inputs: as for `ucudnn.tune`, with the local batch of one rank.
-        config: the same on all ranks; the cache may be a folder of each host or one of all.
+        config: the same on all ranks; each host may have a cache folder, or all share one.
         group: the ranks that take part; None: all.
         on_progress: called after every measurement of this rank.
-        timeout_s: seconds to wait for another rank, which may measure that much longer than this.
+        timeout_s: seconds to wait for another rank, which may measure this much longer.
         real: as for `ucudnn.tune`.
 
     Raises:
@@ -97,7 +97,7 @@ def tune(
             except UcudnnError as error:
                 decided = error
         received = rendezvous.exchange("plan", decided)
-    # An error of one rank ends all of them alike, also those with devices of other kinds.
+    # An error of one rank is raised on all ranks, even on those with other kinds of device.
     for one in received.values():
         if isinstance(one, UcudnnError):
             raise one
@@ -108,10 +108,10 @@ def tune(
 
 
 def _traced(model: nn.Module, inputs: Any, config: Config, real: bool) -> Traced:
-    """The convolutions of a model, in every layout that tuning looks at."""
+    """The convolutions of a model, in every layout that tuning considers."""
     own = trace_layers(model, inputs, config.ops, real=real)
     if config.layout != "keep":
-        # `ucudnn.tune` says why a model has no such layout.
+        # If a model cannot be traced in this layout, `ucudnn.tune` says why.
         with suppress(ConfigError):
             last = trace_layers(model, inputs, config.ops, real=real, memory_format="channels_last")
             return Traced(own.layers + last.layers, own.biased | last.biased)
@@ -119,11 +119,11 @@ def _traced(model: nn.Module, inputs: Any, config: Config, real: bool) -> Traced
 
 
 def _team(rendezvous: Rendezvous, traced: Traced, config: Config) -> tuple[int, ...]:
-    """The ranks with this kind of device, once it is known that they are about to do the same."""
+    """The ranks with this kind of device, after a check that they are about to do the same work."""
     backend = open_backend(config.backend)
     device, software = backend.device(), backend.software()
-    # Without the names of layers, which may differ as long as the same is computed, and in full:
-    # `str(problem)` is for people, and leaves out the padding and the math.
+    # Names of layers are left out, because they may differ if the same is computed. Problems are
+    # given in full: `str(problem)` leaves out the padding and the math.
     facts = {
         **asdict(backend.conditions()),
         **config.to_dict(),
@@ -151,15 +151,15 @@ def _share(
     config: Config,
     on_progress: Report | None,
 ) -> None:
-    """Measure this rank's kernels, and give the first rank what all of them know."""
+    """Measure this rank's kernels, and put the measurements of all into the first rank's cache."""
     mine = set(_by_worth(traced.layers)[team.index(rendezvous.rank) :: len(team)])
     layers = [layer for layer in traced.layers if _geometry(layer[1]) in mine]
     budget_s = config.time_budget_s and _MEASURING * config.time_budget_s
-    # A memory budget is one of whole steps: it chooses among what is measured here.
+    # A memory budget is for whole steps: it chooses later among what is measured here.
     own = replace(config, memory_budget=None, time_budget_s=budget_s)
     error = None
     try:
-        # Who decides meets the same refusals, and warns of the whole.
+        # The rank that decides meets the same errors, and gives warnings for all kernels.
         with warnings.catch_warnings(), suppress(PlanError, UnsupportedError):
             warnings.simplefilter("ignore", UcudnnWarning)
             if layers:
@@ -172,7 +172,7 @@ def _share(
         with caches.open(config.cache) as cache:
             for rank in team[1:]:
                 received: list[Entry] = rendezvous.receive("measurements", rank)
-                # Ranks that have one cache find them there.
+                # If ranks share one cache, the measurements are there already.
                 cache.put_entries(e for e in received if cache.get(e.measurement.key) is None)
 
 
@@ -187,11 +187,11 @@ def _decide(
     """The plan of `ucudnn.tune` within the time that is left."""
     left, budget_s = config, config.time_budget_s
     if budget_s is not None:
-        # What was measured needs some time to become a plan, however late it is.
+        # Deciding on a plan needs some time, even if measuring has used up the budget.
         least_s = (1 - _MEASURING) * budget_s
         left = replace(config, time_budget_s=max(least_s, budget_s - (monotonic() - began)))
     with warnings.catch_warnings():
-        # All ranks are told, with the budget that was set.
+        # `tune` gives this warning on all ranks, with the budget that was set.
         warnings.filterwarnings(
             "ignore", ".* not in the plan, or not at every batch", UntunedWarning
         )
@@ -205,7 +205,7 @@ def _decide(
 
 def _by_worth(layers: Sequence[tuple[str, Problem]]) -> list[Problem]:
     """The geometries of kernels, those with most operations in a step first."""
-    # Operations are all that is known of a kernel that never ran, and the same on all ranks.
+    # Operations are known before a kernel has run, and are equal on all ranks.
     worth: dict[Problem, int] = {}
     for _, problem in layers:
         geometry = _geometry(problem)
@@ -214,8 +214,8 @@ def _by_worth(layers: Sequence[tuple[str, Problem]]) -> list[Problem]:
 
 
 def _geometry(problem: Problem) -> Problem:
-    """The same for kernels that share measurements: of all batches, and of slabs."""
-    # In place of any number of rows, the smallest that the dilated kernel fits.
+    """A problem that is equal for kernels that share measurements: of any batch and any slab."""
+    # Every number of rows becomes the smallest one into which the dilated kernel fits.
     rows = problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
     return replace(
         problem.with_batch(1),
@@ -225,7 +225,7 @@ def _geometry(problem: Problem) -> Problem:
 
 
 def _known(geometries: set[Problem], config: Config) -> list[Entry]:
-    """What the cache has of some kernels, for this device and these versions."""
+    """The cache's entries for some kernels, of this device and these versions."""
     backend = open_backend(config.backend)
     here = (backend.device(), backend.software(), backend.conditions())
     with caches.open(config.cache, "r") as cache:

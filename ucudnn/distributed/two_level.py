@@ -1,10 +1,10 @@
 """Gradients averaged in two levels: among the ranks of a device, then across devices.
 
 NCCL before 2.30.3 refuses two ranks on one GPU. So one rank of each GPU, its leader, adds up the
-gradients of the others through memory of the GPU that all of them see (CUDA IPC). Leaders alone
-take part in NCCL's all-reduce.
+gradients of all ranks of the GPU, which write them to shared memory of the GPU (CUDA IPC). Only
+leaders take part in NCCL's all-reduce.
 
-Without `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+`from __future__ import annotations` is left out: DDP compares a hook's annotations with classes.
 """
 
 import pickle
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn import config
 
-# Gradients go through the shared memory in pieces of this size: it is allocated once.
+# Size of a rank's shared memory, allocated once; larger gradients go through it in pieces.
 _PIECE_BYTES = 32 << 20
 _T = TypeVar("_T")
 
@@ -35,17 +35,17 @@ class _TwoLevels:
     """State of the hook."""
 
     team: Sequence[int]  # the ranks of this device, the leader first
-    group: ProcessGroup  # the same
-    across: ProcessGroup  # the leaders of all devices; on other ranks no group
-    mine: Tensor  # memory of the device that this rank writes
-    peers: Sequence[Tensor]  # memory of the others; on all but the leader that of the leader alone
+    group: ProcessGroup  # the process group of these ranks
+    across: ProcessGroup  # the group of all leaders; other ranks are not in it
+    mine: Tensor  # shared memory on the device, which this rank writes
+    peers: Sequence[Tensor]  # for the leader: memory of all others; else: of the leader
 
 
 def reduce_by_device(replica: DistributedDataParallel) -> bool:
     """Average gradients among the ranks of each device first, then across devices.
 
-    Call it on all ranks after `init`, before the first step. The sums are those of plain DDP in
-    another order.
+    Call it on all ranks after `init`, before the first step. Plain DDP computes the same
+    sums in another order.
 
     >>> from torch.distributed import HashStore
     >>> dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -57,18 +57,18 @@ def reduce_by_device(replica: DistributedDataParallel) -> bool:
         replica: the wrapped model, without another communication hook.
 
     Returns:
-        False if DDP goes on by itself: no device is shared, or its memory cannot be, as on a
-        processor, in some containers, or with `expandable_segments:True`.
+        False if plain DDP goes on, because no ranks share a device, or because its memory cannot be
+        shared: on a processor, in some containers, or with `expandable_segments:True`.
     """
     devices = [""] * dist.get_world_size()
     dist.all_gather_object(devices, _device())
-    # Ranks by device; the first of each is its leader.
+    # The first rank of each device is its leader.
     by_device = {one: [r for r, other in enumerate(devices) if other == one] for one in devices}
     teams = list(by_device.values())
     if len(teams) == len(devices):
         return False
     device = next(replica.parameters()).device
-    # Every rank takes part in making every group, also of those that it is not in.
+    # torch wants every rank to make every group, even a group that the rank is not in.
     leaders = [team[0] for team in teams]
     across = dist.new_group(leaders, backend="nccl" if device.type == "cuda" else "gloo")
     groups = {device: dist.new_group(team, backend="gloo") for device, team in by_device.items()}
@@ -86,20 +86,20 @@ def _device() -> str:
     """Identity of this rank's device, equal for ranks that share it."""
     if torch.cuda.is_available():
         return f"{socket.gethostname()} {torch.cuda.get_device_properties('cuda').uuid}"
-    # Ranks of one processor share it only if one launcher has put them there.
+    # Ranks of one host share its processor only if `ucudnn launch` says so.
     own = "" if config.ranks_per_device() > 1 else f" rank {dist.get_rank()}"
     return f"{socket.gethostname()}{own}"
 
 
 def _open_peers(mine: Tensor, team: Sequence[int]) -> list[Tensor] | None:
-    """Memory of the other ranks of a device; None on all ranks of the job if some cannot share."""
-    # One handle for each process that opens it: torch counts them.
+    """Open the memory of the leader, or as leader of all others; None on all ranks if one fails."""
+    # Each process that opens the memory needs its own handle, because torch counts handles.
     sent = _attempt(lambda: [bytes(ForkingPickler.dumps(mine)) for _ in team])
     handles: list[list[bytes] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(handles, sent)
     me = team.index(dist.get_rank())
     known = [handle[me] for rank in team if (handle := handles[rank]) and rank != team[me]]
-    # The handles are of ranks of this job.
+    # Pickle is safe here: the handles come from ranks of this job.
     opened = _attempt(lambda: [pickle.loads(one) for one in known[: None if me == 0 else 1]])  # noqa: S301
     succeeded = [False] * dist.get_world_size()
     dist.all_gather_object(succeeded, opened is not None and len(known) == len(team) - 1)
@@ -110,36 +110,36 @@ def _attempt(share: Callable[[], _T]) -> _T | None:
     try:
         return share()
     except (RuntimeError, OSError, ProcessError):
-        # As on a processor, in containers that forbid it, or with expandable segments
-        # (pytorch#165685).
+        # Sharing fails on a processor, in containers that forbid it, and with expandable
+        # segments (pytorch#165685).
         return None
 
 
 def _average(state: _TwoLevels, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average one bucket over all ranks; DDP asks for the argument's very name."""
+    """Average one bucket over all ranks; DDP needs the argument name `bucket`."""
     buffer = bucket.buffer()
     for piece in buffer.split(_PIECE_BYTES // buffer.dtype.itemsize):
         mine, *peers = (
             shared.view(buffer.dtype)[: piece.numel()] for shared in (state.mine, *state.peers)
         )
         mine.copy_(piece)
-        _meet(state)  # all ranks have written theirs
+        _meet(state)  # all ranks of the device have written
         if dist.get_rank() == state.team[0]:
             for peer in peers:
                 mine.add_(peer)
             dist.all_reduce(mine, group=state.across)
-        _meet(state)  # the sum is there
+        _meet(state)  # the leader has written the sum
         piece.copy_(mine if dist.get_rank() == state.team[0] else peers[0])
-        # The leader writes into the sum next time; nobody must still be reading.
+        # The leader overwrites the sum with its next piece, so all ranks must have read it.
         _meet(state)
-    # Finished already: a future of gloo that outlives this call can abort the exit of a process.
+    # A finished future: one of gloo that outlives this call can abort a process at its exit.
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer.div_(dist.get_world_size()))
     return future
 
 
 def _meet(state: _TwoLevels) -> None:
-    """Wait until all ranks of the device have finished what they do on it."""
+    """Wait until all ranks of the device have finished their work on it."""
     if state.mine.is_cuda:
         torch.cuda.current_stream().synchronize()
     dist.barrier(group=state.group)

@@ -1,4 +1,4 @@
-"""Charts of a plan, in plotly's terms, as plain values.
+"""Charts of a plan, as plain values that plotly can draw.
 
 Every number is from the plan or from the measurements that are handed in, and a predicted time is
 never drawn like a measured one.
@@ -33,13 +33,13 @@ _COLOR_BY_WAY = {"torch": "#8c8c8c", "segments": "#009e73", "loop": "#e69f00", "
 # Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
 _PALETTE = ("#c4c4c4", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00")
 _PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
-# For a light page and a dark one: the page decides about the colour of text.
+# These colours suit a light page and a dark one; the page sets the colour of text.
 _GRID = {"gridcolor": "rgba(128,128,128,.25)", "zeroline": False}
 _HOVER = {"align": "left", "bgcolor": "white", "font": {"color": "#111"}}
 _ABOVE = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
 _SECONDS = {"tickformat": "~s", "ticksuffix": "s"}
 _BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle": 0}
-_MOST_SEGMENTS = 16  # a run of more like chunks is one segment: their borders would hide them
+_MOST_SEGMENTS = 16  # more equal chunks in a row are one segment: borders would hide them
 _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
 # Symbol and colour of each series of marks beside a front, in the order of the legend.
 _LOOKS = {
@@ -48,14 +48,14 @@ _LOOKS = {
     "torch's default": ("circle", "#8c8c8c"),
     "plan": ("diamond", "#0072b2"),
 }
-# A front goes on beyond the largest workspace of its chart by this factor.
+# The line of a front ends at so many times the largest workspace of its chart.
 _BEYOND = 4
-# What takes so many times as long as the plan and torch's default would leave others no room.
+# Marks slower than so many times the plan and torch's default would leave others no room.
 _MOST_TIMES = 3
 
 
 class ChartRow(NamedTuple):
-    """One kernel: its row in charts, from the top; its number and name; what it is."""
+    """One kernel: its row in charts, from the top; its number in the plan; its name; its plan."""
 
     place: int
     number: int
@@ -82,12 +82,12 @@ class Chart(NamedTuple):
     layout: dict[str, Any]
 
 
-# What a mark stands for: the kernel, and its timing under the default or the plan.
+# Marks of a series: for each the row of a kernel, and its timing by the default or the plan.
 _Timed = Sequence[tuple[ChartRow, Timing]]
 
 
 def plain(text: str) -> str:
-    """Text for plotly, which reads some HTML, but shows &quot; as it is."""
+    """Escape text for plotly, which reads some HTML tags, but shows &quot; literally."""
     return escape(printable(text), quote=False)
 
 
@@ -98,7 +98,7 @@ def charts(plan: Plan) -> tuple[Chart, ...]:
 
 
 def rows_of(plan: Plan) -> list[ChartRow]:
-    """The kernels, by the time of torch's default over all calls, the longest first."""
+    """Rows of the kernels, by the time of torch's default over all calls, the longest first."""
 
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
         kernel = numbered[1]
@@ -113,7 +113,7 @@ def rows_of(plan: Plan) -> list[ChartRow]:
 
 
 def short_names(plan: Plan) -> list[str]:
-    """Names of the kernels for an axis; the batch only where there are several."""
+    """Names of the kernels for an axis; with the batch only if kernels have different batches."""
     several = len({kernel.problem.batch for kernel in plan.kernels}) > 1
     return [
         _SIGNATURE.sub(lambda found: found.group(1).replace(",", ""), str(kernel.problem))
@@ -124,7 +124,7 @@ def short_names(plan: Plan) -> list[str]:
 
 
 def _arms(rows: Sequence[ChartRow]) -> Iterator[tuple[str, bool, _Timed]]:
-    """Default and plan, measured times apart from predicted ones; empty series are omitted."""
+    """Series of the default and the plan, each measured and predicted; empty ones are left out."""
     defaults = [(row, row.kernel.default) for row in rows if row.kernel.default]
     plans = [(row, row.kernel.timing) for row in rows]
     for arm, timed in (("default", defaults), ("plan", plans)):
@@ -148,14 +148,14 @@ def _times(rows: Sequence[ChartRow]) -> Chart:
 def _bars(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
     seconds = [timing.time_ns * row.calls / 1e9 for row, timing in timed]
     trace = {**_BAR, **_series(arm, predicted, timed), "x": seconds, "offsetgroup": arm}
-    # A text that its bar is too short for stands beside it.
+    # If a bar is too short for its text, the text stands beside the bar.
     trace |= {"textposition": "auto", "insidetextanchor": "start", "constraintext": "none"}
     said = "~{} predicted" if predicted else "{}"
     trace["text"] = [said.format(format_ns(timing.time_ns * row.calls)) for row, timing in timed]
     if predicted:
         pattern = {"shape": "/", "fgcolor": _COLORS[arm], "bgcolor": "rgba(0,0,0,0)"}
         return {**trace, "marker": {**trace["marker"], "pattern": {**pattern, "solidity": 0.15}}}
-    # Half, so that a whisker is as long as the range.
+    # Half the spread on each side, so that both whiskers together are as long as the range.
     spreads = [timing.spread_ns * row.calls / 2e9 for row, timing in timed]
     # No time is below zero, however wide the spread.
     whiskers = {"array": spreads, "arrayminus": [*map(min, spreads, seconds)], "symmetric": False}
@@ -213,7 +213,7 @@ def _workspaces(rows: Sequence[ChartRow], plan: Plan) -> Chart:
 def _dots(arm: str, predicted: bool, timed: _Timed, zero: float) -> dict[str, Any]:
     trace = {"type": "scatter", "mode": "markers", **_series(arm, predicted, timed)}
     trace["x"] = [timing.workspace_bytes or zero for _, timing in timed]
-    # The default's dot is larger, so that it is seen behind an equal one of the plan.
+    # The default's dot is larger, so that it is seen behind the plan's dot at the same place.
     symbol, size = ("circle", 14) if arm == "default" else ("diamond", 8)
     trace["marker"] |= {"symbol": symbol + "-open" * predicted, "size": size}
     return trace
@@ -233,7 +233,7 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
     powers = range(low, high + 1, ceil((high + 1 - low) / 5))
     ticks = {2.0**power: format_bytes(2**power) for power in powers}
-    # A logarithmic axis has no 0: it is drawn far enough below the smallest size for both labels.
+    # A logarithmic axis has no 0: it is drawn so far below the smallest size that labels fit.
     zero = 2.0 ** (low - max(2, ceil((high - low) / 6)))
     ticks |= {zero: "0 B"} if 0 in sizes else {}
     # plotly takes the range of a logarithmic axis as exponents
@@ -291,7 +291,7 @@ def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict
     look = {"color": _PALETTE[color], "pattern": pattern, "line": {"color": "white", "width": 1}}
     hover = {"hovertemplate": "%{customdata}<br>%{fullData.name}<extra></extra>"}
     drawn = {field: [segment[field] for segment in segments] for field in segments[0]}
-    # A width of its own for each algorithm would follow how far apart its rows are.
+    # All algorithms get one width, or plotly would choose it by the distance of their rows.
     name = {"name": plain(algorithm), "showlegend": True, "width": 0.8}
     return {**_BAR, **hover, **drawn, **name, "marker": look, "insidetextanchor": "middle"}
 
@@ -307,7 +307,7 @@ def _by_row(rows: Sequence[ChartRow], row_pixels: int, xaxis: dict[str, Any]) ->
         "height": 100 + row_pixels * len(rows),
         "margin": {"l": 20, "r": 20, "t": 40, "b": 20},
         "legend": {**_ABOVE, "xref": "container", "yref": "container", "yanchor": "top"},
-        # At the top: with many rows the chart is in a box that scrolls.
+        # The axis is at the top, because a chart with many rows is in a box that scrolls.
         "xaxis": {**_GRID, "side": "top", "automargin": True, "tickangle": 0, **xaxis},
         "yaxis": {**_GRID, **places, **first_on_top, "tickfont": {"size": 11}},
         "hoverlabel": _HOVER,
@@ -315,7 +315,7 @@ def _by_row(rows: Sequence[ChartRow], row_pixels: int, xaxis: dict[str, Any]) ->
 
 
 def _over(xaxis: dict[str, Any], yaxis: dict[str, Any]) -> dict[str, Any]:
-    """Layout of one quantity over another."""
+    """Layout of a chart that shows one quantity over another."""
     return {
         "height": 420,
         "margin": {"l": 80, "r": 20, "t": 50, "b": 50},
@@ -339,7 +339,7 @@ def _bytes_from_zero(title: str, most: int) -> dict[str, Any]:
 
 
 class _Call(NamedTuple):
-    """A convolution of a step, with the time of all before it, and what is live beside it."""
+    """A convolution of a step: when it begins, and the bytes that are live beside its workspace."""
 
     number: int
     kernel: KernelPlan
@@ -362,7 +362,7 @@ def _calls(plan: Plan) -> list[_Call]:
 
 
 def _timeline(plan: Plan) -> Iterator[Chart]:
-    """Live memory and workspace over the time of the convolutions of a step, where known."""
+    """Chart of live memory and workspace over the convolutions of a step, if they are known."""
     calls = _calls(plan)
     if not calls or plan.memory is None:
         return
@@ -390,7 +390,7 @@ def _timeline(plan: Plan) -> Iterator[Chart]:
 
 
 def _ways(plan: Plan) -> Iterator[Chart]:
-    """Time of a step over its peak of memory, by each way that is known."""
+    """Chart of the time of a step over its peak of memory, with a mark for each known way."""
     memory, race = plan.memory, plan.step_race
     known = [] if memory is None else [way for way in memory.ways if way.time_ns]
     if memory is None or len(known) < 2:
@@ -460,10 +460,10 @@ class _Mark(NamedTuple):
 
 
 def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
-    """Time over workspace of one kernel at a time, which is chosen from a list in the chart."""
+    """Chart of time over workspace for one kernel, which the reader chooses from a list in it."""
     rows = rows_of(plan)
     drawn = [_front_of(plan, row, rationales[row.number]) for row in rows]
-    # Traces of all kernels, each with the place of its kernel; those of one are visible at a time.
+    # Each trace comes with the place of its kernel; only traces of one kernel are visible.
     traces = [(place, trace) for place, (own, _) in enumerate(drawn) for trace in own]
     for place, trace in traces:
         trace["visible"] = place == 0
@@ -493,7 +493,7 @@ def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
     yaxis = {"title": {"text": "time of one call"}, **_SECONDS, **axes["yaxis"]}
     layout = {**_over(xaxis, yaxis), "height": 500}
     layout["margin"] = {**layout["margin"], "t": 130}
-    # Without a colour it would be as transparent as the chart that it covers.
+    # Without a colour, the list would be transparent, and the chart under it would show.
     menu: dict[str, Any] = {"buttons": choice, "bgcolor": "white", "bordercolor": "#999"}
     menu |= {"x": 0, "xanchor": "left", "y": 1.3, "yanchor": "top"}
     return Chart("Fronts", caption, [one for _, one in traces], {**layout, "updatemenus": [menu]})
@@ -535,13 +535,13 @@ def _front_of(
 
 
 def _near_marks(kernel: KernelPlan, rationale: Rationale) -> list[_Mark]:
-    """Alternatives, torch's own convolution and the plan, without what is far slower than both."""
+    """Marks of alternatives, torch's own convolution and the plan; very slow ones are left out."""
     marks = [
         _Mark("rejected", str(one.split), one.workspace_bytes, one.time_ns, one.is_measured)
         for one in rationale.alternatives
         if one.time_ns is not None
         and one.workspace_bytes is not None
-        # It has a mark of its own.
+        # torch's own convolution has a mark of its own.
         and not (one.split.is_default and kernel.default is not None)
     ]
     known = kernel.timing.time_ns, kernel.default.time_ns if kernel.default else 0

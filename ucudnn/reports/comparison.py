@@ -1,4 +1,4 @@
-"""Differences of two plans: what they were made for, by which settings, and their splits. Pure."""
+"""Compare two plans: their devices, versions, settings and splits. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ucudnn.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """A field of two plans."""
+    """A field that differs between two plans, with both values as text."""
 
     name: str
     one: str
@@ -21,7 +21,7 @@ class PlanDifference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A kernel in two plans."""
+    """A kernel in two plans; None for a plan that does not have the kernel."""
 
     problem: Problem
     one: KernelPlan | None
@@ -29,10 +29,10 @@ class Pair:
 
     @property
     def is_same(self) -> bool:
-        """True if both compute every batch in the same way."""
+        """True if both plans compute every batch in the same way."""
         if self.one is None or self.other is None:
             return False
-        # Without times, which differ in every run.
+        # Decisions contain no times, which differ in every run.
         return self.one.decisions() == self.other.decisions()
 
 
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if both make the same decisions for one kind of device with the same settings."""
+        """True if both plans make the same decisions for equal devices with equal settings."""
         # The hash covers splits, device and settings, and no times.
         return self.one.hash == self.other.hash
 
@@ -57,7 +57,7 @@ class Comparison:
         return tuple(pair for pair in self.pairs if not pair.is_same)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: times in ns, workspaces in bytes."""
+        """The comparison as JSON values: times in ns, workspaces in bytes."""
         return {
             "is_same": self.is_same,
             "differences": [asdict(difference) for difference in self.differences],
@@ -80,10 +80,10 @@ def compare(one: Plan, other: Plan) -> Comparison:
     >>> cpu, config = Device("cpu", "any"), Config()
     >>> before, after = (Plan((), cpu, Software(it), Conditions(), config) for it in ("1", "2"))
     >>> compare(before, after).differences, compare(before, after).is_same
-    ((Difference(name='software.torch', one='1', other='2'),), True)
+    ((PlanDifference(name='software.torch', one='1', other='2'),), True)
     """
     kernels = [{kernel.problem: kernel for kernel in plan.kernels} for plan in (one, other)]
-    # In the order of the first plan, then those that only the second one has.
+    # Kernels in the order of the first plan, then kernels that only the second plan has.
     problems = dict.fromkeys([*kernels[0], *kernels[1]])
     pairs = tuple(Pair(p, kernels[0].get(p), kernels[1].get(p)) for p in problems)
     return Comparison(one, other, tuple(_differences(one, other)), pairs)
@@ -101,7 +101,7 @@ def _differences(one: Plan, other: Plan) -> Iterator[PlanDifference]:
 
 
 def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[PlanDifference]:
-    # The names of both, because plans of two versions may have different fields.
+    # Names of fields come from both plans: plans of two versions may have different fields.
     for name in dict.fromkeys([*one, *other]):
         values = [_text(fields.get(name)) for fields in (one, other)]
         if values[0] != values[1]:
@@ -116,7 +116,7 @@ def _text(value: Any) -> str:
 def _outcome(kernel: KernelPlan | None) -> dict[str, Any] | None:
     if kernel is None:
         return None
-    # At the planned batch, the only one that is timed as a whole.
+    # Values are for the planned batch, the only batch that is timed as a whole.
     return {
         "split": str(kernel.split(kernel.problem.batch)),
         "time_ns": kernel.timing.time_ns,

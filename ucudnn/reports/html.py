@@ -29,7 +29,7 @@ _MOST_ROWS = 18
 _HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')
 # A number in a note, not one in a name such as im2col_gemm.
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d?(?:e[-+]?\d+)?(?![\w])")
-# How to get what a plan does not have, in its place.
+# Text in place of a section that a plan lacks: why it is missing, or how to get it.
 _MISSING = {
     "Splits": "All kernels are torch's own convolutions, undivided.",
     "Timeline": "What is allocated at each convolution is known of a plan with a memory budget: "
@@ -113,25 +113,25 @@ def write_report(
 
 
 def _text(text: str) -> str:
-    """Text of the page: names come from a plan file, which may hold anything."""
+    """Escape text for the page: names come from a plan file, which may hold anything."""
     return escape(printable(text))
 
 
 def _drawer(to_html: Callable[..., str]) -> Callable[[Chart], str]:
-    """A function that draws charts as HTML, with plotly's script in the first one."""
+    """Make a function that draws charts as HTML; the first chart includes plotly's script."""
     drawn: list[str] = []
 
     def draw(chart: Chart) -> str:
-        # Transparent, in the letters of the page.
+        # Charts have a transparent background and the font of the page.
         clear = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
         figure = to_html(
             {"data": chart.traces, "layout": {**chart.layout, **clear, "font": {"family": _FONT}}},
-            # plotly 7 shows a button that would send the plan to a server of theirs.
+            # plotly 7 shows a button that would send the plan to plotly's server.
             config={"displaylogo": False, "showSendToCloud": False},
             include_plotlyjs=not drawn,
             full_html=False,
             validate=False,  # the figures are ours; the tests validate them
-            div_id=chart.name,  # a random one would make each report of a plan another file
+            div_id=chart.name,  # random ids would make two reports of a plan differ
         )
         drawn.append(chart.name)
         return figure
@@ -140,7 +140,7 @@ def _drawer(to_html: Callable[..., str]) -> Callable[[Chart], str]:
 
 
 def _section(heading: str, *parts: str) -> str:
-    # Charts have their own names as identifiers.
+    # The prefix keeps anchors apart from charts, whose names are their identifiers.
     anchor = f"to-{heading.lower().replace(' ', '-')}"
     return "\n".join([f'<h2 id="{anchor}">{heading}</h2>', *parts])
 
@@ -155,7 +155,7 @@ def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
         if name not in found:
             yield _section(name, _missing(name))
             continue
-        # A row for each kernel: as much as all other sections together, where there are many.
+        # With many kernels, a chart with a row for each would be longer than all other sections.
         is_tall = name != "Timeline" and len(plan.kernels) > _MOST_ROWS
         caption = found[name].caption + " Scroll in the frame to see all." * is_tall
         box = f'<div class="{"tall" if is_tall else "wide"}">{draw(found[name])}</div>'
@@ -163,7 +163,7 @@ def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
 
 
 def _layout(plan: Plan) -> Iterator[str]:
-    """The contestants of a race of layouts; the verdict at the top has the outcome."""
+    """Section on the contestants of a race of layouts; the verdict at the top has the outcome."""
     if plan.layout_race is not None and plan.layout_race.contestants:
         table = layout_table(plan.layout_race)
         yield _section("Layout", f"<p>{_text(str(table.caption))}.</p>", _table("layout", table))
@@ -172,7 +172,7 @@ def _layout(plan: Plan) -> Iterator[str]:
 
 
 def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], str]) -> str:
-    """Time over workspace of one kernel at a time, and the candidates of all."""
+    """Section with the front of one kernel at a time, and a table of plans and rejected splits."""
     chart, names = fronts_chart(plan, rationales), short_names(plan)
     table = Table("#", "kernel", "split", "time", "workspace", "error", "why not")
     for heading in (0, 3, 4, 5):
@@ -201,10 +201,10 @@ def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], st
 
 
 def _kernels(plan: Plan) -> Iterator[str]:
-    """The columns that a wide terminal shows, with layers, in the plan's order; and as CSV."""
+    """Section with a table of all kernels and their layers, in the plan's order; and as CSV."""
     table = plan_table(plan, width=200)
     layers = [", ".join(kernel.layers) for kernel in plan.kernels]
-    # The file is inside the page.
+    # The link contains the CSV file, so it needs no server.
     saved = f"data:text/csv;charset=utf-8,{quote(plan_csv(plan))}"
     yield _section(
         "All kernels",
@@ -215,7 +215,7 @@ def _kernels(plan: Plan) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Each note once, with its kernels; notes that differ only in numbers stand together."""
+    """Section of notes, each with its kernels; notes that differ only in numbers are grouped."""
     kernels_by_note: dict[str, list[int]] = {}
     for index, kernel in enumerate(plan.kernels):
         for note in dict.fromkeys(kernel.remarks):
@@ -247,7 +247,7 @@ def _named(indices: Sequence[int], plan: Plan) -> str:
 
 
 def _table(name: str, table: Table, **more: Iterable[str]) -> str:
-    """A table for a terminal as HTML, without its title and caption, and with further columns."""
+    """Convert a terminal's table to HTML, without title and caption, but with columns `more`."""
     heads = [*(column.header for column in table.columns), *more]
     columns = [*(column.cells for column in table.columns), *more.values()]
     marks = [' class="number"' if one.justify == "right" else "" for one in table.columns]
@@ -292,7 +292,7 @@ def _page(plan: Plan, sections: Sequence[str], remarks: Sequence[str]) -> str:
 
 
 def _cards(plan: Plan) -> str:
-    """The totals; an arrow leads from torch's own to the plan's."""
+    """Cards with the totals; an arrow leads from the value of torch to that of the plan."""
     listed = "".join(
         f"<div>{name}<b>{_text(value)}</b><span>{_text(note)}</span></div>"
         for name, value, note in _totals(plan)
@@ -323,7 +323,7 @@ def _totals(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "Convolutions", times, f"{planned / torchs:.2f} times as long, summed up"
     most = f"{format_bytes(max(sizes))} → " if sizes else ""
     kept = "no limit" if limit is None else f"limit {format_bytes(limit)}"
-    # With a pool, the plan's workspace is the sum over all calls, of which torch has no number.
+    # With a pool, the plan's workspace is a sum over all calls, and torch's largest is left out.
     if plan.config.total_bytes is not None:
         most, kept = "", f"pool of {format_bytes(plan.config.total_bytes)}"
     yield "Workspace", f"{most}{format_bytes(plan.workspace_bytes)}", f"at most; {kept}"

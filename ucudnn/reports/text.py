@@ -15,7 +15,7 @@ from ucudnn.reports.comparison import Comparison
 from ucudnn.system.markup import csv_table
 from ucudnn.units import format_bytes, format_ns
 
-# A file format that users read: names and order must stay, new ones come last.
+# Columns of the CSV file, on which users rely: keep names and order, add new columns last.
 _COLUMNS = (
     *("number", "kernel", "op", "batch", "calls", "layers", "split"),
     *("default_ns", "default_workspace_bytes", "plan_ns", "plan_spread_ns"),
@@ -55,7 +55,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         split = kernel.split(kernel.problem.batch)
         name = str(kernel.problem).replace(" at batch ", " N=")
         default = _cells(kernel.default, None, wide)
-        # The same convolution twice: two times would differ by noise alone.
+        # If the plan keeps the default, both times are of one convolution and differ by noise.
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
         predicted = [_predicted(kernel)] if width >= 130 else []
@@ -65,7 +65,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
 
 
 def _narrow(table: Table, plan: Plan) -> Table:
-    """The same for short lines: below each kernel what wide tables have beside it."""
+    """Fill the table for short lines: split and times stand below the kernel, not beside it."""
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("kernel, split, default, plan", overflow="fold")
     for index, kernel in enumerate(plan.kernels):
@@ -81,7 +81,7 @@ def _narrow(table: Table, plan: Plan) -> Table:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """A count with its noun, in the plural if the count is not 1.
 
     >>> counted(1, "thread"), counted(2, "thread")
     ('1 thread', '2 threads')
@@ -114,7 +114,7 @@ def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str,
 
 
 def _gain(kernel: KernelPlan) -> str:
-    # torch's own over torch's own would show noise as a gain.
+    # A kernel that stays torch's own has no gain: the ratio of its two times is noise.
     if kernel.is_default or kernel.default is None:
         return ""
     predicted = "~" if kernel.timing.is_predicted else ""
@@ -122,7 +122,7 @@ def _gain(kernel: KernelPlan) -> str:
 
 
 def _predicted(kernel: KernelPlan) -> str:
-    """Sum of the parts over the time of the whole, ideally 1."""
+    """Sum of the chunks' times over the time of the whole call, ideally 1."""
     if kernel.timing.is_predicted:
         return ""
     return f"{kernel.predicted_time_ns / kernel.timing.time_ns:.2f}"
@@ -131,7 +131,7 @@ def _predicted(kernel: KernelPlan) -> str:
 def _time(timing: Timing) -> str:
     if timing.is_predicted:
         return f"~{format_ns(timing.time_ns)}"
-    # A single run has no spread, which 0 % would hide.
+    # A single run has no spread, so "±0%" would be misleading.
     if timing.samples == 1:
         return f"{format_ns(timing.time_ns)} 1 run"
     return f"{format_ns(timing.time_ns)} ±{100 * timing.spread_ns / timing.time_ns:.0f}%"
@@ -146,7 +146,7 @@ def plan_summary(plan: Plan) -> str:
     sizes = [(timing.workspace_bytes, calls) for timing, calls in defaults]
     most = f"in up to {format_bytes(max((size for size, _ in sizes), default=0))} of workspace"
     planned_in = f"in up to {format_bytes(plan.workspace_bytes)}"
-    # Every call owns its part of a pool, so workspaces add up; else calls share the largest.
+    # In a pool every call owns its part, so workspaces add up. Else calls share the largest.
     if plan.config.total_bytes is not None:
         most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
         planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
@@ -179,7 +179,7 @@ def left_out_sentence(plan: Plan) -> str:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Effects of the plan in sentences: faster and slower kernels, the limit, the step."""
+    """Sentences on the plan's effects: kernels, segments, memory, layout, step and compilation."""
     sentences = _kernel_verdict(plan)
     if plan.segments:
         count = counted(len(plan.segments), "module")
@@ -206,7 +206,7 @@ def plan_verdict(plan: Plan) -> list[str]:
 
 
 def _kernel_verdict(plan: Plan) -> list[str]:
-    """Sums of the times that the plan's kernels save and lose, apart: one sum would hide both."""
+    """Sentences on the time that faster kernels save, and on the time that slower kernels lose."""
     # Kernels that stay torch's own neither gain nor lose.
     changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
     saved = [_saved_ns(kernel) for kernel in changed]
@@ -245,7 +245,7 @@ def as_sentence(said: str) -> str:
 
 
 def ways_table(memory: StepMemory) -> Table:
-    """One row per way to run a step, by falling peak."""
+    """One row per way to run a step, the highest peak first."""
     table = simple_table("Ways to run a step", "~: estimated from the parts of steps that were run")
     for heading in ("way", "peak", "step"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
@@ -306,7 +306,7 @@ def payback(plan: Plan, seconds: float) -> str:
 
 
 def kernel_table(kernel: KernelPlan) -> Table:
-    """Every batch of one kernel with its split; neighbours with like splits share a row."""
+    """Table of all batches of a kernel with their splits; adjacent like splits share a row."""
     table = Table(title=str(kernel.problem), caption="timed: the whole split was; else derived")
     table.add_column("batch", justify="right")
     table.add_column("split")
@@ -326,9 +326,9 @@ def kernel_table(kernel: KernelPlan) -> Table:
 
 
 def _repeated(kernel: KernelPlan, batch: int, split: Split) -> Chunk | str | None:
-    """The chunk that a batch repeats, the algorithm of an undivided one, or None for a row alone.
+    """The chunk that a batch repeats, or the algorithm if it is undivided; None: a row of its own.
 
-    A batch may have one more chunk, for the rest of the samples.
+    A batch may have one other chunk, for the rest of its samples.
     """
     # A batch that was timed as a whole has a row of its own.
     if split.axis != "batch" or not kernel.is_derived(batch):
@@ -349,12 +349,12 @@ def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
     return f"chunks of {repeated.size} {repeated.algorithm}{rest}"
 
 
-# Names of two plans that have none.
+# Names for two plans that were given no names.
 _PAIR = ("the one", "the other")
 
 
 def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
-    """One row per kernel that two plans compute differently; times are from different runs."""
+    """One row per kernel that two plans compute differently; times are from each plan's run."""
     table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned"
@@ -399,7 +399,7 @@ def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> lis
 
 
 def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
-    """One kernel, with the fields of `_COLUMNS`; None for what is not known."""
+    """One kernel, with the fields of `_COLUMNS`; None for a value that is not known."""
     split, default, timing = kernel.split(kernel.problem.batch), kernel.default, kernel.timing
     gain = None if default is None else round(default.time_ns / timing.time_ns, 4)
     return {
@@ -422,16 +422,16 @@ def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
 
 
 def plan_csv(plan: Plan) -> str:
-    """The kernels as CSV; what is not known is empty."""
+    """The kernels as CSV; a value that is not known is empty."""
     rows = [_kernel_row(number, kernel) for number, kernel in enumerate(plan.kernels)]
     cells = [["" if row[name] is None else row[name] for name in _COLUMNS] for row in rows]
     return csv_table(_COLUMNS, cells)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan's file as JSON values, each kernel with its row as `summary`."""
+    """The plan's file as JSON values; each kernel has its row of the CSV file as `summary`."""
     document = plan.to_dict()
-    # A file with these beside the tables would not have the checksum that it names.
+    # The summaries would make the checksum wrong, so it is left out.
     del document["checksum"]
     for number, (kernel, fields) in enumerate(zip(plan.kernels, document["kernels"], strict=True)):
         fields["summary"] = _kernel_row(number, kernel)

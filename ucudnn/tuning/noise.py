@@ -7,11 +7,11 @@ from typing import Any
 
 from ucudnn.plan import KernelPlan, Plan, Timing
 
-# The interquartile range of a wide interval, as a fraction of the time.
+# Times of a kernel are wide if their interquartile range is above this fraction of the median.
 _WIDE = 0.1
-# A prediction that is off by more, as a fraction of the time.
+# A prediction is wrong if it differs from the measured time by more than this fraction.
 _OFF = 0.25
-# Shares of the kernels from which a plan is noisy.
+# A plan is noisy if more than this fraction of its kernels is perturbed, wide or mispredicted.
 _MOST_PERTURBED, _MOST_WIDE, _MOST_OFF = 0.1, 0.25, 0.25
 
 
@@ -21,10 +21,11 @@ class Noise:
 
     Args:
         kernels: number of measured kernels.
-        perturbed: timed while other processes used the processors.
-        wide: with times that vary by more than a tenth.
-        mispredicted: with a sum of chunks that differs from the whole by more than a quarter.
-        single: run only once.
+        perturbed: kernels timed while other processes used the processors.
+        wide: kernels with times that vary by more than a tenth.
+        mispredicted: kernels whose predicted time, the sum of their chunks, differs from the time
+            of the whole call by more than a quarter.
+        single: kernels that were run only once.
     """
 
     kernels: int = 0
@@ -80,7 +81,7 @@ def _timings(kernel: KernelPlan) -> list[Timing]:
 
 
 def _is_wide(timing: Timing) -> bool:
-    # One sample has no spread; kernels that were run once are counted by themselves.
+    # One sample has no spread; `Noise.single` counts the kernels that were run once.
     return timing.samples > 1 and timing.spread_ns > _WIDE * timing.time_ns
 
 

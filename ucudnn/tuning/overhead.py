@@ -1,7 +1,7 @@
 """The time that a planned call takes beyond its kernel and beyond torch's own call.
 
 A planned call looks up its plan and goes through a Python autograd function. This time is measured
-once per machine. A kernel leaves torch's own convolution only if it gains more than that.
+once per machine. A split replaces torch's own convolution only if it saves more time than this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ucudnn.problem import OPS, Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.system.processes import ForkSafeLock
 
-# Several calls are timed at once, since one is short against the clock. Of many such rounds some
-# are not interrupted.
+# Each round times several calls together, because one call is too short for the clock. Among this
+# many rounds, a few are not interrupted.
 _ROUNDS, _CALLS = 25, 5
-# A larger value shows a busy machine, not an overhead.
+# The largest overhead in ns that is believed: a larger value shows a busy machine.
 _MOST_NS = 100_000
-# As small as can be, so that the kernels, whose times vary, are little of what is timed.
+# A very small problem: its kernels, whose times vary, are a small part of what is timed.
 _PROBLEM = Problem("fprop", 2, 4, 4, (6, 6), (3, 3))
 _GEOMETRY = Geometry((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
 _timing = ForkSafeLock()
@@ -45,9 +45,9 @@ def planned_call_ns(backend: AbstractBackend) -> int:
 
 @lru_cache
 def _measured(backend_name: str) -> int:
-    """Time of a small layer by plan minus that by torch, forward and backward, without kernels."""
+    """Overhead in ns per pass of a small layer: its time by plan minus its time by torch."""
     threads = torch.get_num_threads()
-    # One thread waits for no others, so that its processor time is that of the work.
+    # With one thread, none waits for others, so the measured processor time is that of the work.
     torch.set_num_threads(1)
     try:
         return _difference_ns(open_backend(backend_name))
@@ -57,7 +57,7 @@ def _measured(backend_name: str) -> int:
 
 def _difference_ns(backend: AbstractBackend) -> int:
     calls = {op: _undivided(backend, replace(_PROBLEM, op=op)) for op in OPS}
-    # A caller may be in `no_grad`, where no autograd function runs, which is part of the cost.
+    # The caller may be in `no_grad`: there the autograd function, a part of the cost, does not run.
     with torch.inference_mode(False), torch.enable_grad():
         shapes = (_PROBLEM.x_shape, _PROBLEM.w_shape, _PROBLEM.y_shape)
         x, w, dy = (torch.ones(shape, device="cpu") for shape in shapes)
@@ -72,12 +72,12 @@ def _difference_ns(backend: AbstractBackend) -> int:
         times: dict[str, list[int]] = {name: [] for name in runs}
         for number in range(_ROUNDS + 1):
             for name, run in runs.items():
-                start = time.thread_time_ns()  # the work of the host, not what it waits for
+                start = time.thread_time_ns()  # processor time: without the host's waiting
                 for _ in range(_CALLS):
                     run()
-                if number:  # the first round looks plans up
+                if number:  # the first round, which looks plans up, does not count
                     times[name].append(time.thread_time_ns() - start)
-    # Whatever else happens on the machine makes times longer, so the shortest are the truest.
+    # Other work on the machine can only make times longer, so the shortest times are used.
     taken = {name: min(samples) / _CALLS for name, samples in times.items()}
     planned = taken["planned"] - taken["planned kernels"]
     own = taken["torch"] - taken["torch kernels"]
@@ -85,7 +85,7 @@ def _difference_ns(backend: AbstractBackend) -> int:
 
 
 def _undivided(backend: AbstractBackend, problem: Problem) -> Call:
-    """A call that runs through the code of planned calls, with any algorithm."""
+    """A planned, undivided call, by the first algorithm that is not torch's own."""
     names = (candidate.algorithm for candidate in backend.candidates(problem))
     algorithm = next(name for name in names if name != DEFAULT_ALGORITHM)
     return bind(backend, problem, Split("batch", (Chunk(problem.batch, algorithm),)))
@@ -104,7 +104,7 @@ class _Runner(AbstractRunner):
         return {op: call.problem for op, call in self._calls.items()}
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """The call of a pass."""
+        """The planned call of a pass."""
         del has_bias
         bound.follow(which, self._calls[which])
         return bound.planned(which)

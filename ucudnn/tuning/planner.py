@@ -1,6 +1,6 @@
 """Plan one kernel under one limit: measure or recall chunks, solve, race whole calls.
 
-Where nothing fits, the error names the smallest limit that would do.
+If no split fits the limit, the error names the smallest limit that would suffice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class KernelPlanner:
     """Finds the plan of one kernel within a limit."""
 
     def __init__(self, source: AbstractSource) -> None:
-        # Replaced by one with a lower limit for chunks where whole calls need more than chunks do.
+        # `_tighten` replaces it by a source with a lower limit for chunks, if whole calls need more
+        # workspace than their chunks.
         self._source = source
         self._session = source.session
         self._config = source.config
@@ -39,7 +40,7 @@ class KernelPlanner:
         self._limit = source.bounds.limit
 
     def decide(self) -> KernelPlan | None:
-        """The plan, by a race of whole calls; None if the time ran out before there was one.
+        """The plan that wins a race of whole calls; None if the time ran out before any was found.
 
         Raises PlanError if no plan fits the limit.
         """
@@ -61,8 +62,8 @@ class KernelPlanner:
                 )
                 if winner is not None:
                     return self._plan(winner, finalists, evidence, tables)
-                # Measuring was cut short before anything but torch's own convolution could be
-                # raced, so it is not known that nothing fits.
+                # Measuring was cut short, and torch's own convolution is the only finalist. Splits
+                # that were not measured may fit.
                 if self._is_cut_short and all(one.split.is_default for one in finalists):
                     return None
                 self._tighten(finalists, evidence)
@@ -80,7 +81,8 @@ class KernelPlanner:
         default = None if own is None else own.timing
         layers = self._source.kernel.layers
         plan = plan_by(tables, self._problem, winner.split, layers, winner.timing, default)
-        # A race says more than the first look by which an algorithm was left out of the chunks.
+        # No note says that an algorithm was ruled out if the plan uses it, or if it is torch's own
+        # and was raced.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
         ruled_out = [said for name, said in evidence.ruled_out if name not in raced]
         return replace(
@@ -91,20 +93,20 @@ class KernelPlanner:
         )
 
     def _default_notes(self) -> list[str]:
-        # It is the first candidate.
+        # The first candidate is torch's own convolution.
         candidate = self._session.backend.candidates(self._problem)[0]
         name = candidate.implementation
         notes = (f"kernel={name}", *candidate.notes) if name else candidate.notes
         return [f"default {note}" for note in notes]
 
     def require_split(self) -> None:
-        """Refuse a limit that nothing fits."""
+        """Raise PlanError if no split fits the limit, unless measuring was cut short."""
         evidence = self._source.evidence()
         if all(table.is_empty for table in self._tables(evidence)):
             self._refuse_unless_over(evidence)
 
     def _refuse_unless_over(self, evidence: Evidence) -> None:
-        # Where measuring was cut short it is not known that nothing fits.
+        # If measuring was cut short, a split that was not measured may fit.
         if not self._is_cut_short:
             raise self._nothing_fits(evidence)
 
@@ -119,15 +121,15 @@ class KernelPlanner:
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence
     ) -> list[Finalist]:
         """Splits with times of whole calls: raced, recalled, or predicted from their chunks."""
-        # A backend may have no default here, as a recording in which it is missing.
+        # A backend may lack torch's own convolution, such as a recording that does not contain it.
         applies = self._session.kernel_of(self._problem, DEFAULT_ALGORITHM) is not None
         default = Split("batch", (Chunk(self._problem.batch, DEFAULT_ALGORITHM),))
         offered = [default] if applies else []
         offered += [split for table in tables for split in table.splits()]
         splits = list(dict.fromkeys(offered))
         own = self._timed_default(evidence)
-        # Alone it has nobody to race, and its time as a chunk is that of the whole call, unless
-        # that adds a bias.
+        # If torch's own convolution is the only split, it has no rival to race. Its time as a chunk
+        # is that of the whole call, unless the whole call adds a bias.
         if splits == [default] and own is not None and not self._source.kernel.has_bias:
             return predict(tables, splits, own)
         # Nothing can be raced when the time is over, or in a recording that lacks this race.
@@ -153,8 +155,8 @@ class KernelPlanner:
         # Only a limit can have refused every finalist.
         assert limit is not None
         assert chunk_limit is not None
-        # torch's own call takes part in any case. Where its chunk exceeds the limit already, it
-        # says nothing about what calls need beyond their chunks.
+        # torch's own convolution is a finalist in any case. If its chunk exceeds the limit, it does
+        # not show what whole calls need beyond their chunks.
         chunks = [(one, self._chunk_bytes(one.split, evidence)) for one in finalists]
         needs = [
             (one.timing.workspace_bytes, chunk)
@@ -165,22 +167,22 @@ class KernelPlanner:
             raise self._nothing_fits(evidence)
         need, chunk = min(needs)
         self._call_overhead_bytes = need - chunk
-        # Lower by the whole excess: other algorithms may need almost as much as this one, and would
-        # be raced one after the other. Below `chunk`, so that this split is not found again.
+        # The limit falls by the whole excess: else other algorithms that need almost as much would
+        # be raced one by one. It falls below `chunk`, so that this split is not found again.
         lower = min(chunk_limit - (need - limit), chunk - 1)
         # Even a split without any workspace would exceed the limit as a whole call.
         if lower < 0:
             raise self._nothing_fits(evidence)
-        # Before the next source allocates operands of its own.
+        # Free the operands before the next source allocates its own.
         self._source.release()
         self._source = self._source.within(replace(self._source.bounds, chunk_limit=lower))
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
-        """The largest workspace of a split's chunks; None if none is known."""
+        """The largest workspace of a split's chunks, in bytes; None if no workspace is known."""
         axis = axis_of(self._problem, split)
         chunks = {(axis.part(axis.size_of(chunk)), chunk.algorithm) for chunk in split.chunks}
-        # Only chunks that were timed in full can be in a finalist. One chunk may have run in
-        # several roles, of which the one that needs most counts.
+        # Only chunks that were timed in full count. A chunk may have run in several roles: the role
+        # with the largest workspace counts.
         sizes = [
             entry.workspace_bytes + held_bytes(self._problem, entry.key.conditions.role)
             for entry in evidence.everything
@@ -204,8 +206,8 @@ class KernelPlanner:
                 f"{format_bytes(least)} and was not timed; tune on the device with these settings"
             )
         more = "" if config.policy == "all" else " or allow more sizes by policy"
-        # What the budget leaves a kernel is not a limit of the user's: the caller, who knows what
-        # else is allocated then, says what to raise.
+        # The user did not set the limit that a memory budget leaves to a kernel. The caller knows
+        # what else is allocated then, and adds how far to raise the budget.
         if config.memory_budget is not None and limit != config.limit_bytes:
             return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
         total, calls = config.total_bytes, len(source.kernel.layers)
@@ -226,7 +228,7 @@ class KernelPlanner:
 def predict(
     tables: Sequence[AbstractSplitTable], splits: Sequence[Split], default: Measurement | None
 ) -> list[Finalist]:
-    """Finalists for `choose`, with the sums of their chunks as predicted times.
+    """Finalists without a race: torch's own as it was measured, others as sums of their chunks.
 
     A split with a chunk that was not timed in its position is left out.
     """
@@ -235,13 +237,13 @@ def predict(
 
 
 def _measured(split: Split, default: Measurement | None) -> Finalist | None:
-    """Torch's own convolution as it was measured; None for any other split, or without a time."""
+    """The finalist of torch's own convolution, as measured; None for other splits or if untimed."""
     if not split.is_default or default is None or default.time_ns is None:
         return None
     spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
     timing = Timing(default.time_ns, spread_ns, default.workspace_bytes or 0, len(samples))
-    # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of medians, and
-    # an interval of it is not known.
+    # One sample, because the sums of other splits have no more: they are sums of medians, without a
+    # known interval. `choose` takes the ratio of two single samples as it is.
     return Finalist(
         split,
         timing,
@@ -252,7 +254,7 @@ def _measured(split: Split, default: Measurement | None) -> Finalist | None:
 
 
 def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | None:
-    """A split by the fastest measurements of its chunks; None if a chunk has none."""
+    """The finalist of a split by its chunks' fastest measurements; None if a chunk has none."""
     chunks = known_chunks(tables, split)
     if chunks is None:
         return None
@@ -276,7 +278,7 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> Pl
             f"one has {min(one.error or 0.0 for one in ran):.2g}"
         )
     failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
-    # What ran out of memory is no entry.
+    # A candidate that ran out of memory leaves no entry.
     if failed or not evidence.everything:
         reasons = "; ".join(failed) or "there was too little memory"
         return PlanError(f"no algorithm could be run on {problem}: {reasons}")
@@ -287,8 +289,8 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> Pl
 
 
 def _ran(entry: Measurement) -> bool:
-    # A candidate over the limit is run once for its workspace, and not timed. It may be the one
-    # that a higher limit allows.
+    # A candidate over the limit is run once for its workspace, and not timed. It counts, because a
+    # higher limit may allow it.
     return entry.workspace_bytes is not None and entry.status != "failed"
 
 
@@ -297,7 +299,7 @@ def _is_exact(entry: Measurement, config: Config) -> bool:
 
 
 def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | None:
-    """The least workspace in bytes of any split, and its description; None where nothing ran."""
+    """The least workspace in bytes of any split, and its description; None if no split is known."""
     config = source.config
     known = (
         [

@@ -1,9 +1,10 @@
-"""Divide one pool of workspace among the kernels of a model, better the longer it may take.
+"""Divide one pool of workspace among the kernels of a model; more time gives a better division.
 
-If kernels own parts of a pool, their workspaces add up, so they cannot be planned one by one. The
-front of time over workspace of each kernel is known as far as its chunks were timed, and an integer
-program chooses one point of each. This is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018,
-section III), made lazy: the same program on lower bounds of the fronts names what to measure next.
+If kernels own parts of a pool, their workspaces add up, so they cannot be planned one by one. Each
+kernel has a front of time over workspace, known as far as its chunks were timed. An integer program
+chooses one point of each front. This is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018,
+section III), made lazy: the same program, on lower bounds of the fronts, chooses the kernel to
+measure next.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from ucudnn.tuning.sources import AbstractSource
 from ucudnn.tuning.splits import Front, Point, pareto
 from ucudnn.units import format_bytes
 
-# A division that is this close to what is hoped for is close enough.
+# A better division is not worth finding if it saves no more than this fraction of the time.
 _TOLERANCE = 0.005
-# Of the time for a pool, this fraction is for dividing it; the rest is for races of whole calls.
+# The fraction of the time that is for dividing a pool; the rest is for races of whole calls.
 _DIVIDING = 0.6
-# A kernel is measured for as long as so many calls by torch take, and at least for so many seconds,
-# before the pool is divided anew. A larger budget changes nothing of that: it only goes on longer.
+# Before the pool is divided anew, a kernel is measured for the time of this many calls by torch, and
+# for at least this many seconds. A larger time budget gives more such turns, not longer ones.
 _TURN_CALLS = 10
 _TURN_S = 0.2
-# Before anything else this part of each batch is run once, so that there is a division early.
+# First a chunk of this fraction of each batch is run once, so that there is a division early.
 _FIRST_PART = 1 / 8
-# Planning the kernels takes at most so many times as long as finding what is known of them.
+# Planning the kernels is assumed to take at most this many times as long as dividing the pool.
 _PLANNING = 4
 
 
@@ -49,7 +50,7 @@ class KernelChoices:
     calls: int
     # Largest part in bytes that one call may own.
     most: int
-    # Points of one call that fit, including the surplus.
+    # Points of one call whose workspace plus the surplus is at most `most`.
     front: Front
     # Measured workspace of a whole call minus that of its chunks, in bytes.
     surplus: int = 0
@@ -60,23 +61,23 @@ class KernelChoices:
         return [(point.workspace_bytes + self.surplus, point.time_ns) for point in self.front]
 
     def time_within(self, part: int) -> int | None:
-        """Least time in ns of a call within so many bytes; None where nothing fits."""
+        """Least time in ns of a call within `part` bytes; None if no point fits."""
         return min((time_ns for size, time_ns in self.points if size <= part), default=None)
 
     @property
     def least(self) -> int:
-        """Bytes that all calls need at least."""
+        """The least workspace in bytes that all calls need together."""
         return self.calls * self.points[0][0]
 
     def part(self, size: int, left: int) -> int:
-        """Bytes of the pool that a call owns: what it got by a division, and of what is left."""
+        """Bytes that a call owns: those of its split within `size`, and as many of `left` as it may."""
         point = max(
             (point for point in self.front if point.workspace_bytes + self.surplus <= size),
             key=attrgetter("workspace_bytes"),
         )
         least = point.workspace_bytes + self.surplus
         left += size - least
-        # From `below` on the kernel would take another, slower split, of longer chunks.
+        # From `below` bytes on, the kernel would take a split into longer chunks, which is slower.
         if point.below is not None:
             left = min(left, point.below - 1 - point.workspace_bytes)
         return min(least + left, self.most)
@@ -91,11 +92,11 @@ def divided(
 
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
     >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
-    >>> choices = {slow: KernelChoices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
+    >>> choices = {slow: KernelChoices(2, 4, fronts[0]), fast: KernelChoices(1, 6, fronts[1])}
     >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
     [0, 6]
     """
-    # A front is empty where the time ended before anything of the kernel was measured.
+    # A kernel with an empty front has no known split that fits, so it gets no part.
     named = {problem: one for problem, one in choices.items() if one.front}
     if not named:
         return {}
@@ -106,7 +107,7 @@ def divided(
     try:
         division = divide(fronts, total_bytes, solver)
     except PlanError as error:
-        # Anything but a pool that is too small is reported as the solver says it.
+        # Only the error for a pool that is too small is replaced; any other is raised as it is.
         if error.smallest_bytes is None:
             raise
         raise PlanError(
@@ -116,8 +117,8 @@ def divided(
             f"the kernels run one after the other",
             error.smallest_bytes,
         ) from error
-    # Every call gets an equal part of what is left over: as a whole it may need more than its
-    # chunks, of which the front was made.
+    # Every call gets an equal part of the bytes left over, because a whole call may need more than
+    # the chunks from which the front was made.
     calls = sum(one.calls for one in named.values())
     left = (total_bytes - division.workspace_bytes) // calls
     return {
@@ -128,14 +129,14 @@ def divided(
 
 @dataclass(eq=False)
 class WorkspacePool:
-    """Divides one pool of workspace, again whenever something was measured."""
+    """Divides one pool of workspace, and divides it anew after each measurement."""
 
     config: Config
     layers: Mapping[Problem, tuple[str, ...]]
     limits: Limits
     session: Session
     shares: StepShares
-    # Makes the source of a kernel, within a limit in bytes or its part of the pool.
+    # Returns the source of a kernel within a limit in bytes; None: within its part of the pool.
     source_of: Callable[[Problem, int | None], AbstractSource]
     budget: Budget
     on_work: Callable[[Problem], None]
@@ -144,31 +145,32 @@ class WorkspacePool:
     def __post_init__(self) -> None:
         assert self.config.total_bytes is not None
         self._total_bytes = self.config.total_bytes
-        # By what was timed, and by lower bounds of what was not.
+        # Per kernel: its choices by what was timed, and the front of lower bounds of its times.
         self._known: dict[Problem, KernelChoices] = {}
         self._hoped: dict[Problem, Front] = {}
-        # Limits in bytes at which nothing is left to measure.
+        # Per kernel: limits in bytes at which nothing is left to measure, and seconds of a turn.
         self._settled: dict[Problem, set[int]] = {}
         self._turns_s: dict[Problem, float] = {}
-        # Kernels of which something was left out that would have ended after the time budget.
+        # Kernels with chunks that were not run, because they would have ended after the time budget.
         self._lacking_time: set[Problem] = set()
-        # Bytes that a call was seen to need beyond its chunks, and the error that showed it.
+        # Per kernel: bytes that a call needs beyond its chunks, errors that `learn` has yet to see,
+        # and the error that showed these bytes.
         self._surplus: dict[Problem, int] = {}
         self._refusals: dict[Problem, PlanError] = {}
         self._learned: dict[Problem, PlanError] = {}
 
     @property
     def time_ns(self) -> int | None:
-        """Sum of the measured times of all calls in the division so far; None if some have none."""
+        """Sum of all calls' measured times by the division so far; None if a kernel has no part."""
         if len(self.parts) < len(self.layers):
             return None
         return sum(map(self._time_ns, self.parts))
 
     def look_first(self) -> None:
-        """Look at small chunks of torch's own convolutions until they fit the pool together.
+        """Run small chunks of torch's own convolutions until splits into them fit the pool.
 
-        Splits of them are a division, and they tell how long whole calls take. The cheapest kernels
-        come first: there may not be time for all.
+        These splits give a first division, and their times show how long whole calls take. The
+        cheapest kernels come first, because there may not be time for all kernels.
         """
         part, last = _FIRST_PART, self.budget.last_moment
         most = max(problem.batch for problem in self.layers)
@@ -179,7 +181,7 @@ class WorkspacePool:
                 self._look_at_chunk(problem, max(1, int(part * problem.batch)))
             began = monotonic()
             self.divide_by_known()
-            # Whatever is measured, the kernels must be planned by it in time.
+            # Keep enough time to plan the kernels by what was measured.
             if self.session.deadline is not None and last is not None:
                 kept_s = _PLANNING * (monotonic() - began)
                 self.session.deadline = min(self.session.deadline, last - kept_s)
@@ -196,16 +198,16 @@ class WorkspacePool:
     def divide(self) -> None:
         """Find each kernel's part of the pool, in bytes per call.
 
-        From the first moment at which each kernel has a split, and they fit the pool together,
-        there is a division. It improves until no other can be better, or the time is over. Raises
-        PlanError if the pool is too small.
+        There is a division as soon as each kernel has a split and these splits fit the pool. It
+        improves until no other division can be better or the time is over. Raises PlanError if the
+        pool is too small.
         """
         deadline = self.budget.deadline
         now = monotonic()
         until = None if deadline is None else now + _DIVIDING * max(0.0, deadline - now)
         try:
-            # A pass that measures nothing has seen all there is to see with these measurements, and
-            # so has the first pass of a second tune.
+            # After a pass that measured nothing, another pass would find the same. In a second tune
+            # the first pass measures nothing.
             while True:
                 before = self.session.measured
                 self._settled = {problem: set() for problem in self.layers}
@@ -224,16 +226,16 @@ class WorkspacePool:
         self._refusals[problem] = error
 
     def learn(self) -> bool:
-        """True if planning the kernels showed that the pool must, or could better, be divided anew.
+        """True if, by what planning the kernels showed, another division is required or better.
 
-        It shows workspace of calls beyond their chunks, and times of chunks within the parts.
+        Planning shows what calls need beyond their chunks, and times of chunks within the parts.
         """
         for problem, error in self._refusals.items():
             one = self._known[problem]
-            # The front's first point is what the chunks of one call need, the error says what all
-            # calls of the kernel do.
+            # The front's first point is the least that the chunks of one call need. The error has
+            # the least that all calls of the kernel need.
             surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
-            # Nothing was learned by it, so that another division would fail in the same way.
+            # The error shows nothing new, so another division would fail in the same way.
             if surplus <= self._surplus.get(problem, 0):
                 raise error
             self._surplus[problem], self._learned[problem] = surplus, error
@@ -251,7 +253,7 @@ class WorkspacePool:
 
     @property
     def _problems(self) -> list[Problem]:
-        """The kernels, those that take longest first."""
+        """All kernels, those that take longest first."""
         return [problem for group in self.shares.by_geometry() for problem in group]
 
     def _time_ns(self, problem: Problem) -> int:
@@ -259,20 +261,20 @@ class WorkspacePool:
         return one.calls * (one.time_within(self.parts[problem]) or 0)
 
     def _most(self, problem: Problem) -> int:
-        # All calls of a kernel have one plan.
+        # All calls of a kernel have the same plan, and so equal parts.
         part = self._total_bytes // len(self.layers[problem])
         limit = self.limits.of(problem)
         return part if limit is None else min(limit, part)
 
     def _survey(self, problems: Iterable[Problem]) -> None:
-        """Find what is known of some kernels, and divide the pool by it."""
+        """Update what is known of these kernels, and divide the pool by what is known of all."""
         for problem in problems:
             sources = self._sources(problem)
             front = pareto(point for source in sources for point in source.known_front())
             self._known[problem] = self._choices(problem, front)
             self._hoped.pop(problem, None)
         known = {problem: one for problem, one in self._known.items() if one.front}
-        # Where not all fit, those that need least have a plan at least.
+        # If not all kernels fit the pool, those that need most get no part, and the others a plan.
         while sum(one.least for one in known.values()) > self._total_bytes:
             del known[max(known, key=lambda problem: known[problem].least)]
         self.parts = divided(known, self._total_bytes, self.config.solver)
@@ -295,9 +297,9 @@ class WorkspacePool:
         return KernelChoices(calls, most, fitting, surplus)
 
     def _is_divided(self) -> bool:
-        """Measure until each kernel has a split, and they fit together; False if time is over.
+        """Measure until each kernel has a split and all fit the pool; False if time ran out before.
 
-        Raises PlanError if nothing more can be measured, and they do not.
+        Raises PlanError if nothing more can be measured and the splits do not fit the pool.
         """
         last = self.budget.last_moment
         for problem in self._problems:
@@ -313,7 +315,7 @@ class WorkspacePool:
                 if one.least and _below(one) not in self._settled[problem]
             ]
             if not unseen:
-                # It is not known whether more would fit.
+                # Chunks that were not run for lack of time might fit, so there is no error.
                 if self._lacking_time:
                     break
                 divided(known, self._total_bytes, self.config.solver)
@@ -323,7 +325,7 @@ class WorkspacePool:
         return len(self.parts) == len(known)
 
     def _look_at_chunk(self, problem: Problem, most: int) -> None:
-        """Run torch's own convolution once for the largest chunk of at most so many samples."""
+        """Run torch's own convolution once for the largest chunk of at most `most` samples."""
         self.on_work(problem)
         source = self.source_of(problem, self._most(problem))
         with torch.autocast("cpu", enabled=False):
@@ -331,16 +333,16 @@ class WorkspacePool:
         source.release()
 
     def _refuse(self, problem: Problem) -> None:
-        """Raise the error of a kernel of which nothing fits the pool."""
+        """Raise the error of a kernel that has no split within the pool."""
         if problem in self._learned:
             raise self._learned[problem]
         self.session.stop_at(None)
         KernelPlanner(self.source_of(problem, self._most(problem))).require_split()
 
     def _look_for(self, problem: Problem, limit: int, until: float | None) -> None:
-        """Measure until something fits a limit."""
+        """Measure a kernel until one of its splits fits a limit."""
         session = self.session
-        # What is wanted is any split, and not the best one.
+        # Any split will do. With the time for chunks over, measuring ends at the first plan.
         session.until, session.race_until = 0.0, until
         source = self.source_of(problem, limit)
         self.on_work(problem)
@@ -361,13 +363,13 @@ class WorkspacePool:
         return next(group for group in groups if problem in group)
 
     def _improve(self, until: float | None) -> None:
-        """Measure what could improve the division most, as long as there is such a kernel."""
+        """Measure the kernel that could improve the division most, as long as there is one."""
         while not _is_over(until):
             aim = self._aim()
             if aim is None:
                 break
             self._measure(*aim, until)
-        # Plans are made within the parts, and may need more than the division did.
+        # To plan a kernel within its part may take measurements that the division did not need.
         for problem in self._problems:
             part = self.parts.get(problem)
             if part is not None and part not in self._settled[problem] and not _is_over(until):
@@ -385,7 +387,7 @@ class WorkspacePool:
             source.evidence()
             source.release()
             if _is_over(end):
-                # One that is too short to measure anything would be taken again and again.
+                # Otherwise a turn too short to measure anything would be repeated again and again.
                 self._turns_s[problem] = 2 * turn_s
             else:
                 self._settled[problem].add(limit)
@@ -399,9 +401,9 @@ class WorkspacePool:
         return max(_TURN_S, _TURN_CALLS * call_s)
 
     def _aim(self) -> tuple[Problem, int] | None:
-        """The kernel that could improve the division most, and the limit in bytes to measure it in.
+        """The kernel that could improve the division most, and the limit to measure it within.
 
-        None if the division is as good as is hoped for.
+        None if no measurement can improve the division by enough to matter.
         """
         hoped = {problem: self._hoped_choices(problem) for problem in self.parts}
         parts = divided(hoped, self._total_bytes, self.config.solver)
@@ -420,12 +422,12 @@ class WorkspacePool:
         return problem, parts[problem]
 
     def _hoped_choices(self, problem: Problem) -> KernelChoices:
-        """Lower bounds of a kernel's times, where nothing better is known."""
+        """Choices of a kernel by lower bounds of its times, which measurements raise."""
         if problem not in self._hoped:
             sources = self._sources(problem)
             self._hoped[problem] = pareto(p for one in sources for p in one.hoped_front())
         known, points = self._known[problem], list(self._known[problem].front)
-        # What was measured at a limit is the best at each smaller one, too.
+        # The best split at a limit where nothing is left to measure bounds all smaller limits, too.
         best = {_reach(limit): known.time_within(limit) for limit in self._settled[problem]}
         for point in self._hoped[problem]:
             starts = [point.workspace_bytes, *(1 + reach - known.surplus for reach in best)]
@@ -438,12 +440,12 @@ class WorkspacePool:
 
 
 def _reach(limit: int) -> int:
-    """The largest limit in bytes at which nothing more is looked for than at another."""
+    """The limit in bytes up to which the measurements at `limit` suffice: a twentieth above it."""
     return limit + limit // 20
 
 
 def _below(one: KernelChoices) -> int:
-    """The largest limit in bytes that excludes all that is known of a kernel."""
+    """The largest limit in bytes within which a kernel has no known split."""
     return one.points[0][0] - 1
 
 

@@ -1,4 +1,4 @@
-"""Reasons for the plan of each kernel: its front, and the best of what was rejected. Pure."""
+"""Reasons for each kernel's plan: its front, and the best rejected alternatives. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ucudnn.units import format_bytes, format_ns
 _Known = dict[Problem, list[Measurement]]
 # Statuses of measurements with a time.
 _TIMED = ("ok", "screened")
-# A ratio of times that is not 1.00 when it is printed.
+# The least ratio of times that is printed as more than 1.00.
 _SLOWER = 1.005
 # Roles of chunks of one size: a single chunk is ALONE; of several, one is FIRST, the others LATER.
 _POSITIONS = ({Role.ALONE}, {Role.FIRST, Role.LATER})
-# Alternatives of a kernel that are named.
+# The largest number of alternatives that a rationale lists.
 _MOST = 8
 
 
@@ -31,15 +31,15 @@ class Alternative:
     """A way to compute a kernel that its plan does not take."""
 
     split: Split
-    # Of the whole call; None where it was not timed.
+    # Of the whole call, or the sum of its chunks; None if neither was timed.
     time_ns: int | None
-    # Of the whole call or of its largest chunk, as far as known.
+    # Of the whole call or of its largest chunk; None if it is not known.
     workspace_bytes: int | None
-    # The largest relative error (L2) of its chunks against float64, as far as known.
+    # The largest relative error (L2) of its chunks against float64; None if it is not known.
     error: float | None
-    # Whether the whole call was timed; else its time is the sum of its chunks'.
+    # Whether the whole call was timed; else `time_ns` is the sum of the times of its chunks.
     is_measured: bool
-    # Why it is not the plan.
+    # Why the plan does not take it.
     reason: str
 
     @property
@@ -59,12 +59,12 @@ class Alternative:
 class Rationale:
     """Everything that is known of a kernel beside its plan."""
 
-    # (workspace in bytes, time in ns) of the splits that no other one beats in both, by the sums of
-    # their chunks; workspace rises.
+    # (workspace in bytes, time in ns) of each split on the Pareto front, workspace rising. The time
+    # of a split is the sum of the times of its chunks.
     front: tuple[tuple[int, int], ...] = ()
     # Fastest first.
     alternatives: tuple[Alternative, ...] = ()
-    # Torch's own convolution of the same sizes in channels_last.
+    # torch's own convolution of the same sizes in channels_last; None if it is not known.
     channels_last: Timing | None = None
 
 
@@ -108,7 +108,7 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
         if entry.key.subject == Subject.CHUNK and entry.status == "ok"
     ]
     points = []
-    # Algorithms that add a bias make splits of their own.
+    # No split mixes algorithms that add a bias with others.
     for adds_bias in (False, True):
         usable = [
             entry
@@ -124,7 +124,7 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
 
 
 def _as_timed(problem: Problem, algorithm: str) -> str:
-    """A name for each size, so that no time stands for that of another size."""
+    """A kernel name that differs for each batch, so that no time counts for another batch."""
     return f"{algorithm} at {problem.batch}"
 
 
@@ -165,7 +165,7 @@ def _alternatives(
     varying = {e.key.algorithm for e in known if not e.is_deterministic}
     found: dict[Split, Alternative] = {}
     for one in (*_of_plan(kernel), *_raced(known), *_uniform(kernel.problem, known)):
-        # Whole calls come first: a measured time is better than a sum.
+        # The first of equal splits is kept: a whole call, whose time is better than a sum.
         found.setdefault(one.split, one)
     found.pop(kernel.split(kernel.problem.batch), None)
     judged = [
@@ -191,14 +191,14 @@ def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
 
 
 def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
-    """The fastest split of each algorithm into chunks of one size, and that of least workspace."""
+    """Splits of each algorithm into equal chunks: the fastest, and the one of least workspace."""
     chunks = [entry for entry in known if entry.key.subject == Subject.CHUNK]
     timed = [
         entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None
     ]
     by_algorithm: dict[str, list[Alternative]] = {}
     for (size, algorithm), items in _uniform_chunks(problem, timed).items():
-        # A remainder would be another chunk, whose time is not known.
+        # A remainder would be a chunk of another size, whose time is not known here.
         if problem.batch % size == 0:
             summed = _summed(problem.batch // size, Chunk(size, algorithm), items)
             by_algorithm.setdefault(algorithm, []).append(summed)
@@ -211,25 +211,25 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
 def _uniform_chunks(
     problem: Problem, measurements: Sequence[Measurement]
 ) -> dict[tuple[int, str], dict[Role, Item]]:
-    """Items by size and algorithm, for each position in a split that one needs."""
+    """Items by size and algorithm, one for each position in a split into equal chunks."""
     found: dict[tuple[int, str], dict[Role, Item]] = {}
     for position in Role:
         for item in chunk_items(problem, measurements, role_of(problem, position)):
-            # The whole batch is one chunk, and any smaller one is followed by others.
+            # A chunk of the whole batch is alone in its split, and a smaller chunk never is.
             if (position == Role.ALONE) is (item.batch == problem.batch):
                 found.setdefault((item.batch, item.algorithm), {})[position] = item
     return {chunk: items for chunk, items in found.items() if set(items) in _POSITIONS}
 
 
 def _summed(count: int, chunk: Chunk, items: Mapping[Role, Item]) -> Alternative:
-    """A split into equal chunks, by what its chunks take."""
+    """A split into equal chunks, with the sum of their times and their largest workspace."""
     times = [items[position].time_ns for position in positions(count)]
     workspace = max(item.workspace_bytes for item in items.values())
     return Alternative(Split("batch", (chunk,) * count), sum(times), workspace, None, False, "")
 
 
 def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
-    """Algorithms that were run for their workspace, which was too much to go on."""
+    """Algorithms that ran once for their workspace, which was too large for timing them."""
     for entry in chunks:
         if entry.status == "untimed" and entry.key.problem == problem:
             split = _undivided(problem, entry.key.algorithm)
@@ -241,7 +241,7 @@ def _undivided(problem: Problem, algorithm: str) -> Split:
 
 
 def _error_of(split: Split, errors: dict[tuple[int, str], float]) -> float | None:
-    """The largest error of the chunks of a split, None where one is not known."""
+    """The largest error of the chunks of a split; None if the error of a chunk is not known."""
     chunks = {(chunk.size, chunk.algorithm) for chunk in split.chunks}
     if split.axis == "spatial" or not chunks <= errors.keys():
         return None
@@ -274,7 +274,7 @@ def _is_above(value: float | None, most: float | None) -> bool:
 
 
 def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iterator[Alternative]:
-    """Each algorithm that failed, once, where nothing else is known of it."""
+    """One alternative for each algorithm that failed and that no other alternative contains."""
     seen = {chunk.algorithm for one in others for chunk in one.split.chunks}
     for entry in known:
         name = entry.key.algorithm

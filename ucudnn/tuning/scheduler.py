@@ -149,7 +149,8 @@ class TuningScheduler:
             seconds = self._default_budget_s
         reserved_s = self._reserved_steps * self._step_s
         self._budget.begin_tuning(seconds, reserved_s, self.session.started_s)
-        # When the session was opened, the time of a step was not known, nor the deadline.
+        # The deadline depends on the time of a step, which was not known when the session was
+        # opened.
         self.session.stop_at(self._budget.deadline)
         self._report()
 

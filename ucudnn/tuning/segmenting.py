@@ -1,4 +1,4 @@
-"""Search for the segments of a step: costs foreseen by a profile, then measured in real steps."""
+"""Search for the segments of a step: their costs are estimated from a profile, then measured."""
 
 from __future__ import annotations
 
@@ -34,25 +34,31 @@ from ucudnn.tuning.independence import Independence, examined
 from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, ModuleProfile, profiled
 from ucudnn.tuning.step_rounds import Raced, race, raced_of, tells
 
-# A module that saves less than this fraction of the peak of a step is part of the one around it.
+# A module that could save less than this fraction of the peak of a step is no segment by itself; it
+# counts as a part of the module around it.
 _LEAST_SHARE = 0.01
-# Micro-batches are halves of a batch, and halves of these, as often as this.
+# Sizes of micro-batches are the batch halved n times, for n below this number.
 _MOST_HALVINGS = 7
-# Peaks that differ by less than this fraction of the peak of the step are the same to the solver.
+# Resolution of the solver, as a fraction of the peak of the step: smaller differences of peaks do
+# not matter.
 _RESOLUTION = 1 / 4096
-# The rest of a step that is not divided tells of the machine's load from this share of it on.
+# The part of a step outside its segments shows the machine's load if it takes more than this
+# fraction of the undivided step.
 _TELLING = 0.2
-# Micro-batches half as large are taken to be slower by this power of two, until they were timed.
+# Until they are timed, micro-batches of half the size are assumed to take 2 ** _SLOWER times as
+# long.
 _SLOWER = 0.05
-# Bytes per ns between a GPU and its host.
+# Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
-# A single step must be faster than the one as it is by this factor, to be raced against it.
+# A division is raced only if a single step by it takes no more than this fraction of the time of
+# the undivided step.
 _CLEARLY = 0.95
-# Steps that a race takes at least: each warms up, and one round; and those of a trial before it.
+# Least number of steps for a trial and a race: two to profile the trial, then one each to warm up
+# and one each in a round.
 _LEAST_STEPS = 6
-# Points of the front that are shown.
+# Number of points of the front that are shown, roughly.
 _SHOWN = 16
-# Steps of segments that are measured for one limit at most.
+# Largest number of divisions into segments that are tried for one limit.
 _MOST_TRIALS = 8
 
 
@@ -61,8 +67,8 @@ class Seen(NamedTuple):
 
     Args:
         division: how it was divided.
-        peak_bytes: above what was allocated before it.
-        time_ns: that it took.
+        peak_bytes: the most that it allocated, above what was allocated before it.
+        time_ns: its time.
     """
 
     division: StepDivision
@@ -70,14 +76,14 @@ class Seen(NamedTuple):
     time_ns: int
 
     def cost(self, limit: int) -> tuple[int, int]:
-        """What is less for the better of two steps: the excess over a limit, then the time."""
+        """Sort key, less for the better step: bytes of the peak over a limit, then the time."""
         return max(0, self.peak_bytes - limit), self.time_ns
 
     def way(self, held_bytes: int) -> Way:
-        """The same as a plan keeps it.
+        """This step in the form in which a plan keeps it.
 
         Args:
-            held_bytes: allocated all through a step.
+            held_bytes: bytes that are allocated all through a step.
         """
         segments, size = self.division
         peak = self.peak_bytes + held_bytes
@@ -92,7 +98,7 @@ class Seen(NamedTuple):
 
 @dataclass
 class _Known:
-    """A segment, with what it is foreseen or known to cost."""
+    """A segment with its estimated cost, and its measured cost once a step with it was run."""
 
     segment: Segment
     foreseen: Option
@@ -100,20 +106,20 @@ class _Known:
 
 
 class SegmentSearch:
-    """Finds segments of one step.
+    """Searches for the best segments of one step.
 
     Attributes:
-        seen: the steps that were run, the one as it is first.
-        findings: what is known of modules that were to run in micro-batches.
-        until: as below; it may be changed.
+        seen: the steps that were run; the first one is not divided.
+        findings: by name, what was found of the modules that were examined.
+        until: as in the arguments; it may be changed.
 
     Args:
         model: any module.
-        inputs: an example.
-        backend: of its device; one that can say what is allocated.
-        is_training: forward and backward; else forward without a graph.
-        until: the `time.monotonic` after which no step is begun that need not be; None: the default
-            budget of an effort from now on.
+        inputs: an example input.
+        backend: backend of the model's device; it must be able to report allocated memory.
+        is_training: True: a step is forward and backward; False: forward without a graph.
+        until: the `time.monotonic` after which only necessary steps are begun; None: it follows
+            from the default budget of the effort, which begins now.
         effort: as in `Config`.
     """
 
@@ -134,9 +140,9 @@ class SegmentSearch:
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
         self.findings: dict[str, Independence] = {}
         self._known: dict[Segment, _Known] = {}
-        # Measured over foreseen times, by the number of micro-batches.
+        # Ratios of measured to estimated times, by the number of micro-batches.
         self._ratios: dict[int, list[float]] = {}
-        # A leaf of the module tree keeps its result and little else.
+        # Modules without children are left out, because they keep their result and little else.
         names = [name for name, one in self._modules.items() if any(one.children())]
         with gradient_mode(is_training):
             steps()
@@ -150,10 +156,10 @@ class SegmentSearch:
         self._samples = {call.name: call.samples for call in self._root.walk()}
 
     def ways(self, held_bytes: int) -> tuple[Way, ...]:
-        """The steps that were run, and others of the front.
+        """The steps that were run, and estimated steps of the front.
 
         Args:
-            held_bytes: allocated all through a step.
+            held_bytes: bytes that are allocated all through a step.
         """
         run = [one.way(held_bytes) for one in self.seen]
         front = self.table().front()
@@ -168,7 +174,7 @@ class SegmentSearch:
         return tuple((name, one.reason) for name, one in self.findings.items() if one.reason)
 
     def _tree(self, root: ModuleCall) -> ModuleCall:
-        """The calls that may be segments."""
+        """The tree of calls with only those that may be segments; notes their costs, too."""
         counts: dict[str | None, int] = {}
         for call in root.walk():
             counts[call.name] = counts.get(call.name, 0) + 1
@@ -196,7 +202,7 @@ class SegmentSearch:
         return top
 
     def _foresee(self, call: ModuleCall) -> None:
-        """Note the segments that a call may be, with what they may cost."""
+        """Note each segment that a call may be, with its estimated cost."""
         assert call.name is not None
         cost, name = self._own.cost(call), call.name
         gradients = sum(
@@ -226,7 +232,7 @@ class SegmentSearch:
             self._known[one] = _Known(one, Option(call.result_bytes, peak, time_ns, one))
 
     def table(self) -> SegmentTable:
-        """The front of the step, by what is known so far."""
+        """The front of the step, from the costs that are known so far."""
         resolution = max(1, round(self._own.peak_bytes * _RESOLUTION))
         return segment(self._node(self._root), resolution)
 
@@ -260,7 +266,7 @@ class SegmentSearch:
         return replace(known.foreseen, time_ns=round(known.foreseen.time_ns * median(ratios)))
 
     def _count(self, one: Segment) -> int:
-        """Micro-batches of a segment."""
+        """Number of micro-batches of a segment."""
         return 1 if one.micro_batch is None else -(-self._samples[one.module] // one.micro_batch)
 
     def is_over(self, steps: int) -> bool:
@@ -269,11 +275,13 @@ class SegmentSearch:
         return self.until is not None and monotonic() + steps * step_s >= self.until
 
     def within(self, limit: int, *, inside: bool = False) -> Seen:
-        """The fastest step within a limit that was run; the one of the smallest peak if none was.
+        """Run steps with segments, and return the fastest one whose peak is within a limit.
+
+        If no step fits, the one with the smallest peak is returned.
 
         Args:
-            limit: of the peak, in bytes above what is allocated before the step.
-            inside: if none fits, look for segments inside micro-batches, too.
+            limit: largest peak, in bytes above what is allocated before the step.
+            inside: True: if no step fits, also try segments inside micro-batches.
         """
         last = len(self.seen) + _MOST_TRIALS
         while len(self.seen) < last:
@@ -285,7 +293,7 @@ class SegmentSearch:
             division = StepDivision(tuple(map(self._described, chosen)))
             if any(one.division == division for one in self.seen):
                 break
-            # Where nothing fits yet, going on is worth more than the time.
+            # As long as no step fits, the search goes on even if the time is over.
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
@@ -302,7 +310,7 @@ class SegmentSearch:
     ) -> None:
         """Run the model in micro-batches of one sample, of two, of four, with segments inside.
 
-        It ends with what does not fit the limit: the fewer micro-batches the better.
+        Fewer micro-batches are better, so the size grows until a step does not fit the limit.
         """
         size = 1
         while self._is_training and size < self._steps.batch:
@@ -316,22 +324,23 @@ class SegmentSearch:
                 last = self.try_(division(size, inner.within(max(0, room)).division.segments))
                 if last.peak_bytes <= limit or room <= 0:
                     break
-                # What lies beside the micro-batches changes; in the end the smallest peak is tried.
+                # Memory beside the micro-batches may grow, so the second try leaves more for it.
+                # The last try takes the segments of the smallest peak.
                 room = room - 2 * (last.peak_bytes - limit) if is_first else 0
             if last.peak_bytes > limit or self.is_over(2):
                 break
             size *= 2
 
     def _best(self, limit: int) -> Seen:
-        """The best step that is no loop."""
+        """The best of the steps that were run, without loops over micro-batches."""
         steps = (one for one in self.seen if one.division.micro_batch is None)
         return min(steps, key=lambda one: one.cost(limit))
 
     def in_parts(self, limit: int | None = None, *, inside: bool = False) -> Seen | None:
-        """The fastest step of a loop over micro-batches; None if none fits.
+        """Run steps of loops over micro-batches; return the fastest that fits, or None.
 
         Args:
-            limit: of the peak, as for `within`; None: any.
+            limit: largest peak, as for `within`; None: no limit.
             inside: as for `within`.
 
         Raises:
@@ -345,7 +354,7 @@ class SegmentSearch:
         tried = [one for one in self.seen if one.division.micro_batch]
         for size in sizes:
             is_known = any(one.division.micro_batch == size for one in tried)
-            # Where nothing fits yet, going on is worth more than the time.
+            # As long as no step fits, the search goes on even if the time is over.
             is_found = any(limit is None or one.peak_bytes <= limit for one in tried)
             if not is_known and not (is_found and self.is_over(2)):
                 tried.append(self.try_(StepDivision(micro_batch=size)))
@@ -367,10 +376,12 @@ class SegmentSearch:
         return "" if found.samples == batch else "its samples are not those of its first tensor"
 
     def faster(self, loop: bool = False) -> StepDivision:
-        """The division by which steps are faster beyond the noise, within the same memory.
+        """The division that makes steps faster beyond the noise; `WHOLE` if there is none.
+
+        Its peak is no larger than that of an undivided step.
 
         Args:
-            loop: steps may be those of a loop over micro-batches.
+            loop: True: also try loops over micro-batches.
         """
         own = self.seen[0]
         if self.reason_against_parts():
@@ -382,7 +393,7 @@ class SegmentSearch:
         return best.division
 
     def race(self, division: StepDivision, rival: StepDivision = WHOLE) -> Raced:
-        """Time steps that are divided in two ways in turn."""
+        """Race steps by two divisions in turn; the rival takes the place of torch in the result."""
         samples = race(
             [partial(self.elapsed_ns, one) for one in (rival, division)],
             self.is_over,
@@ -392,7 +403,7 @@ class SegmentSearch:
         return raced_of(*samples)
 
     def elapsed_ns(self, division: StepDivision) -> int:
-        """Time of a step that is divided in some way; so are all further ones."""
+        """Time in ns of a step by a division, which also applies to all further steps."""
         self._steps.divide(division)
         with gradient_mode(self._is_training):
             return self._backend.elapsed_ns(self._steps)
@@ -405,21 +416,21 @@ class SegmentSearch:
                 self.findings.update(examined(self._steps.model, self._steps, left))
 
     def _may_all_be(self, segments: Sequence[Segment]) -> bool:
-        """True if all modules may run so; what is not known yet is found out."""
+        """True if all modules may run as these segments; unknown modules are examined first."""
         self._examine({one.module: one.micro_batch or 1 for one in segments})
         return all(map(self._may_be, segments))
 
     def _described(self, one: Segment) -> Segment:
-        """A segment with what was found of its module."""
+        """The segment, with its fields `shared` and `training` as found for its module."""
         found = self.findings[one.module]
         modes = (module.training for module in self._modules[one.module].modules())
         return replace(one, shared=found.shared, training=sum(modes))
 
     def try_(self, division: StepDivision) -> Seen:
-        """Run a step that is divided in some way, and note what its segments cost there."""
+        """Run a step by a division, and note what its segments cost in it."""
         steps, names = self._steps, {one.module: one for one in division.segments}
         if division.micro_batch is not None or (len(names) > 1 and "" in names):
-            names = {}  # modules that run several times in a step cost something else in each
+            names = {}  # a module that runs several times in a step has no single cost
         steps.divide(division)
         try:
             with gradient_mode(self._is_training):
@@ -441,21 +452,21 @@ class SegmentSearch:
         return self.seen[-1]
 
     def _drift(self, profile: ModuleProfile, names: Collection[str]) -> float:
-        """How much longer the rest of a step takes now than it did in the step as it is."""
+        """Time of a step outside its segments, over the time of the same part when undivided."""
 
         def rest_ns(of: ModuleProfile) -> int:
             costs = (of.cost(call) for call in of.root.walk() if call.name in names)
             return of.time_ns - sum(cost.forward_ns + cost.backward_ns for cost in costs)
 
         before, now = rest_ns(self._own), rest_ns(profile)
-        # A small rest tells nothing.
+        # If the rest is small, its time says nothing about the load.
         return now / before if before > _TELLING * self._own.time_ns and now > 0 else 1.0
 
     def try_sizes(self, loop: bool = False) -> None:
         """Run steps of the whole model in micro-batches of each size, while there is time.
 
         Args:
-            loop: and those of a loop over micro-batches.
+            loop: True: also run loops over micro-batches.
         """
         sizes = [self._steps.batch >> n for n in range(1, _MOST_HALVINGS)]
         for size in filter(None, sizes):
@@ -465,10 +476,10 @@ class SegmentSearch:
                     self.try_(division)
 
     def in_blocks(self) -> Seen | None:
-        """A step with each block recomputed as a whole, as by torch.utils.checkpoint per block.
+        """Run a step in which each block is recomputed as a whole, as by torch.utils.checkpoint.
 
-        A block is a module that keeps at most half of what the step keeps, and is no mere sequence
-        of others. None: there are no blocks.
+        A block is a module that keeps at most half of what the step keeps and is no nn.Sequential,
+        or any module inside which nothing may be a segment. Returns None if there are no blocks.
         """
         most = self._own.cost(self._root).kept_bytes // 2
 
@@ -490,12 +501,12 @@ class SegmentSearch:
 def faster_division(
     model: nn.Module, inputs: Any, traced: Traced, config: Config, began: float
 ) -> StepDivision:
-    """How to divide steps so that they are faster, within the memory that they need as they are.
+    """The division that makes steps faster within their present memory; `WHOLE` if there is none.
 
     Args:
         model: any module.
-        inputs: that it was traced with.
-        traced: its convolutions.
+        inputs: the inputs that it was traced with.
+        traced: the convolutions of the model.
         config: the settings, without a memory budget.
         began: the `time.monotonic` from which the time budget counts.
     """
@@ -504,7 +515,7 @@ def faster_division(
     if not is_run or len(several) > 1:
         return WHOLE
     (inputs,), backend = several, open_backend(config.backend)
-    # What fits the cache as it is gains nothing by being there in parts.
+    # Results that fit the cache as a whole gain nothing from micro-batches.
     results = sum(
         prod(problem.result_shape) * problem.bytes_per_element
         for _, problem in traced.layers
@@ -516,7 +527,8 @@ def faster_division(
         return WHOLE
     try:
         with undisturbed(model):
-            # Before anything is profiled: most networks in training are no case.
+            # The model is examined before it is profiled, because most networks cannot run in
+            # micro-batches in training.
             steps = Steps(model, inputs, backward=False)
             with torch.no_grad():
                 found = examined(steps.model, steps, {"": max(1, steps.batch // 2)})[""]
@@ -531,15 +543,15 @@ def faster_division(
                     effort=config.effort,
                 )
                 return search.faster(config.loop)
-    # A model that was traced on fake tensors may still fail on real ones: whoever judges the plan
-    # says so.
+    # A model that was traced on fake tensors may still fail on real ones. It is no error here,
+    # because the race of whole steps reports it.
     except STEP_ERRORS:
         pass
     return WHOLE
 
 
 def half_of(config: Config, began: float) -> float | None:
-    """The `time.monotonic` at which half of a time budget that was set is over; None: none was.
+    """The `time.monotonic` at which half of the time budget is over; None if no budget was set.
 
     Args:
         config: the settings.
@@ -551,11 +563,11 @@ def half_of(config: Config, began: float) -> float | None:
 def _recomputed(
     call: ModuleCall, cost: ModuleCost, part: float, gradients: int, one: Segment
 ) -> Option:
-    """What recomputing a call in micro-batches may cost.
+    """The estimated cost of a call that is recomputed in micro-batches.
 
     Args:
-        call: as it is.
-        cost: what it costs as it is.
+        call: the call in the undivided step.
+        cost: its cost there.
         part: samples of a micro-batch over those of the batch.
         gradients: bytes of the gradients of its parameters.
         one: the segment.
@@ -564,9 +576,10 @@ def _recomputed(
     inside = cost.kept_bytes - result
     beside = min(cost.beside_bytes + gradients, cost.backward_bytes)
     transient = max(0, cost.backward_bytes - cost.kept_bytes - beside)
-    # The results of micro-batches lie beside the one that they become.
+    # The results of micro-batches are in memory beside the whole result that they are copied into.
     forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
     backward = result + beside + call.argument_bytes + round(part * (inside + transient))
-    # Of sizes that may be equally fast the largest is run first.
+    # Smaller micro-batches are assumed to be slower, so that of sizes that may be equally fast the
+    # largest is run first.
     time_ns = round((2 * cost.forward_ns + cost.backward_ns) * part**-_SLOWER)
     return Option(result, max(forward, backward), time_ns, one)

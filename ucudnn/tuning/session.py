@@ -87,7 +87,7 @@ class Session:
         )
 
     def _machine_key(self, subject: Subject, dtype: str = "float32") -> MeasurementKey:
-        """The key of a time of the machine itself, which depends on no problem but its dtype."""
+        """The key of a time of the machine itself, which depends on a dtype and on no problem."""
         problem = Problem("fprop", 1, 1, 1, (1,), (1,), dtype=dtype)
         return self.key(problem, "", subject=subject)
 

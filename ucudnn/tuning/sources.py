@@ -1,4 +1,4 @@
-"""Sources of the measurements of one kernel: a device, or a recording of one."""
+"""Sources of the measurements of one kernel: a device, or a recording of a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
 
-# Fields of a key that a plan needs in many values. Where a recording lacks a kernel, the error says
+# Fields of a key of which a plan needs many values. If a recording lacks a kernel, the error says
 # in which of the other fields the nearest entry differs.
 _ANY = ("algorithm", "conditions.role", "protocol")
 
@@ -41,9 +41,9 @@ class Cut:
 
     table: type[AbstractSplitTable]
     axis: AbstractAxis
-    # None where the kernel is not cut in this way.
+    # Sizes of the chunks; empty if the kernel is not cut in this way.
     sizes: tuple[int, ...]
-    # Chunks are computed by algorithms that add a bias, too, and by no others.
+    # True: chunks are computed only by algorithms that also add a bias.
     adds_bias: bool = False
 
 
@@ -53,15 +53,15 @@ class Evidence:
 
     # Chunks that a split may consist of.
     usable: tuple[tuple[Measurement, ...], ...]
-    # These, and those that failed, were eliminated or do not fit.
+    # The usable measurements, and those of chunks that failed, were eliminated or do not fit.
     known: tuple[tuple[Measurement, ...], ...]
     notes: tuple[str, ...] = ()
-    # Algorithms that were not measured further, each with a sentence.
+    # Algorithms that were not measured further, each with a sentence that gives the reason.
     ruled_out: tuple[tuple[str, str], ...] = ()
 
     @property
     def everything(self) -> tuple[Measurement, ...]:
-        """All that is known, of any cut."""
+        """All known measurements, of all cuts."""
         return tuple(entry for entries in self.known for entry in entries)
 
 
@@ -83,18 +83,18 @@ class AbstractSource(ABC):
     config: Config
     kernel: Kernel
     bounds: Bounds
-    # Torch's own convolution of the whole batch, as far as it was measured.
+    # Measurement of torch's own convolution of the whole batch; None if it was not measured.
     default: Measurement | None
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """The ways to cut the kernel; torch's own convolution is a chunk of the first one."""
+        """The ways to cut the kernel; torch's own convolution is a chunk of the first cut."""
         samples, rows = BatchAxis(self.kernel.problem), RowAxis(self.kernel.problem)
         policy = self.config.policy
         sizes = samples.sizes(policy)
         return (
             Cut(BatchSplits, samples, sizes),
-            # Without a bias to add, a kernel that adds one computes too much.
+            # If the layer has no bias, an algorithm that adds a bias computes too much.
             Cut(BatchSplits, samples, sizes if self.kernel.has_bias else (), adds_bias=True),
             *((Cut(RowSplits, rows, rows.sizes(policy)),) if self._may_cut_rows else ()),
         )
@@ -103,15 +103,15 @@ class AbstractSource(ABC):
     def _may_cut_rows(self) -> bool:
         """True unless torch's own convolution fits the limit."""
         workspace, limit = self.default.workspace_bytes if self.default else None, self.bounds.limit
-        # Neighbouring slabs read some input rows twice, so they are tried only where the limit
-        # excludes the whole.
+        # Neighbouring slabs read some input rows twice. So slabs are tried only if the limit
+        # excludes torch's own convolution of the whole batch.
         return limit is not None and (workspace is None or workspace > limit)
 
     @abstractmethod
     def known_front(self) -> Front:
-        """Front of the splits by what is known now; nothing is measured.
+        """Front of the splits from the measurements known now; nothing is measured.
 
-        Raises PlanError if a recording has nothing of this kernel.
+        Raises PlanError if a recording has no measurement of this kernel.
         """
 
     @abstractmethod
@@ -141,7 +141,7 @@ class AbstractSource(ABC):
         """Torch's own convolution of the whole batch, run at least once; None if it fails."""
 
     def look_at_chunks(self, most: int) -> None:  # noqa: B027 - a recording does nothing
-        """Run torch's own convolution once for the largest chunks of at most so many samples."""
+        """Run torch's own convolution once for the largest chunks of at most `most` samples."""
 
     def step(self) -> bool:
         """Measure the micro-batches that the solver asks for next; False if it asks for none."""
@@ -149,19 +149,19 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """Measure everything that is still wanted, or recall it from a recording.
+        """Measure everything that the plan still needs, or recall it from a recording.
 
-        Raises PlanError if a recording has nothing of this kernel.
+        Raises PlanError if a recording has no measurement of this kernel.
         """
 
     @property
     def lacks_time(self) -> bool:
-        """True if something was left out that would have ended after the time budget."""
+        """True if a measurement was left out that would have ended after the time budget."""
         return False
 
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls, or recall the race; None if neither is possible."""
+        """Race splits as whole calls, or recall their race; None if neither is possible."""
 
     def release(self) -> None:  # noqa: B027 - a recording has none
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
@@ -203,8 +203,8 @@ class LiveSource(AbstractSource):
         )
 
     def _working(self) -> list[KernelMeasurer]:
-        """The measurers that have something to measure, and the first one."""
-        # The first one is always there: it knows torch's own convolution.
+        """The first measurer, and the other measurers that have something to measure."""
+        # The first measurer is always included, because it knows torch's own convolution.
         first, *others = map(self._measurer, self.cuts)
         return [first, *(one for one in others if not one.is_empty)]
 
@@ -213,7 +213,7 @@ class LiveSource(AbstractSource):
         return self._measurer(self.cuts[0]).look_at_default()
 
     def look_at_chunks(self, most: int) -> None:
-        """Run torch's own convolution once for the largest chunks of at most so many samples."""
+        """Run torch's own convolution once for the largest chunks of at most `most` samples."""
         self._measurer(self.cuts[0]).look_at_chunks(most)
 
     def step(self) -> bool:
@@ -221,17 +221,19 @@ class LiveSource(AbstractSource):
         return self._measurer(self.cuts[0]).step()
 
     def evidence(self) -> Evidence:
-        """Measure everything that is still wanted."""
+        """Measure everything that the plan still needs."""
         working = self._working()
         for place, measurer in enumerate(working):
             if place:
-                # Each allocates operands of the same size; only one set is in memory at a time.
+                # Each measurer allocates operands of the same size; only one set of them is in
+                # memory at a time.
                 working[place - 1].release()
             while measurer.step():
                 pass
             self.session.flush()
         measurers = [self._measurer(cut) for cut in self.cuts]
-        # A pool was divided by everything that was timed, and there is no time to do it better.
+        # If there is no time for more, kernels of a pool use everything that was timed, even in a
+        # single run: the pool was divided by the same times.
         is_rough = self.config.total_bytes is not None and (self.session.is_over or self.lacks_time)
         return Evidence(
             tuple(tuple(one.timed if is_rough else one.usable) for one in measurers),
@@ -242,34 +244,34 @@ class LiveSource(AbstractSource):
 
     @property
     def lacks_time(self) -> bool:
-        """True if something was left out that would have ended after the time budget."""
+        """True if a measurement was left out that would have ended after the time budget."""
         return any(measurer.lacks_time for measurer in self._measurer_by_cut.values())
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls while there is time, else recall the race."""
+        """Race splits as whole calls if there is time for it, else recall their race."""
         session, problem, has_bias = self.session, self.kernel.problem, self.kernel.has_bias
-        # A race in the cache costs no time, and a plan by measured whole calls is the better one.
-        # Each is run once for its workspace and once to warm up before the first round.
+        # Before the first round each call is run once for its workspace and once to warm up. If
+        # there is no time for that, a race in the cache still makes a better plan than predictions.
         race_ns = 3 * len(splits) * self._measurer(self.cuts[0]).whole_ns
         if not session.may_race or not session.has_time_for(race_ns):
             return recall_race(session, problem, splits, has_bias)
-        # The measurer that worked last still holds operands, the others gave theirs back.
+        # The measurer that worked last still holds its operands; the others have freed theirs.
         return race(session, self._working()[-1], problem, splits, has_bias)
 
     def release(self) -> None:
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
         for measurer in self._measurer_by_cut.values():
             measurer.release()
-        # malloc keeps what chunks needed, and kernels with other sizes need as much again.
+        # malloc keeps the memory that chunks needed, and kernels of other sizes would add to it.
         give_back_free_blocks()
 
 
 @dataclass(eq=False)
 class ReplayedSource(AbstractSource):
-    """Source that recalls the measurements of a device, which need not be here."""
+    """Source that recalls the measurements of a device that need not be in this machine."""
 
     def __post_init__(self) -> None:
-        # What a device here measured does not count: the recording has it, or has none.
+        # A measurement that was passed in does not count: only the recording does.
         self.default = self.look_at_default()
 
     def look_at_default(self) -> Measurement | None:
@@ -286,7 +288,7 @@ class ReplayedSource(AbstractSource):
             raise self._miss()
         usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
         if not self._has_split(usable):
-            # Tuning left this kernel after a first look: what was timed once is all there is.
+            # Tuning did not go beyond first runs of this kernel, so their times are all there is.
             usable = tuple(tuple(filter(self._is_timed, entries)) for entries in known)
         return Evidence(usable, known)
 
@@ -301,7 +303,7 @@ class ReplayedSource(AbstractSource):
         return self._front(self.evidence().usable)
 
     def hoped_front(self) -> Front:
-        """The same, as nothing more can be measured."""
+        """The known front, because nothing more can be measured."""
         return self.known_front()
 
     def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
@@ -317,7 +319,7 @@ class ReplayedSource(AbstractSource):
         return [self.session.reuse(entry) for entry in found]
 
     def _miss(self) -> PlanError:
-        """Error for a kernel without measurements: the nearest one, and in what it differs."""
+        """The error for a kernel without measurements; it says how the nearest entry differs."""
         texts = key_texts(self.session.key(self.kernel.problem, ""))
         wanted = {name: texts[name] for name in texts if name not in _ANY}
         nearest = explain(wanted, (entry.key for entry in self.session.cache))
@@ -333,17 +335,17 @@ class ReplayedSource(AbstractSource):
         if entry.time_ns is None or (self.config.deterministic and not entry.is_deterministic):
             return False
         most = self.config.max_error
-        # Recordings made by other means may lack errors; one that is not known excludes nothing.
+        # Recordings made by other means may lack errors; an unknown error excludes no candidate.
         return most is None or (entry.error or 0.0) <= most
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """The race as it was recorded."""
+        """The race as it was recorded; None if it was not."""
         return recall_race(self.session, self.kernel.problem, splits, self.kernel.has_bias)
 
 
 def source_of(
     session: Session, config: Config, kernel: Kernel, bounds: Bounds, default: Measurement | None
 ) -> AbstractSource:
-    """The source for a session: a recording replays, every other device measures."""
+    """The source of a kernel: a recording if the session replays one, else its device."""
     kind = ReplayedSource if session.is_recorded else LiveSource
     return kind(session, config, kernel, bounds, default)

@@ -1,6 +1,6 @@
-"""Splits of one kernel along its batch or its rows, and the plan for every batch that they make.
+"""Splits of one kernel along its batch or its rows, and the plan for every batch made of them.
 
-They follow from the chunks that were timed alone: nothing is measured here.
+They are computed from the times of single chunks: nothing is measured here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ucudnn.split import (
 from ucudnn.system.processes import cached_property
 from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
 
-# On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
-# A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
+# A chunk should take ten times as long as its call takes on the host (about 20 us in PyTorch). On
+# the CPU the time of a chunk includes that of the call.
 WORTHWHILE_NS = 10 * 20_000
-# Penalties per chunk in ns, each of which gives one candidate split: 0 for times as measured, 2 ms
-# for a busy machine, on which threads wait for each other at the end of a chunk, and 1 s, so that
+# Penalties per chunk in ns; each penalty gives one split to race. With 0, times count as measured.
+# 2 ms are for a busy machine, on which threads wait for each other at the end of a chunk. With 1 s,
 # only the number of chunks counts.
 CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 
 # Items by the position of their chunk in a split.
 Items = Mapping[str, Sequence[Item]]
-# For n = 1..N how to compute n, as `ReuseTable.walk` returns it.
+# For n = 1..N how to compute a batch of n, as `ReuseTable.walk` returns it.
 Walk = Sequence[WalkEntry]
 
 
@@ -47,13 +47,13 @@ class PlanDraft:
     """Splits of every batch of one kernel, which split tables fill in one after the other.
 
     The winner of a race of whole calls is the split of the largest batch. For every other batch the
-    first entry counts, so the table in which the winner was found comes first.
+    first table that has a split counts, so the table in which the winner was found comes first.
     """
 
     def __init__(self, problem: Problem, winner: Split) -> None:
         self.problem = problem
         self.winner = winner
-        # Batches that are computed as the winner is: in one piece, or by its slabs.
+        # Batches that are computed like the largest one: undivided, or by the winner's slabs.
         self._undivided: frozenset[int] = frozenset()
         self._by_slabs: frozenset[int] = frozenset()
         self._walk: Walk = (WalkEntry(None, None),) * problem.batch
@@ -67,13 +67,13 @@ class PlanDraft:
             self._undivided |= frozenset(batches)
 
     def follow(self, walks: Sequence[Walk]) -> None:
-        """Split batches as a walk does, where those that were followed before have no split.
+        """Split batches as one of the walks does, if no walk followed before has a split for them.
 
-        The walks are those of one table, one for each penalty of `CHUNK_NS`.
+        `walks` are the walks of one table, one for each penalty of `CHUNK_NS`.
         """
         if self._walk_number is None:
-            # For a winner that is in no walk, smaller batches follow splits of fewer, larger
-            # chunks.
+            # If the winner is in no walk, smaller batches follow the walk of the second penalty,
+            # which has fewer, larger chunks.
             places = (place for place, walk in enumerate(walks) if end_of(walk) == self.winner)
             self._walk_number = next(places, 1)
         self._walk = [
@@ -118,23 +118,23 @@ class PlanDraft:
         )
 
     def _algorithm(self, n: int) -> str | None:
-        """The algorithm that computes a batch undivided, None where it is split."""
+        """The algorithm that computes a batch undivided; None if the batch is split."""
         if n in self._undivided:
             return self.winner.chunks[0].algorithm
         item = self._walk[n - 1].alone
         return None if item is None else item.algorithm
 
     def _last(self, n: int, is_passed: bool) -> Item | None:
-        """Last chunk of the best chain of a batch; None without any, or where none is needed."""
+        """Last chunk of a batch's best chain; None if there is no chain or none is needed."""
         return None if n in self._ended and not is_passed else self._walk[n - 1].last
 
     @property
     def _ended(self) -> frozenset[int]:
-        """Batches left to torch's own convolution, which are reached by chains of others only."""
+        """Batches left to torch's own convolution; only chains of larger ones lead through them."""
         return self._undivided if self.winner.is_default else frozenset()
 
     def _passed(self) -> set[int]:
-        """Batches that chains of larger ones lead through; no chain begins at one of `_ended`."""
+        """Batches that chains of larger ones lead through; no chain begins at those in `_ended`."""
         passed: set[int] = set()
         for n in range(self.problem.batch, 0, -1):
             last = self._last(n, n in passed)
@@ -144,7 +144,7 @@ class PlanDraft:
 
 
 def end_of(walk: Walk) -> Split | None:
-    """The split of the largest batch, chunk by chunk from its end; None where there is none.
+    """The split of the largest batch, found chunk by chunk from its end; None if there is none.
 
     >>> end_of([WalkEntry(None, Item(1, 0, 5, "gemm"))] * 2).chunks
     (Chunk(size=1, algorithm='gemm'), Chunk(size=1, algorithm='gemm'))
@@ -167,17 +167,17 @@ class Point(NamedTuple):
 
     workspace_bytes: int
     time_ns: int
-    # Only under this many bytes; from there on a split into longer chunks is preferred, even if it
-    # is slower. None: within any workspace.
+    # This split is used only if the workspace is less than this. From there on a split into longer
+    # chunks is preferred, even if it is slower. None: the split is used within any workspace.
     below: int | None = None
 
 
-# Workspace rising and time falling.
+# Points in the order of rising workspace and falling time.
 Front = tuple[Point, ...]
 
 
 def pareto(points: Iterable[Point]) -> Front:
-    """The points that no other one beats in both, workspace rising and time falling.
+    """The points that no other point beats in both, with rising workspace and falling time.
 
     >>> front = pareto([Point(4, 9), Point(0, 20), Point(8, 9), Point(2, 20)])
     >>> [point[:2] for point in front]
@@ -191,12 +191,12 @@ def pareto(points: Iterable[Point]) -> Front:
 class AbstractSplitTable(ABC):
     """Splits of one kernel along one axis, by the measurements of its chunks.
 
-    Law: every split that it offers computes the whole, by chunks that fit the limit. The first one
-    is the fastest of all whose chunks were timed and are worth their launch.
+    Law: every split of `splits` computes the whole problem by chunks that fit the limit. The first
+    split is the fastest of all whose chunks were timed and take long enough to be worth a call.
     """
 
     axis: AbstractAxis
-    # Of the chunks that a split may have, timed or not.
+    # Sizes of the chunks that a split may have, whether they were timed or not.
     sizes: Sequence[int]
     measurements: Sequence[Measurement]
     kernel_of: KernelOf
@@ -205,29 +205,30 @@ class AbstractSplitTable(ABC):
     @property
     @abstractmethod
     def items(self) -> Items:
-        """What was timed, by the position of the chunk in a split."""
+        """The timed chunks, by the position that they may have in a split."""
 
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """True where there is nothing to plan with."""
+        """True if there are no chunks, or no split, to plan with."""
 
     @abstractmethod
     def splits(self) -> list[Split]:
-        """Splits of the largest batch worth timing as wholes, the fastest as measured first."""
+        """Splits of the largest batch to race as whole calls, the fastest by its chunks first."""
 
     @abstractmethod
     def smallest(self) -> tuple[int, str] | None:
-        """The least workspace in bytes of any split, and its description; None without any."""
+        """The least workspace in bytes of any split, with a description; None without a split."""
 
     @abstractmethod
     def fill(self, draft: PlanDraft) -> None:
-        """Add what is known of each batch to a plan in the making."""
+        """Add the splits of this table for each batch to a draft of the plan."""
 
     def front(self) -> Front:
-        """Front of time over workspace of the splits of the largest batch, whatever the limit.
+        """Front of time over workspace of the largest batch's splits; the limit does not matter.
 
-        Below the workspace that chunks worth their launch need, it continues with shorter chunks.
+        It first takes chunks that are long enough to be worth a call. For less workspace than these
+        need, it continues with shorter chunks.
         """
         points: list[Point] = []
         for choice in (worthwhile(self.items), self.items):
@@ -241,7 +242,7 @@ class AbstractSplitTable(ABC):
         return pareto(points)
 
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each chunk of any split; None where one has none."""
+        """The fastest measurement of each chunk of a split; None if a chunk was not timed."""
         if axis_of(self.axis.problem, split) != self.axis:
             return None
         found = []
@@ -256,7 +257,7 @@ class AbstractSplitTable(ABC):
         return tuple(found)
 
     def smallest_chunks(self) -> tuple[int, tuple[Chunk, ...]] | None:
-        """The least workspace in bytes of any split, and its chunks; None without any split."""
+        """The least workspace in bytes of any split, with its chunks; None without a split."""
         extent = self.axis.extent
         table = reuse_by_position(self.items, extent)
         least = table.smallest_bytes(extent) if table else None
@@ -277,7 +278,7 @@ class BatchSplits(AbstractSplitTable):
         return not any(self.items.values())
 
     def splits(self) -> list[Split]:
-        """Splits of the largest batch worth timing as wholes, the fastest as measured first."""
+        """Splits of the largest batch to race as whole calls, the fastest by its chunks first."""
         splits = [split for split in map(end_of, self._walks) if split is not None]
         batch, limit = self.axis.extent, self.limit
         # The solver favours chunks with lucky samples, so the best undivided call is raced, too.
@@ -301,8 +302,8 @@ class BatchSplits(AbstractSplitTable):
     def fill(self, draft: PlanDraft) -> None:
         """Add undivided calls like the winner's, and a walk for all other batches.
 
-        Where torch's default wins it is the plan of smaller batches, too, whose splits were not
-        timed as whole calls, unless another implementation would run for them.
+        If torch's default wins, it also computes smaller batches, because their splits were not
+        timed as whole calls. Batches for which torch runs another implementation are excepted.
         """
         winner = draft.winner
         if winner.axis == self.axis.name and len(winner.chunks) == 1:
@@ -311,7 +312,7 @@ class BatchSplits(AbstractSplitTable):
         draft.follow(self._walks)
 
     def uncovered(self) -> list[int]:
-        """The batches that nothing timed computes within the limit, the smallest first."""
+        """The batches that no known chunks compute within the limit, the smallest first."""
         walk = _walk_all(self._bounded, self.axis.extent, self.limit)
         return [n for n, entry in enumerate(walk, start=1) if entry == WalkEntry(None, None)]
 
@@ -323,8 +324,8 @@ class BatchSplits(AbstractSplitTable):
     def _walks(self) -> tuple[Walk, ...]:
         """For each penalty of `CHUNK_NS` the fastest splits of all batches."""
         batch, limit = self.axis.extent, self.limit
-        # Smaller batches may use sizes that were not timed, at the times of larger ones. The
-        # largest batch is raced, and its prediction must rest on timed chunks alone.
+        # Smaller batches may use chunks that were not timed, with the times of larger chunks. The
+        # largest batch is raced, and its prediction must rest on timed chunks only.
         return tuple(
             _with_end_of(
                 _walk_all(self._bounded, batch, limit, launch_ns),
@@ -334,11 +335,11 @@ class BatchSplits(AbstractSplitTable):
         )
 
     def _like_default(self) -> list[int]:
-        """The batches at which torch's default runs the kernel that it runs at the largest."""
+        """The batches for which torch's default runs the implementation of the largest batch."""
         problem = self.axis.problem
         whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
-        # torch picks an implementation by batch: that its choice won at N says nothing about
-        # others.
+        # torch picks an implementation by batch. That its choice has won at the largest batch says
+        # nothing about its other choices.
         return [
             n
             for n in range(1, problem.batch + 1)
@@ -366,8 +367,8 @@ class RowSplits(AbstractSplitTable):
         return not self.splits()
 
     def splits(self) -> list[Split]:
-        """Splits worth timing as wholes: the fastest as measured, and with fewer, larger slabs."""
-        # Slabs that are too short for what their calls cost only where no others fit.
+        """Splits to race as whole calls: the fastest by its slabs, and those with fewer slabs."""
+        # Slabs that take too little time to be worth their calls are used only if no others fit.
         return self._splits(worthwhile(self.items)) or self._splits(self.items)
 
     def _splits(self, items: Items) -> list[Split]:
@@ -385,12 +386,12 @@ class RowSplits(AbstractSplitTable):
         return None if found is None else (found[0], str(self.axis.split(found[1])))
 
     def fill(self, draft: PlanDraft) -> None:
-        """Add the batches that the winner's slabs compute, where slabs have won."""
+        """If slabs have won, add the batches that the winner's slabs compute."""
         if self.chunks(draft.winner) is not None:
             draft.compute_as_winner(self._batches_of(draft.winner))
 
     def _batches_of(self, split: Split) -> list[int]:
-        """The batches at which every slab runs the kernel that it was measured with."""
+        """The batches for which every slab runs the implementation that it was measured with."""
         problem = self.axis.problem
         entries = slabs(problem, [chunk.size for chunk in split.chunks])
         parts = {
@@ -417,13 +418,13 @@ def plan_by(
     timing: Timing,
     default: Timing | None,
 ) -> KernelPlan:
-    """The plan for every batch, with the winner of a race at the largest."""
+    """The plan for every batch, with the winner of the race at the largest batch."""
     draft = PlanDraft(problem, winner)
-    # Smaller batches follow the table in which the winner was found; the others serve batches that
-    # it has no split for.
+    # Smaller batches follow the table in which the winner was found. The other tables serve batches
+    # for which that table has no split.
     for table in sorted(tables, key=lambda table: winner not in table.splits()):
         table.fill(draft)
-    # Torch's default takes part in a race even if it was not timed as a chunk.
+    # If torch's default was raced but not timed as a chunk, the time of its race is the prediction.
     chunks = known_chunks(tables, winner)
     predicted = timing.time_ns if chunks is None else sum(item.time_ns for item in chunks)
     return draft.kernel_plan(layers, predicted, timing, default)
@@ -436,9 +437,9 @@ def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[It
 
 
 def worthwhile(items: Items) -> Items:
-    """Items without chunks that are too short for what their calls cost."""
+    """The items, without those that take too little time to be worth their calls."""
     return {
-        # What runs alone has no alternative with fewer calls.
+        # A chunk that runs alone stays, because there is no alternative with fewer calls.
         position: [
             item for item in group if position == Role.ALONE or item.time_ns >= WORTHWHILE_NS
         ]
@@ -453,14 +454,14 @@ def _time_ns(item: Item) -> int:
 def _walk_all(
     items: Items, batch: int, limit: int | None, launch_ns: int = 0
 ) -> tuple[WalkEntry, ...]:
-    """The fastest split of every batch; of short chunks only where nothing else fits."""
+    """The fastest split of every batch; it has short chunks only if nothing else fits."""
     tables = (reuse_by_position(choice, batch, launch_ns) for choice in (worthwhile(items), items))
     found = [table.walk(limit) for table in tables if table is not None]
     merged = []
     for entries in zip(*found, strict=True):
         chosen = next((entry for entry in entries if entry.alone or entry.last), entries[0])
-        # A back-pointer leads from n to n - last.batch and goes on with the entry there: even where
-        # n is best computed alone, larger batches may need its chain.
+        # A back-pointer leads from n to n - last.batch, where the chain goes on. Even if n itself
+        # is best computed alone, chains of larger batches may lead through n.
         last = next((entry.last for entry in entries if entry.last), None)
         merged.append(WalkEntry(chosen.alone, last))
     return tuple(merged) or (WalkEntry(None, None),) * batch
@@ -469,13 +470,13 @@ def _walk_all(
 def _with_end_of(
     walk: tuple[WalkEntry, ...], timed: tuple[WalkEntry, ...]
 ) -> tuple[WalkEntry, ...]:
-    """The entries of `walk`, with the largest batch split as in `timed`, by timed chunks alone."""
+    """The entries of `walk`, with the largest batch split as in `timed`, by timed chunks only."""
     merged, n = list(walk), len(walk)
     if timed[n - 1].alone:
-        # Nothing leads through the largest batch, so a back-pointer that is not followed may stay.
+        # No chain leads through the largest batch, so its unused back-pointer may stay.
         merged[n - 1] = WalkEntry(timed[n - 1].alone, walk[n - 1].last)
         return tuple(merged)
-    # Replace every back-pointer on the way down, so that the chain from N holds timed chunks alone.
+    # Replace every back-pointer on the way down, so that the chain from N has only timed chunks.
     while n and (last := timed[n - 1].last) is not None:
         merged[n - 1] = WalkEntry(None if n == len(walk) else walk[n - 1].alone, last)
         n -= last.batch

@@ -2,8 +2,8 @@
 
 A plan whose kernels are all faster can still slow down a step, because planned calls cost the host
 more, and because the caches hold other data. If steps are not faster beyond the noise, the kernels
-that pay are found by their times inside the steps, or by halving, and the others are given back to
-torch.
+that make them faster are found by their times inside the steps, or by halving. All other kernels
+are given back to torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ucudnn.tuning.step_rounds import (
     tells,
 )
 
-# Steps that a race of two takes at least: each warms up, and one round. Peaks warm up, too.
+# Least number of steps in a race of two contestants: one each to warm up, and one each in a round.
+# A step that is run for its peak warms up, too.
 LEAST_STEPS = 4
 
 # Reasons why steps were not raced: the budget has no time for them, or all of the plan is torch's.
@@ -44,16 +45,18 @@ class StepMeter:
 
     # Lets the convolutions of this process follow a plan while its context is open.
     install: Callable[[Plan], AbstractContextManager[object]]
-    # Runs a step and returns the time in ns that it took on the device, or its peak of allocated
-    # memory in bytes.
+    # `elapsed` runs a step and returns the time in ns that it took on the device; `peak` returns
+    # the peak of allocated memory in bytes instead.
     elapsed: Callable[[Step], int]
     peak: Callable[[Step], int]
-    # The `time.monotonic` at which steps must end, and the time of a step, by which to foresee it.
+    # The `time.monotonic` at which steps must end, and the time of one step in ns, from which the
+    # end of further steps is estimated.
     until: float | None = None
     step_ns: int = 0
-    # Shortest times so far, of steps by torch and by plans: the first step may take much longer.
+    # Shortest times so far of a step by torch (False) and by a plan (True), because the first step
+    # may take much longer than the next ones.
     shortest_ns: dict[bool, int] = field(default_factory=dict)
-    # Like `install`, and times kernels inside the step; None: that would slow the step down.
+    # Like `install`, but also times kernels inside the step; None if that would slow the step down.
     timed: Callable[[Plan | None], AbstractContextManager[Mapping[Problem, int]]] | None = None
 
     def is_over(self, steps: int = 0) -> bool:
@@ -61,7 +64,7 @@ class StepMeter:
         return self.until is not None and monotonic() + steps * self.step_ns / 1e9 >= self.until
 
     def earlier(self, steps: int) -> StepMeter:
-        """The same meter, that leaves time for so many steps."""
+        """A meter like this one that ends earlier, to leave time for so many more steps."""
         if self.until is None:
             return self
         return replace(self, until=self.until - steps * self.step_ns / 1e9)
@@ -88,11 +91,11 @@ class StepMeter:
         self.step_ns = max(self.shortest_ns.values())
 
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
-        """Peak of memory of one step, likewise."""
+        """Peak of allocated memory of one step by a plan; None: by torch's own convolutions."""
         times = list[int]()
         with self._following(plan):
             peak = self.peak(lambda: times.append(self.elapsed(step)))
-        # Looking at memory takes time, too, so that this tells only where it was shorter.
+        # Watching memory makes a step longer, so its time counts only if no shorter one is known.
         if not self.step_ns or times[0] < self.step_ns:
             self._note(times[0], plan)
         return peak
@@ -109,7 +112,7 @@ class StepJudge:
     meter: StepMeter
 
     def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
-        """The plan with the outcome of its race, without the kernels that do not pay in a step.
+        """The plan with the outcome of its race, and without kernels that make steps no faster.
 
         A kernel whose default exceeds the workspace limit keeps its plan, whatever it costs.
         `raced` is the plan's race against torch, with peaks, if that was run already.
@@ -117,14 +120,15 @@ class StepJudge:
         changed = _changed(plan)
         if not changed:
             return plan
-        # The rest must stay planned: without a plan they would exceed the workspace limit.
+        # The other kernels must stay planned: torch's own convolutions would exceed the workspace
+        # limit, or would not be deterministic.
         free = replaceable(plan)
         rest = _without(plan, free)
         raced = raced or self._raced_with_peaks(plan, rest)
         if raced is None:
             return replace(plan, step_race=StepRace(reason=NO_ROOM))
-        # Kernels whose default exceeds the limit stay planned even if they slow the step down, so
-        # the others are compared with a step that already contains these.
+        # Kernels that must stay planned stay even if they slow the step down. So the plan is
+        # compared with steps in which only these kernels are planned.
         against_rest: Raced | None = raced
         if free and raced.rest is None and not _is_torchs(rest):
             has_time = not self.meter.is_over(LEAST_STEPS)
@@ -136,19 +140,21 @@ class StepJudge:
         else:
             kept = self._kept(plan, free)
         dropped = [one for one in free if one not in kept]
-        # The whole plan may be a proven loss although neither half is: then drop all of it.
+        # Steps may be slower by the whole plan although no kernel was found that slows them down:
+        # then drop all kernels.
         if _is_torchs(rest) and raced.race.is_loss:
             dropped = dropped or free
         return self._judged_without(dropped, plan, raced)
 
     def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced | None:
-        """A race against torch, with the peaks of both; None if there is no time for one."""
+        """A race of the plan against torch, with the peaks of both; None if there is no time."""
         of_three = bool(_changed(rest)) and rest.kernels != plan.kernels
-        # What must stay planned takes part by itself: a step to warm up, and one in the round.
+        # The kernels that must stay planned may take part by themselves. They then take two more
+        # steps: one to warm up, and one in the round.
         round_steps = 2 + 2 * of_three
         peaks = list[int]()
-        # Taking a peak runs a step, which warms up, and tells more about how long steps are than
-        # the very first one, which may take a third longer.
+        # To take a peak a step is run. It warms up, and its time says more about the next steps
+        # than that of the very first step, which may take a third longer.
         for one in (None, plan):
             if self.meter.is_over(round_steps + 1):
                 return None
@@ -160,7 +166,7 @@ class StepJudge:
         return raced._replace(race=race)
 
     def _race_of_three(self, plan: Plan, rest: Plan) -> Raced:
-        """A race of torch's own, a plan, and those of its kernels that must stay planned."""
+        """A race of three: torch, the plan, and the plan with only the kernels that must stay."""
         self.meter.elapsed_ns(self.step, rest)
         contestants = (None, rest, plan)
         by_torch, by_rest, by_plan = self._samples(contestants, 1, is_warm=True)
@@ -172,8 +178,8 @@ class StepJudge:
         )
 
     def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
-        """The plan without some kernels, and the race of what is left of it."""
-        # All of it pays by parts, in shorter races than the one of the whole.
+        """The plan without the dropped kernels, with the race of what is left of it."""
+        # Nothing is dropped: the parts of the plan were faster, although the whole race was not.
         if not dropped:
             return replace(plan, step_race=raced.race)
         left, race = _without(plan, dropped), raced.race
@@ -201,12 +207,12 @@ class StepJudge:
             return []
         middle, kept = len(kernels) // 2, list[KernelPlan]()
         for half in (kernels[:middle], kernels[middle:]):
-            # What could not be shown to pay is given back to torch. Steps by what is left of the
-            # plan are raced at the end.
+            # No time is left: kernels that were not shown to make steps faster are given back to
+            # torch. Steps by the rest of the plan are raced at the end.
             if self.meter.is_over(2 * LEAST_STEPS):
                 break
-            # torch's own convolutions for all that may be replaced but these, so that only these
-            # are judged, against those that must stay planned alone.
+            # All replaceable kernels outside this half run torch's own convolutions, so that only
+            # this half is judged. The rival has only the kernels that must stay planned.
             others = [kernel for kernel in plan.kernels if kernel not in half]
             with_half = _without(plan, [one for one in others if has_default(plan, one)])
             alone = _without(with_half, half)
@@ -221,14 +227,18 @@ class StepJudge:
     def _samples(
         self, contestants: Sequence[Plan | None], rival: int, is_warm: bool
     ) -> list[list[StepTimes]]:
-        """Time steps until it is clear whether the last plan is faster than a rival of it."""
+        """Time steps until it is clear whether the last contestant is faster than the rival.
+
+        `rival` is the index of a contestant.
+        """
         plan = contestants[-1]
         assert plan is not None
 
         def is_decided(samples: Samples) -> bool:
             by_rival, by_plan = samples[rival], samples[-1]
             raced = raced_inside(by_rival, by_plan, plan, replaceable(plan))
-            # Kernels that gain inside steps which seem to lose: more rounds tell.
+            # It is not clear if the kernels are faster but the steps seem slower: more rounds
+            # follow.
             is_clear = raced.pays and raced.race.ratio <= 1
             return is_clear or tells(*steps_ns([by_plan, by_rival]))
 
@@ -237,7 +247,7 @@ class StepJudge:
 
 
 def _proven(raced: Raced) -> Raced:
-    """The same race, in which too few rounds show no gain."""
+    """The same race, but with too few rounds it counts as no gain."""
     return raced._replace(pays=raced.pays and raced.race.rounds >= LEAST_ROUNDS)
 
 
@@ -245,24 +255,24 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True if torch's own convolution may replace a kernel's plan.
 
     It must be within the workspace limit, and deterministic if the plan is. With a pool it
-    must need no more than the plan.
+    must need no more workspace than the kernel's plan.
     """
     if plan.config.deterministic and not kernel.default_is_deterministic:
         return False
     limit = plan.limit_bytes(kernel)
-    # The other calls of the step own the rest.
+    # With a pool, the other calls of the step own the rest of the workspace.
     if plan.config.total_bytes is not None:
         limit = kernel.timing.workspace_bytes
     return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
 
 
 def replaceable(plan: Plan) -> list[KernelPlan]:
-    """The kernels that are not torch's own and that torch may compute all the same."""
+    """The kernels that do not run torch's own convolution, although they could."""
     return [kernel for kernel in _changed(plan) if has_default(plan, kernel)]
 
 
 def _changed(plan: Plan) -> list[KernelPlan]:
-    """The kernels that are not torch's own."""
+    """The kernels that do not run torch's own convolution."""
     return [kernel for kernel in plan.kernels if not kernel.is_default]
 
 

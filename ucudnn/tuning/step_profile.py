@@ -27,43 +27,44 @@ class Held:
     """Memory in bytes that is allocated all through a step."""
 
     parameters: int
-    # Of parameters that have some before the step.
+    # Gradients that the parameters have before the step.
     gradients: int
-    # State of the optimisers of its parameters.
+    # State of the optimisers of the model's parameters.
     optimizers: int
-    # Buffers and inputs, and what else the allocator knows of.
+    # Buffers and inputs, and everything else that was allocated before the step.
     others: int
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all these parts."""
         return self.parameters + self.gradients + self.optimizers + self.others
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Allocated memory at the convolutions of a step, with what is held all through it."""
+    """Allocated memory at the convolutions of a step, with the memory held all through it."""
 
     held: Held
-    # For each kernel the most that is allocated beside the workspace of a call.
+    # For each kernel the most that is allocated beside the workspace in any of its calls.
     live_bytes: Mapping[Problem, int]
-    # For each kernel the most that is allocated in any of its calls.
+    # For each kernel the most that is allocated in any of its calls, with workspace.
     call_peaks: Mapping[Problem, int]
-    # The most at any moment: without the workspace of convolutions, and with it.
+    # The most that is allocated at any moment: without the workspace of convolutions, and with it.
     own_peak_bytes: int
     peak_bytes: int
-    # Kernels in the order of the step, each with what is allocated beside its workspace.
+    # For each call, in the order of the step, the kernel and what is allocated beside its
+    # workspace.
     calls: tuple[tuple[Problem, int], ...] = ()
 
 
 @dataclass(eq=False)
 class StepProfiler:
-    """Runs steps of a model, and profiles memory where the backend can say what is allocated."""
+    """Runs steps of a model and profiles their memory, which the backend must be able to report."""
 
     model: nn.Module
     inputs: Any
     backend: AbstractBackend
-    # Forward and backward; else forward without a graph, as for inference.
+    # True: a step is forward and backward; False: forward without a graph, as for inference.
     is_training: bool
     memory_format: str = "keep"
     division: StepDivision = WHOLE
@@ -73,7 +74,7 @@ class StepProfiler:
         before = self.backend.allocated_bytes()
         runner = None
         if plan is not None:
-            # A kernel that was left out is an error of the plan's users, not of this step.
+            # A kernel that the plan leaves out may be an error for its users, but not in this step.
             config = replace(plan.config, unplanned="torch")
             runner = Runner(plan, config)
         with undisturbed(self.model):
@@ -81,14 +82,14 @@ class StepProfiler:
                 self.model, self.inputs, self.is_training, self.memory_format, self.division
             )
             with gradient_mode(self.is_training):
-                # The first step finds kernels and fills caches, which later ones have.
+                # The first step looks kernels up and fills caches, which later steps need not do.
                 self._watched(step, runner, lambda: None)
                 watcher, spans = self._spans(step, runner)
         return _profile(self._held(before), watcher, spans)
 
     def _spans(self, step: Steps, runner: Runner | None) -> tuple[Watcher, list[Span]]:
         watchers: list[Watcher] = []
-        # What a cycle of references holds is freed at an arbitrary moment.
+        # Memory that a cycle of references holds would be freed at an arbitrary moment of the step.
         gc.collect()
         spans = self.backend.spans(lambda mark: watchers.append(self._watched(step, runner, mark)))
         assert spans is not None
@@ -101,7 +102,7 @@ class StepProfiler:
         return watcher
 
     def _held(self, allocated: int) -> Held:
-        """Memory held before a step, of which so many bytes were seen by the allocator."""
+        """The memory held before a step; `allocated` is what the allocator has counted by then."""
         parameters = list(self.model.parameters())
         gradients = [one.grad for one in parameters if one.grad is not None]
         inputs = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
@@ -120,15 +121,16 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
     call_peaks: dict[Problem, int] = {}
     calls: list[tuple[Problem, int]] = []
     if len(spans) != 3 * len(watcher.calls) + 1:
-        # torch's profiler sees nothing of threads that the model starts.
+        # torch's profiler does not see memory in threads that the model starts.
         raise UnsupportedError(
             "its convolutions run in several threads, in which memory cannot be seen"
         )
-    # Mark n ends span n. What is between two marks of a call is no part of the rest of the step.
+    # Mark n ends span n. The spans between the first and the last mark of a call are not part of
+    # the rest of the step.
     inside = {n for call in watcher.calls for n in range(call.marks[0] + 1, call.marks[2] + 1)}
     rest = [span.peak_bytes for n, span in enumerate(spans) if n not in inside]
     own_peak = peak = max(rest)
-    # In the order of their begins, as they are in a step of one thread.
+    # The calls are taken in the order in which they begin, as in a step of one thread.
     for copied, (_, began, ended) in sorted(watcher.calls, key=lambda call: call.marks[1]):
         peak_bytes = max(span.peak_bytes for span in spans[began + 1 : ended + 1])
         end_bytes = spans[ended].end_bytes
@@ -137,8 +139,8 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
         if not copied:
             own_peak = max(own_peak, peak_bytes)
         for problem, copied_bytes in copied.items():
-            # At its end the results of all kernels of the call are there. A little more than what
-            # is live while the first of two runs, whichever that is.
+            # At the end of a call the results of all its kernels are allocated. If there are two
+            # kernels, this is a little more than what is live while the first of them runs.
             beside = held.total + end_bytes + copied_bytes
             calls.append((problem, beside))
             live[problem] = max(live.get(problem, 0), beside)
@@ -163,7 +165,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def _optimizer_state(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Tensors in the state of all optimisers of these parameters."""
     ids, found = set(map(id, parameters)), list[Tensor]()
-    # Nothing leads from a parameter to its optimiser.
+    # A parameter has no reference to its optimiser, so all objects of the process are searched.
     for one in gc.get_objects():
         # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
         if issubclass(type(one), torch.optim.Optimizer):

@@ -1,7 +1,7 @@
 """Rounds of whole steps by several contestants in turn, and what they show.
 
-The convolutions of a step may be timed inside it. What a plan gains there is seen in fewer rounds
-than in the time of the whole step, whose noise may be larger than all of its convolutions gain.
+The convolutions of a step may be timed inside it. They show the gain of a plan in fewer rounds than
+the time of the whole step does, because its noise may be larger than the gain of all convolutions.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED, StepRace
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 
-# Rounds of one race. Steps are long, so there are few: the 95 % interval of up to seven pairs
-# reaches from the smallest ratio to the largest, and one perturbed round can hide a difference.
+# Largest number of rounds of one race. Steps are long, so there are few rounds: the 95 % interval
+# of up to seven pairs reaches from the smallest ratio to the largest, and one perturbed round can
+# hide a difference.
 _MOST_ROUNDS = 7
 
-# With it one perturbed round of seven is forgiven, and of fewer none.
+# With this confidence, the interval of six or seven pairs leaves out the smallest and the largest
+# ratio, so that one perturbed round cannot hide a difference. With fewer pairs it spans them all.
 CONFIDENCE = 0.75
 
 _Times = TypeVar("_Times")
 
 
 class StepTimes(NamedTuple):
-    """Times of a step, or means of several.
+    """Time of a step, and of its kernels.
 
-    On a GPU a step waits for each kernel that is timed, which takes time, too.
+    On a GPU a step must wait for each kernel that is timed, which makes the step longer.
     """
 
     step_ns: int
-    # All calls of a kernel in the step together.
+    # For each kernel the time of all its calls in the step together.
     kernels_ns: Mapping[Problem, int]
 
 
@@ -45,14 +47,14 @@ class Raced(NamedTuple):
 
     # Times of steps by a plan and by torch's own convolutions.
     race: StepRace
-    # Steps are faster by the plan beyond the noise, or its kernels inside them, all together; or
-    # there was no time for the rounds that it takes to know.
+    # True if steps by the plan are faster beyond the noise, or if its kernels, all together, are
+    # faster inside the steps. Also True if there were too few rounds to know, and no clear loss.
     pays: bool
-    # The kernels that are faster inside most steps, each by itself; None: not known, or of no use,
-    # because the steps are slower all the same.
+    # The kernels that, each by itself, are faster inside most steps. None: it is not known which,
+    # or the steps are slower for another reason than the kernels.
     faster: frozenset[Problem] | None = None
-    # Times of steps by the kernels that must stay planned and by torch, if those took part; then
-    # the plan was compared with these.
+    # If the kernels that must stay planned took part by themselves: the race of steps by only these
+    # kernels against torch. Then `pays` and `faster` compare the plan with these steps.
     rest: StepRace | None = None
 
 
@@ -62,10 +64,11 @@ def race(
     is_decided: Callable[[Sequence[Sequence[_Times]]], bool],
     is_warm: bool = False,
 ) -> list[list[_Times]]:
-    """Times of several ways to compute a step in turn, until it is clear which is faster.
+    """Time several ways to compute a step in turn, until it is clear which is faster.
 
-    Each has one time per round. No round begins if `is_over` says that there is no time for so many
-    steps. The first round does not count unless all have just run (`is_warm`).
+    Each way is timed once per round. After the first counted round, none begins if `is_over` says
+    that there is no time for so many steps. A round to warm up comes first and does not count; it
+    is left out if all ways have just run (`is_warm`).
     """
     samples: list[list[_Times]] = [[] for _ in runs]
     order = list(range(len(runs)))
@@ -88,7 +91,7 @@ def race(
 
 
 def steps_ns(samples: Samples) -> list[list[int]]:
-    """Times of whole steps, of each contestant.
+    """The times of whole steps, as one list for each contestant.
 
     >>> steps_ns([[StepTimes(3, {})], [StepTimes(4, {})]])
     [[3], [4]]
@@ -97,7 +100,7 @@ def steps_ns(samples: Samples) -> list[list[int]]:
 
 
 def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True if the interval of the ratio shows a gain, a loss, or that there is neither.
+    """True if the interval of the ratio is clear: it shows a gain, a loss or no difference.
 
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
@@ -107,7 +110,7 @@ def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
-    """The outcome of a race.
+    """The outcome of a race of steps by torch and by a plan.
 
     >>> raced_of([100, 101, 99], [90, 91, 90]).pays, raced_of([100, 90, 99], [90, 91, 90]).pays
     (True, False)
@@ -115,7 +118,8 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
     ratio, low, high = ratio_interval(by_plan, by_torch)
     rounds = len(by_plan)
     outcome = StepRace(median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds)
-    # Too few rounds prove nothing. The kernels are faster by races of their own.
+    # Too few rounds prove nothing. But the kernels have won races of their own, so only a clear
+    # loss counts against the plan.
     if rounds < LEAST_ROUNDS:
         return Raced(outcome, not outcome.is_loss)
     return Raced(outcome, _is_faster(by_plan, by_torch))
@@ -129,7 +133,7 @@ def raced_inside(
 ) -> Raced:
     """The outcome of a race in which the kernels of steps were timed, too.
 
-    Compared are those kernels of the plan that torch computes in the other steps.
+    Only `kernels` are compared: those of the plan that torch computes in the other steps.
     """
     raced = raced_of(*steps_ns([by_torch, by_plan]))
     planned, torchs = (_kernel_times(plan, times) for times in (by_plan, by_torch))
@@ -140,36 +144,36 @@ def raced_inside(
     }
     if not pairs:
         return raced
-    # Many small gains are seen together, where each of them is hidden by its noise.
+    # The sum over all kernels can show a gain where the noise hides the small gain of each kernel.
     ones, others = (
         list(map(sum, zip(*times, strict=True))) for times in zip(*pairs.values(), strict=True)
     )
     raced = raced._replace(race=replace(raced.race, inside=ratio_interval(ones, others)))
     is_faster, is_slower = _is_faster(ones, others), _is_faster(others, ones)
-    # In so few rounds steps may be slower by chance, which kernels are less.
+    # In so few rounds whole steps may be slower by chance; kernels are less affected by it.
     if raced.race.rounds < LEAST_ROUNDS:
         return raced._replace(pays=raced.pays or is_faster)
     # Something else than these kernels slows the steps down.
     if raced.race.is_loss and not is_slower:
         return raced
-    # Each has won a race of its own before, so that it need not prove once more that it is faster.
+    # Each kernel has won a race of its own before, so that a median below 1 is enough here.
     faster = frozenset(problem for problem, pair in pairs.items() if ratio_interval(*pair)[0] < 1)
     # Whole steps may be faster by chance in a few rounds, though their kernels are slower.
     return raced._replace(pays=is_faster or (raced.pays and not is_slower), faster=faster)
 
 
 def _is_faster(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True if one is faster than the other beyond the noise."""
+    """True if the first times are shorter than the other ones, beyond the noise."""
     _, _, most = ratio_interval(ones, others, CONFIDENCE)
     return most < 1
 
 
 def _kernel_times(plan: Plan, steps: Sequence[StepTimes]) -> dict[Problem, list[int]]:
-    """Times in ns of the kernels of a plan, one per step; of those that ran in all of the steps."""
+    """Times in ns of the kernels of a plan that ran in all of these steps, one time per step."""
     times: dict[Problem, list[int]] = {}
     for number, step in enumerate(steps):
         for problem, time_ns in step.kernels_ns.items():
-            # Strides of a single sample do not tell in which layout it is.
+            # The strides of a single sample do not show its layout, so the plan is asked for both.
             for one in (problem, replace(problem, layout="nhwc")):
                 if plan.covers(one):
                     of_kernel = times.setdefault(plan.kernel(one).problem, [0] * len(steps))

@@ -41,8 +41,8 @@ _BUSY = (
     "other processes use this machine: times will be too long and gains uncertain; end them, or "
     "tune again later, which takes anew what was measured meanwhile"
 )
-# Two tunings at once would perturb each other's times, and torch has one profiler per process, by
-# which workspace is measured.
+# Two tunings at once would perturb each other's times. Also, workspace is measured by torch's
+# profiler, of which a process has only one.
 _measuring = ForkSafeLock()
 
 
@@ -67,19 +67,20 @@ def tune_problems(
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
         measurements: an open cache to use, which stays open; None: the cache of the config.
-        backend: of the device; None: that of the config.
+        backend: backend of the device; None: the one that the settings name.
         biased: problems to whose result a layer adds a bias, which is timed with them.
-        is_whole_step: the problems are all convolutions of a training step. Then each is measured
-            as carefully as its part of the step is worth, within the default time budget of the
-            effort.
+        is_whole_step: True: the problems are all convolutions of a training step. Then problems
+            with a larger part of the step are measured more carefully. If no time budget is set,
+            the default budget of the effort applies.
         reserved_steps: time of the budget to leave unused, in steps.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
-        budget_s: seconds of the time budget for these problems; None: all that is set.
+        budget_s: seconds of the time budget for these problems; None: the whole budget of the
+            settings.
 
     Raises:
         ConfigError: there is no problem to plan.
-        PlanError: no plan of some problem fits the workspace limit.
+        PlanError: a problem must have a plan, and none fits its workspace limit.
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
@@ -119,13 +120,13 @@ def _run(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
         warn(_BUSY, NoiseWarning)
     try:
         scheduler.run()
-    # Whoever interrupts tuning gets what it has found so far.
+    # A user who interrupts tuning gets the plan so far.
     except KeyboardInterrupt:
         raise TuningInterruptedError(_plan(scheduler, config, began)) from None
     plan = _plan(scheduler, config, began)
     _log.info("measured %d candidates, reused %d", session.measured, session.reused)
     noise = noise_of(plan)
-    # A plan wholly from the cache is not warned of again.
+    # A plan that comes wholly from the cache gives no second warning.
     if session.measured and noise.is_noisy:
         warn(
             f"the times of this plan are noisy: {noise}; tune again when the machine is quiet",
@@ -173,7 +174,7 @@ def _plan(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
-        # A plan from a recording is for the backend that runs it, not for the one that replays.
+        # A plan from a recording names the backend that can run it, not the one that replays it.
         config=replace(config, backend=cast(Backend, backend.name), device=None)
         if config.is_replayed
         else config,
@@ -187,7 +188,7 @@ def device_type(config: Config) -> str:
     >>> device_type(Config(backend="torch_cpu"))
     'cpu'
     """
-    # Only the measurements say what device they are of.
+    # Only the recorded measurements say which kind of device they are of.
     if config.backend == "recorded":
         with _open_cache(config) as cache:
             return _open_backend(config, cache).device().type
@@ -196,7 +197,7 @@ def device_type(config: Config) -> str:
 
 def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
     if config.is_replayed:
-        # Read only, and a file that was exported from a cache serves as well.
+        # A recording is only read. It may also be a file that was exported from a cache.
         return open_recording(config.cache)
     return cache_room.open(config.cache)
 
@@ -221,7 +222,7 @@ def open_recording(path: str | None) -> AbstractCache:
 
     None: the user's cache.
     """
-    # A cache is a folder; what does not exist is reported by `cache.open`.
+    # A cache is a folder. A path that does not exist is left to `cache.open`, which reports it.
     if path is None or not os.path.isfile(path):
         return cache_room.open(path, "r")
     cache = MemoryCache()
@@ -240,8 +241,8 @@ def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
     ]
     engines = filter(_is_engine, of_device)
     problems = list(dict.fromkeys(entry.key.problem for entry in engines))
-    # What was recorded with another version may not exist in the cuDNN that is installed here, and
-    # a plan must not hold it.
+    # An engine that was recorded with another version may not exist in the cuDNN that is installed
+    # here, and a plan must not use it.
     listed = {
         (listing.problem, one.identity)
         for listing in list_configurations(problems, profile)
@@ -259,6 +260,6 @@ def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 
 def _is_engine(entry: Measurement) -> bool:
     """True for an engine of cuDNN that computes a plain convolution, as listed without a GPU."""
-    # torch's own convolution is there with any version of cuDNN.
+    # torch's own convolution exists with any version of cuDNN.
     is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
     return is_candidate and not entry.adds_bias
