@@ -1,6 +1,6 @@
 """Cache of measurements, shared by all processes, kept per device, and safe against crashes.
 
-    base.py       the contract, with what every cache does the same way
+    base.py       the contract, with the methods that are the same in every cache
     memory.py     a cache in a dictionary
     overlay.py    a writable cache over read-only ones
     hdf5/         a cache in a folder of HDF5 files
@@ -59,15 +59,16 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
     0
 
     Args:
-        path: a folder, or several as in PATH ("mine:/fleet/image"): the first is written, the
-            others only read; None: UCUDNN_CACHE, else the user's cache directory.
+        path: a folder, or several as in PATH ("mine:/fleet/image"). The first folder is written,
+            the other folders are only read. None: UCUDNN_CACHE, else the user's cache directory.
         mode: "a": read and add, the folder is made by the first `put`; "r": only read.
-        use_locks: False: use no file locks. Nothing is lost then, but work may be done twice.
+        use_locks: False: use no file locks. No entry is lost then, but two processes may do the
+            same work.
 
     Raises:
-        ConfigError: another mode.
+        ConfigError: the mode is neither "a" nor "r".
     """
-    # Only here, because it loads h5py.
+    # Imported only here, because this module loads h5py.
     from ucudnn.cache.hdf5.folder import HDF5Cache
 
     if mode not in _MODES:
@@ -80,7 +81,7 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
 
 
 def default_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that `open` writes to when it is given this path.
+    """The folder that `open` writes to for this path.
 
     >>> default_path("mine:/fleet/image")
     PosixPath('mine')

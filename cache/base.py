@@ -27,9 +27,8 @@ class AbstractCache(ABC):
     """Measurements by key.
 
     When `put` returns, `get` finds the measurements, in this process and in every later one. If two
-    have the same key, the later one counts; nothing else changes the result of `get`. `put` raises
-    an error only if the cache was opened for reading. If the disk cannot be written, one warning
-    says so, and the measurements are kept in memory.
+    measurements have the same key, `get` returns the one stored later. If the disk cannot be
+    written, `put` raises no error: one warning says so, and the measurements are kept in memory.
     """
 
     @abstractmethod
@@ -52,11 +51,11 @@ class AbstractCache(ABC):
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add the entries of another cache, which is only read.
 
-        Of two with the same key the later one counts, but none that was taken under load replaces a
-        quiet one that says as much.
+        Of two entries with the same key the later one counts. The exception: an entry taken under
+        load replaces one taken without load only if it adds something, such as a first time.
 
         Raises:
-            CacheError: there is no cache, or this one is read-only.
+            CacheError: there is no cache at the path, or this cache is read-only.
         """
 
     @abstractmethod
@@ -65,10 +64,10 @@ class AbstractCache(ABC):
 
         Args:
             where: values by field name, such as {"software.cudnn": "9.27"}; {}: every entry.
-            before_ns: only what was stored before this time, in ns since 1970.
+            before_ns: only entries that were stored before this time, in ns since 1970.
 
         Raises:
-            ConfigError: there is no such field.
+            ConfigError: entries do not have a field that `where` names.
             CacheError: the cache is read-only or another process holds it.
         """
 
@@ -96,7 +95,7 @@ class AbstractCache(ABC):
         """Keep measurements: all or none, and durable when this returns.
 
         Args:
-            measurements: of any devices; those of one kind of device are one atomic step.
+            measurements: of any devices; those of one kind of device are kept in one atomic step.
 
         Raises:
             CacheError: the cache is read-only, or a number needs more than 64 bits.
@@ -110,14 +109,14 @@ class AbstractCache(ABC):
         return sum(1 for _ in self.entries())
 
     def __bool__(self) -> bool:
-        # Else `if cache:` would read every entry to count them, and be false for an empty cache.
+        # Without this, `if cache:` would count all entries, and be false for an empty cache.
         return True
 
     def select(self, where: Mapping[str, object]) -> Iterator[Measurement]:
-        """The measurements that match, such as {"problem.op": "fprop", "status": "failed"}.
+        """The measurements that match values by field name, such as {"problem.op": "fprop"}.
 
         Raises:
-            ConfigError: there is no such field; the message lists them.
+            ConfigError: entries do not have a field that `where` names; the message lists all.
         """
         texts = parse_where(where)
         return (entry.measurement for entry in self.entries() if matches(entry, texts))
@@ -125,39 +124,39 @@ class AbstractCache(ABC):
     def export(
         self, path: str | os.PathLike[str], where: Mapping[str, object] | None = None
     ) -> int:
-        """Write entries to a file, .csv or .json, and count them; `import_` reads it back.
+        """Write entries to a .csv or .json file, and count them; `import_` reads the file back.
 
         Args:
             path: the file; a reader sees the old contents or the new ones, never a part.
-            where: only the entries that match.
+            where: values by field name; only entries that match are written. None: all entries.
 
         Raises:
-            ConfigError: an unknown field.
-            CacheError: another suffix, or the file cannot be written.
+            ConfigError: entries do not have a field that `where` names.
+            CacheError: the suffix is neither .csv nor .json, or the file cannot be written.
         """
-        # A bad filter must not leave a new file.
+        # The filter is parsed first, because a bad filter must not leave a new file.
         texts = parse_where(where or {})
         return write_entries(path, (one for one in self.entries() if matches(one, texts)))
 
     def import_(self, path: str | os.PathLike[str]) -> int:
-        """Read a file that `export` wrote, and count its entries; all are kept, or none.
+        """Read a file that `export` wrote, and count its entries; all entries are kept, or none.
 
         Raises:
             CacheError: the file cannot be read; the message names the line.
         """
-        # Parsed to the end before any is kept.
+        # The whole file is parsed before any entry is kept.
         entries = read_entries(path)
         self.put_entries(entries)
         return len(entries)
 
     def explain(self, key: MeasurementKey | Mapping[str, object]) -> Explanation:
-        """Explain whether a key is there, and if not, in which fields the nearest entry differs.
+        """Say whether the cache has a key, and if not, in which fields the nearest entry differs.
 
         Args:
-            key: a key, or some of its fields, such as {"problem.batch": 32}.
+            key: a key, or values of some of its fields, such as {"problem.batch": 32}.
 
         Raises:
-            ConfigError: a field that keys do not have.
+            ConfigError: keys do not have a field that is named.
         """
         wanted = key_texts(key) if isinstance(key, MeasurementKey) else parse_where(key)
         found = explain(wanted, (measurement.key for measurement in self))
@@ -173,9 +172,10 @@ def key_texts(key: MeasurementKey) -> dict[str, str]:
 
 
 def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explanation:
-    """Find the key that differs from the wanted values, texts by field name, in the fewest fields.
+    """Find the key that differs from the wanted texts, by field name, in the fewest fields.
 
-    Of several such keys, one whose problem and algorithm differ least is preferred, then the first.
+    Among several such keys, the one with the fewest differences in problem and algorithm is taken;
+    if these are equal, too, the first one.
     """
     names = [field.name for field in KEY_FIELDS]
     for name in wanted:
@@ -188,7 +188,8 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
     for key in keys:
         count += 1
         distances = [differences(getattr(key, part)) for part, differences in counters]
-        # "Another version of cuDNN" explains a miss better than "another layer".
+        # Problem and algorithm break ties: that the version of cuDNN differs explains a miss better
+        # than that the layer differs.
         distance = (sum(distances), distances[0] + distances[1])
         if distance < least:
             nearest, least = key, distance
@@ -202,14 +203,14 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
 
 
 def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any], int]:
-    """A function that counts the fields of one part of a key which differ from the wanted ones."""
+    """A function that counts in how many fields one part of a key differs from the wanted texts."""
     compared = [
         field
         for field in KEY_FIELDS
         if (field.part or field.own_name) == part and field.name in wanted
     ]
 
-    # Keys share their parts: a million entries may have one device and a thousand problems.
+    # Cached, because keys share parts: a million entries may have one device and 1000 problems.
     @cache
     def differences(value: Any) -> int:
         texts = (

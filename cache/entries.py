@@ -10,7 +10,8 @@ from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey, Software
 from ucudnn.units import Count, format_bytes, format_ns
 
-# In the year 2116; a later time cannot come from a clock, and 2^63 would overflow in a file.
+# The latest time that is accepted, in the year 2116. No clock shows a later one, and files overflow
+# at 2^63.
 LATEST_NS = 2**62
 
 
@@ -20,8 +21,8 @@ class Entry:
 
     Args:
         measurement: the key and the numbers.
-        stored_ns: time of storage in ns since 1970 (UTC); of two for one key the later counts. 0:
-            not stored yet, `put_entries` sets it to the present.
+        stored_ns: time of storage in ns since 1970 (UTC); of two entries with one key the later
+            one counts. 0: not stored yet, `put_entries` sets the present time.
 
     Raises:
         CacheError: the time is before 1970 or after 2116.
@@ -42,10 +43,10 @@ class DeviceInfo:
     Args:
         device: the hardware.
         records: number of measurements.
-        records_by_status: (status, number) pairs, commonest first.
-        versions: (software as text, number) pairs, commonest first.
-        oldest_ns: time at which the first was stored, in ns since 1970.
-        newest_ns: time at which the last was stored.
+        records_by_status: (status, number of entries) pairs, commonest first.
+        versions: (software as text, number of entries) pairs, commonest first.
+        oldest_ns: time at which the oldest entry was stored, in ns since 1970.
+        newest_ns: time at which the newest entry was stored, in ns since 1970.
     """
 
     device: Device
@@ -64,8 +65,8 @@ class CacheInfo:
         location: its folder, or "memory".
         writable: True if measurements can be added.
         files: number of files with measurements.
-        file_bytes: their size in bytes.
-        devices: one per device, by name.
+        file_bytes: total size of these files in bytes.
+        devices: one summary per device, sorted by type and name of the device.
     """
 
     location: str
@@ -88,8 +89,8 @@ class CheckReport:
         records: measurements that can be read.
         files: sound files.
         problems: a sentence for each file that cannot be used.
-        notes: a sentence for each finding that is no error: files that were set aside before,
-            leftovers of killed writers, files of somebody else's.
+        notes: a sentence for each file that is no error: damaged files that were set aside before,
+            leftovers of killed writers, files that no cache made.
     """
 
     records: int
@@ -108,8 +109,8 @@ class MergeReport:
     """Result of merging another cache.
 
     Args:
-        read: measurements in the other cache.
-        added: those whose key was new here.
+        read: number of measurements in the other cache.
+        added: number of measurements whose key was new in this cache.
     """
 
     read: int
@@ -121,7 +122,7 @@ class Difference:
     """A field in which the nearest entry differs from the key asked for, with both values as text.
 
     Args:
-        field: such as "software.cudnn".
+        field: name of the field, such as "software.cudnn".
         wanted: value asked for.
         found: value of the nearest entry.
     """
@@ -138,8 +139,8 @@ class Explanation:
     Args:
         entries: number of keys that were compared.
         nearest: the key that differs in the fewest fields, None in an empty cache.
-        differences: the fields in which it differs; empty for a hit.
-        measurement: that of the nearest key, for a hit.
+        differences: the fields in which the nearest key differs; empty for a hit.
+        measurement: for a hit, the measurement of the nearest key.
     """
 
     entries: int
@@ -175,7 +176,7 @@ class Explanation:
 def info_of(
     location: str, writable: bool, file_bytes: Sequence[int], entries: Iterable[Entry]
 ) -> CacheInfo:
-    """Count entries by device, status and versions; `file_bytes` has the size of each file."""
+    """Count entries by device, status and versions; `file_bytes` holds the size of each file."""
     statuses: defaultdict[Device, Counter[str]] = defaultdict(Counter)
     versions: defaultdict[Device, Counter[Software]] = defaultdict(Counter)
     times: dict[Device, tuple[int, int]] = {}

@@ -26,9 +26,9 @@ VERSION = 1
 
 
 def write_entries(path: str | os.PathLike[str], entries: Iterable[Entry]) -> int:
-    """Write entries to a .csv or .json file, whose folder is made, and count them."""
+    """Write entries to a .csv or .json file, and count them; make its folder if it is missing."""
     target = Path(path)
-    # Entries may be an iterator, and are counted after they are written.
+    # A list, because an iterator could not be counted after it was written.
     listed = list(entries)
     text = _to_csv(listed) if _suffix(target) == ".csv" else _to_json(listed)
     try:
@@ -58,7 +58,7 @@ def _suffix(path: Path) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        # Python's strings may hold half a surrogate pair, and `write_entries` keeps it.
+        # "surrogatepass", because `write_entries` keeps half a surrogate pair in a Python string.
         return path.read_bytes().decode("utf-8", "surrogatepass")
     except OSError as error:
         raise TableError(f"cannot read {path}: {error.strerror}") from error
@@ -67,7 +67,7 @@ def _read_text(path: Path) -> str:
 
 
 def _to_csv(entries: Iterable[Entry]) -> str:
-    # newline="": the csv module writes line ends itself, which must not be translated.
+    # newline="": the csv module writes line ends itself, and the stream must not translate them.
     stream = io.StringIO(newline="")
     writer = csv.writer(stream)
     writer.writerow(FIELD_BY_NAME)
@@ -106,7 +106,7 @@ def _to_json(entries: Iterable[Entry]) -> str:
 def _to_value(value: Any) -> Any:
     if isinstance(value, Split):
         return split_to_text(value)
-    # JSON has no infinity and no nan; an error against the reference can be either.
+    # Written as text, because JSON has no infinity and no nan, and a measured error can be either.
     is_special = isinstance(value, float) and not math.isfinite(value)
     return repr(value) if is_special else value
 
@@ -130,7 +130,7 @@ def _from_json(path: Path, text: str) -> list[Entry]:
     for number, record in enumerate(records, start=1):
         place = f"{path} measurement {number}"
         values = dict(record)
-        # `_to_value` writes a split, and an infinite error, as text.
+        # `_to_value` writes a split as text, and an error that is infinite or nan.
         for name in ("error", "split"):
             if isinstance(values.get(name), str):
                 values[name] = _value(place, name, values[name])

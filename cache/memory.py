@@ -43,7 +43,7 @@ class MemoryCache(AbstractCache):
         now = max(time_ns(), self._newest_ns + 1)
         for index, given in enumerate(list(entries)):
             entry = given if given.stored_ns else replace(given, stored_ns=now + index)
-            # As in files, where segments are merged in any order: the later stored entry counts.
+            # The entry stored later counts, as in files, whose segments are merged in any order.
             known = self._entries.get(entry.measurement.key)
             if known is None or known.stored_ns <= entry.stored_ns:
                 self._entries[entry.measurement.key] = entry
@@ -55,7 +55,7 @@ class MemoryCache(AbstractCache):
 
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add the entries of the cache in a folder."""
-        # Only here, because it loads h5py.
+        # Imported only here, because this module loads h5py.
         from ucudnn.cache.hdf5.folder import open_existing
 
         before, entries = len(self), list(open_existing(path).entries())
@@ -65,7 +65,8 @@ class MemoryCache(AbstractCache):
             if (known := self.get(entry.measurement.key)) is not None
         ]
         self.put_entries(entries)
-        # The later entry counts, so what those taken under load must not replace is put anew.
+        # The later entry counts. So measurements that those taken under load must not replace are
+        # put again, with the present time.
         self.put(known for other, known in pairs if not other.may_replace(known))
         self.put(other for other, known in pairs if not known.may_replace(other))
         return MergeReport(read=len(entries), added=len(self) - before)
@@ -83,7 +84,7 @@ class MemoryCache(AbstractCache):
         return len(gone)
 
     def check(self) -> CheckReport:
-        """A report without problems: there are no files."""
+        """A report without problems, because there are no files."""
         return CheckReport(records=len(self), files=0)
 
     def info(self) -> CacheInfo:

@@ -29,7 +29,8 @@ class LayeredCache(AbstractCache):
 
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The measurement of the first cache that has this key, or None."""
-        # Not the latest of all: what was measured here says more about this machine than an image.
+        # The first one counts, even if a lower cache has a later one: what was measured on this
+        # machine describes the machine better than an image does.
         for layer in (self._top, *self._below):
             found = layer.get(key)
             if found is not None:
@@ -69,7 +70,7 @@ class LayeredCache(AbstractCache):
 
     def info(self) -> CacheInfo:
         """Contents of all caches, and the paths and sizes of their files."""
-        # Counted anew, because a key that several caches have counts once.
+        # Entries are counted again, because a key that several caches have must count once.
         infos = [layer.info() for layer in (self._top, *self._below)]
         location = os.pathsep.join(info.location for info in infos)
         return replace(

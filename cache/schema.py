@@ -1,8 +1,8 @@
 """Schema of an entry: the name, the type and the text form of each field.
 
 HDF5 tables, CSV columns, JSON documents, filters and explanations all use the names listed here
-("problem.batch", "software.cudnn", "time_ns"). They are those of the dataclasses: a field that is
-added to one of them appears everywhere.
+("problem.batch", "software.cudnn", "time_ns"). The names are derived from the dataclasses: a field
+that is added to a dataclass appears everywhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _optional(kind: Kind) -> Kind:
 
 _TEXT = Kind("str", str, str)
 _INT = Kind("int", str, int)
-# repr is the shortest text from which the same float is read back.
+# `repr` writes the shortest text from which the same float is read back.
 _FLOAT = Kind("float", repr, float)
 _INTS = Kind(
     "tuple[int, ...]",
@@ -98,7 +98,8 @@ def split_from_text(text: str) -> Split:
         raise ValueError(text) from None
 
 
-# By annotation, as the dataclasses write it; a field of another type is not stored by itself.
+# Kind by annotation, as the dataclasses write it. An attribute of another type, such as `problem`,
+# is stored as its own fields.
 _KINDS = {
     "str": _TEXT,
     "Role": _TEXT,
@@ -124,7 +125,7 @@ class Field:
 
     name: str  # such as "problem.batch" or "time_ns"
     type: str  # its annotation, such as "Count | None"
-    path: str  # where an entry has it, such as "measurement.key.problem.batch"
+    path: str  # attributes that lead to it from an entry, as "measurement.key.problem.batch"
     read: Callable[[Entry], Any]
 
     @property
@@ -134,7 +135,7 @@ class Field:
 
     @property
     def is_text(self) -> bool:
-        """True for a text or one of a few words."""
+        """True if the values are texts, free ones or one of a few words."""
         return self.kind is _TEXT
 
     @property
@@ -166,17 +167,18 @@ def _field(name: str, annotation: str, path: str) -> Field:
 
 _OWN_KEY_FIELDS = _fields_of("", MeasurementKey, "measurement.key")
 PROBLEM_FIELDS = tuple(_fields_of("problem", Problem, "measurement.key.problem"))
-# The rest of a key; a file has few combinations of these, and stores each once.
+# The key's fields that are not about the problem or the work; a file has few combinations of their
+# values, and stores each combination once.
 CONTEXT_FIELDS = (
     *_fields_of("device", Device, "measurement.key.device"),
     *_fields_of("software", Software, "measurement.key.software"),
     *_fields_of("conditions", Conditions, "measurement.key.conditions"),
     *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
 )
-# The algorithm, or the call that was timed.
+# The work: an algorithm, or another call that was timed.
 _WORK_FIELDS = tuple(field for field in _OWN_KEY_FIELDS if field.name != "protocol")
 KEY_FIELDS = (*PROBLEM_FIELDS, *_WORK_FIELDS, *CONTEXT_FIELDS)
-# In the order of the columns of a CSV.
+# All fields, in the order of the columns of a CSV file.
 FIELDS = (
     *KEY_FIELDS,
     *_fields_of("", Measurement, "measurement"),
@@ -186,7 +188,7 @@ FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
 
 def entry_from_values(values: Mapping[str, Any]) -> Entry:
-    """Build an entry from values by field name; a CacheError where one is missing or impossible."""
+    """Build an entry from values by field name; a CacheError if one is missing or impossible."""
     if odd := values.keys() - FIELD_BY_NAME.keys():
         raise CacheError(f"there is no field {min(odd)!r}")
     document: dict[str, Any] = {}
@@ -200,13 +202,13 @@ def entry_from_values(values: Mapping[str, Any]) -> Entry:
         room[name] = values[field.name]
     try:
         return convert(document, Entry)
-    # ValueError: text that is no Unicode, for what must be one of a few words
+    # A ValueError is raised for text that is no Unicode in a field of a few words.
     except (ValidationError, ValueError, UcudnnError) as error:
         raise CacheError(str(error)) from error
 
 
 def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
-    """Read a filter from a mapping or from "name=value" words; return text by field name.
+    """Read a filter from a mapping or from "name=value" words; return the values as text by name.
 
     >>> parse_where(["problem.batch=32", "status=ok"])
     {'problem.batch': '32', 'status': 'ok'}
@@ -229,6 +231,6 @@ def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
 
 
 def matches(entry: Entry, where: Mapping[str, str], before_ns: int | None = None) -> bool:
-    """True if an entry has all these values, and was stored before a time (ns since 1970)."""
+    """True if an entry has all values of a filter, and was stored before a time (ns since 1970)."""
     is_early = before_ns is None or entry.stored_ns < before_ns
     return is_early and all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())

@@ -1,9 +1,9 @@
-"""Measurements by column: the contents of a file, found by key without building the others.
+"""Measurements by column: the contents of a file, where one is found by key without reading all.
 
 Measurements are rows of arrays: plain numbers and text of fixed length, one field per dataclass
 field, so any HDF5 tool shows them. An object is built only for a measurement that is looked up. A
-problem is found by bisection over the sorted rows, which are compared as bytes. Its measurements
-are neighbours, and a small dictionary of them is built when the problem is first looked up.
+problem is found by bisection over the sorted problems, which are compared as bytes. The rows of its
+measurements are neighbours. A small dictionary of them is built at the problem's first lookup.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Array: TypeAlias = NDArray[Any]
 T = TypeVar("T")
 
 _AXES = 3
-# For op, dtype, layout, math and status; the longest word today has 8 bytes.
+# Width of op, dtype, layout, math and status; the longest word today has 8 bytes.
 _WORD_BYTES = 16
 _PROBLEM_TYPES: dict[str, tuple[Any, ...]] = {
     "str": (f"S{_WORD_BYTES}",),
@@ -53,7 +53,7 @@ _STATUS_BY_BYTES = {status.encode(): status for status in STATUSES}
 _MEMO_PROBLEMS = 10_000
 _ROWS_AT_ONCE = 10_000
 _KEY_COLUMNS = ("problem", "algorithm", "context")
-# A list of a table, and the column with numbers of its rows.
+# For each list of a table, the column of the measurements that holds places in that list.
 COLUMN_BY_LIST = {
     "contexts": "context",
     "algorithms": "algorithm",
@@ -94,7 +94,7 @@ class Facts(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work that a key names, beside its problem: a chunk by an algorithm, or something else.
+    """The work that a key names for its problem: a chunk by an algorithm, or another timed call.
 
     >>> Work("gemm").texts
     {'algorithm': 'gemm'}
@@ -112,7 +112,7 @@ class Work(NamedTuple):
 
     @property
     def texts(self) -> dict[str, str]:
-        """Texts by name, without those of a chunk, which most rows are."""
+        """Texts by field name, without fields that have the values of a chunk, as most rows do."""
         texts = {"algorithm": self.algorithm}
         if self.subject is not Subject.CHUNK:
             texts["subject"] = self.subject
@@ -124,24 +124,24 @@ class Work(NamedTuple):
 
 
 class MeasurementRow(NamedTuple):
-    """One measurement of a table, as a tuple: a million of them are read at once.
+    """One measurement of a table, as a tuple, because a million of them may be read.
 
-    Problem, algorithm, context, reason, notes and facts are rows of the table's lists.
+    Problem, algorithm, context, reason, notes and facts are places in the table's lists.
     """
 
     problem: int
     algorithm: int
     context: int
     status: bytes
-    time_ns: int  # `NONE` where it is unknown, as the next two
+    time_ns: int  # `NONE` if it is unknown, as for spread_ns and workspace_bytes
     spread_ns: int
     workspace_bytes: int
     error: float  # 0 if it was not measured
     has_error: bool
     reason: int
     notes: int
-    samples: int  # their number
-    first_sample: int  # row of the first of them
+    samples: int  # number of timed samples
+    first_sample: int  # place of the first one in the table's samples
     stored_ns: int  # since 1970
     facts: int
 
@@ -160,7 +160,7 @@ MEASUREMENT_DTYPE = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Fields of a key beside problem and algorithm; a cache has few different combinations."""
+    """Fields of a key beside problem and work; a cache has few combinations of their values."""
 
     device: Device
     software: Software
@@ -194,7 +194,7 @@ def _cell(value: Any) -> Any:
 
 def problem_from_row(row: Any) -> Problem:
     """The problem in a row."""
-    # An input size is at least 1, so the zeros are the axes that are not used.
+    # An input size is at least 1, so a zero marks an axis that is not used.
     rank = int(np.count_nonzero(row["input_size"]))
     values: dict[str, Any] = {}
     for name in PROBLEM_DTYPE.names or ():
@@ -212,7 +212,7 @@ def sort_keys(problems: Array) -> Array:
     return problems.view(f"S{PROBLEM_DTYPE.itemsize}")
 
 
-# By algorithm and context.
+# Rows of one problem, by the places of their algorithm and context.
 _RowByKey: TypeAlias = dict[tuple[int, int], MeasurementRow]
 
 
@@ -231,13 +231,13 @@ class Table:
     """Measurements sorted by problem, algorithm and context, one per key."""
 
     problems: Array  # distinct, sorted as bytes
-    contexts: list[Context]  # distinct, as all lists
+    contexts: list[Context]  # distinct, as in all lists of a table
     algorithms: list[Work]
     reasons: list[str]
     notes: list[tuple[str, ...]]
     facts: list[Facts]
-    rows: Array  # of `MEASUREMENT_DTYPE`, which point into the lists and the samples
-    samples: Array  # of all rows, one after the other
+    rows: Array  # of `MEASUREMENT_DTYPE`; they point into the lists and the samples
+    samples: Array  # times in ns of all rows, one row after the other
     _rows_by_problem: dict[Problem, _RowByKey] = field(init=False, default_factory=dict)
     _last: _LastLookup = field(init=False, default_factory=_LastLookup)
 
@@ -251,7 +251,7 @@ class Table:
 
     @cached_property
     def _first_rows(self) -> Array:
-        """First row of each problem, and the number of rows."""
+        """First row of each problem, and as the last element the number of all rows."""
         return np.searchsorted(self.rows["problem"], np.arange(len(self.problems) + 1))
 
     @cached_property
@@ -263,10 +263,10 @@ class Table:
         return {name: index for index, name in enumerate(self.algorithms)}
 
     def find(self, key: MeasurementKey) -> MeasurementRow | None:
-        """The row of a key, for `measurement`; None if there is none."""
+        """The row of a key, to be passed to `measurement`; None if the table lacks the key."""
         last = self._last
-        # A tuner asks for many keys with the same objects in them, and tuples compare by identity
-        # before they compare by value, so a repeated context or problem costs no hashing.
+        # A tuner asks for many keys that hold the same objects. Comparing their identity, as tuples
+        # do first, saves hashing a context or a problem that is asked for again.
         context = (key.device, key.software, key.conditions, key.protocol)
         if context != last.context:
             last.context_id = self._context_ids.get(Context(*context), -1)
@@ -281,7 +281,7 @@ class Table:
         keys, wanted = sort_keys(self.problems), problem_rows([problem]).tobytes()
         index = int(np.searchsorted(keys, np.array(wanted, keys.dtype)))
         rows: _RowByKey = {}
-        # Bytes, because numpy ignores zeros at the end of its byte strings.
+        # Compared as `bytes`, because numpy ignores zeros at the end of its byte strings.
         if index < len(keys) and self.problems[index : index + 1].tobytes() == wanted:
             start, stop = self._first_rows[index : index + 2].tolist()
             found = map(MeasurementRow._make, self.rows[start:stop].tolist())
@@ -308,7 +308,7 @@ class Table:
         )
 
     def entries(self) -> Iterator[Entry]:
-        """The entries in order."""
+        """The entries, in the order of the rows."""
         problem_id, problem = -1, None
         for row in self._row_tuples():
             if row.problem != problem_id or problem is None:
@@ -336,17 +336,17 @@ class Table:
 
 
 class _Lists:
-    """Distinct values of the lists of a table, with their numbers in order of appearance."""
+    """Lists of a table under construction; distinct values are numbered in order of appearance."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[Any, int]] = {name: {} for name in COLUMN_BY_LIST}
 
     def number(self, name: str, value: Any) -> int:
-        """Number of a value in a list, which gets it if it is new there."""
+        """Number of a value in a list; the value is appended if the list lacks it."""
         return _number(self._numbers[name], value)
 
     def renumber(self, name: str, values: Sequence[Any], old: Array) -> Array:
-        """Numbers in this list for numbers of another table; values without a row are left out."""
+        """Turn another table's numbers into this list's; values that no row uses are left out."""
         new = np.zeros(len(values), "<u4")
         for number in np.unique(old).tolist():
             new[number] = self.number(name, values[number])
@@ -364,7 +364,7 @@ def _number(seen: dict[T, int], value: T) -> int:
 
 
 def build_table(entries: Iterable[Entry]) -> Table:
-    """Build the table of these entries; of two with one key the later stored one stays."""
+    """Build the table of these entries; of two entries with one key the later stored one stays."""
     problems: dict[Problem, int] = {}
     lists = _Lists()
     rows: list[MeasurementRow] = []
@@ -415,7 +415,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
     lists = _Lists()
     parts, offset = [np.empty(0, MEASUREMENT_DTYPE)], 0
     for table, numbers in zip(tables, problem_numbers, strict=True):
-        # A copy, in full width: the columns of a file are as narrow as its numbers allow.
+        # A copy in full width, because the columns of a file are as narrow as its numbers allow.
         rows = table.rows.astype(MEASUREMENT_DTYPE)
         rows["problem"] = numbers[rows["problem"]]
         for name, column in COLUMN_BY_LIST.items():
@@ -424,7 +424,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
         offset += len(table.samples)
         parts.append(rows)
     rows = _latest(np.concatenate(parts))
-    # The empty arrays give the result its type where there are no tables.
+    # The empty array gives the result its type if there are no tables.
     samples = np.concatenate([np.empty(0, "<i8"), *(table.samples for table in tables)])
     gathered = _gather_samples(rows, samples)
     return lists.table(problems, rows, gathered)
@@ -447,8 +447,9 @@ def _unite_problems(tables: Sequence[Table]) -> tuple[Array, list[Array]]:
 
 
 def _latest(rows: Array) -> Array:
-    """The rows in order, without those that a later stored one with the same key replaces."""
-    # Where two were stored at the same time, the longer time wins: on every machine the same.
+    """The rows, sorted by key; of several rows with one key only the latest stored one stays."""
+    # Of two rows stored at the same time, the one with the longer measured time stays, so that all
+    # machines keep the same row.
     columns = ("time_ns", "stored_ns", "context", "algorithm", "problem")
     rows = rows[np.lexsort([rows[name] for name in columns])]
     is_last = np.ones(len(rows), bool)
@@ -459,9 +460,9 @@ def _latest(rows: Array) -> Array:
 
 
 def _gather_samples(rows: Array, samples: Array) -> Array:
-    """The samples of the rows, in their order; the rows then point into the result."""
-    # A place is the row's first sample plus the position among its samples; numpy repeats the
-    # difference between old and new beginnings once per sample.
+    """The samples of the rows, in the order of the rows; the rows then point into the result."""
+    # The old place of a sample is its new place plus the difference between the row's old and new
+    # first places. numpy repeats that difference once per sample of the row.
     counts = rows["samples"].astype("<i8")
     starts = np.cumsum(counts) - counts
     places = np.repeat(rows["first_sample"] - starts, counts) + np.arange(counts.sum())
@@ -471,7 +472,7 @@ def _gather_samples(rows: Array, samples: Array) -> Array:
 
 
 def select_rows(table: Table, mask: Array) -> Table:
-    """The table of the rows that a mask names; its lists hold only what they use."""
+    """The table of the rows that a mask selects; its lists hold only values that these rows use."""
     return merge_tables([replace(table, rows=table.rows[mask])])
 
 

@@ -13,7 +13,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.units import format_bytes
 
 Integers = NDArray[Any]  # int64, or object (Python's ints) where a sum might not fit in 64 bits
-# The sum of two numbers up to it fits in 64 bits.
+# The sum of two numbers up to `SAFE` fits in 64 bits.
 SAFE = 1 << 61
 
 
@@ -26,8 +26,8 @@ class Item:
 
     Args:
         batch: samples in the chunk.
-        workspace_bytes: temporary memory that it needs.
-        time_ns: its time.
+        workspace_bytes: temporary memory in bytes that the chunk needs.
+        time_ns: time of the chunk in ns.
         algorithm: name of the algorithm.
         rank: breaks ties between equally fast splits; lower ranks are preferred.
 
@@ -53,8 +53,8 @@ class Item:
 
 
 def require_int(name: str, value: object, least: int) -> None:
-    """Refuse everything but an int of at least some value: floats, bools, strings, arrays."""
-    # `isinstance` would accept True, which as a number is a mistake of the caller.
+    """Refuse everything but an int of at least `least`, also floats, bools, strings and arrays."""
+    # Not `isinstance`, which would accept True; a bool here is a mistake of the caller.
     if type(value) is not int or value < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
 
@@ -66,8 +66,8 @@ def require_limit(name: str, value: object) -> None:
 
 
 def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
-    """The items as a tuple, after a check of each one's type."""
-    # Callers may pass a generator, which can be read only once.
+    """The items as a tuple; a ConfigError if any is not an `Item`."""
+    # A tuple first, because callers may pass a generator, which can be read only once.
     values = tuple(items)
     for value in values:
         if type(value) is not Item:
@@ -75,14 +75,14 @@ def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
     return values
 
 
-# Per choice of one kernel (workspace in bytes, time in ns), in the caller's order: the choices of a
-# `Division` are indices into it.
+# The choices of one kernel as (workspace in bytes, time in ns), in the caller's order. `Division`
+# names a choice by its index in this tuple.
 Front = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Kernels that overlap in time, so that each owns its part of one pool of memory.
+    """A pool of memory, and the fronts of the kernels that overlap in time and share it in parts.
 
     >>> Pool((((0, 9), (8, 5)), ((4, 7),)), total_bytes=12).smallest_bytes
     4
@@ -97,7 +97,7 @@ class Pool:
             raise ConfigError("fronts must not be empty; pass one front per kernel")
         for kernel, front in enumerate(self.fronts):
             require_front(kernel, front)
-        # Without this no solver could find a division, and each would have to report it.
+        # Checked here once: no solver can find a division of such a pool.
         if self.smallest_bytes > self.total_bytes:
             raise PlanError(
                 f"the pool must hold the smallest workspaces of {len(self.fronts)} kernel(s), "
@@ -115,7 +115,7 @@ class Pool:
     def divided(self, choice: Iterable[int], lower_bound_ns: int, solver: str) -> Division:
         """The division with one choice per kernel, with its sums of time and workspace."""
         picked = tuple(choice)
-        # Summed from the points as Python ints: a solver's own sums may be scaled, or floats.
+        # Summed here in Python ints, because a solver's own sums may be scaled, or floats.
         points = [front[place] for front, place in zip(self.fronts, picked, strict=True)]
         return Division(
             choice=picked,
@@ -130,7 +130,7 @@ def require_front(kernel: int, front: Front) -> None:
     """Refuse a front that is empty or holds anything but pairs of ints in range."""
     if not front:
         raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")
-    # Tuples only: `Choices.of` puts fronts into a set, for which they must be hashable.
+    # Lists are refused, because `Choices.of` puts fronts into a set, so they must be hashable.
     for point in front:
         if type(point) is not tuple or len(point) != 2:
             raise ConfigError(
@@ -150,9 +150,9 @@ class Division:
     Args:
         choice: index into each kernel's front.
         time_ns: sum of the kernels' times.
-        workspace_bytes: sum of the kernels' workspaces, which the pool must hold.
-        lower_bound_ns: lower bound of the time of any division; equal to `time_ns` if this one is
-            proven optimal.
+        workspace_bytes: sum of the kernels' workspaces, which fits in the pool.
+        lower_bound_ns: lower bound of the time of any division; equal to `time_ns` if this
+            division is proven optimal.
         solver: name of the solver that found it.
     """
 
@@ -164,7 +164,7 @@ class Division:
 
     @property
     def gap_ns(self) -> int:
-        """Upper bound of the time that another division could save; 0 if this one is optimal."""
+        """Upper bound of the time that another division could save; 0 if none can be faster."""
         return self.time_ns - self.lower_bound_ns
 
     @property
@@ -176,8 +176,8 @@ class Division:
 class AbstractDivider(ABC):
     """A solver of the division problem, a multiple-choice knapsack.
 
-    The law: one choice per kernel, the workspaces sum up to at most the pool, the time is the sum
-    of the kernels' times, and no division is faster than the lower bound.
+    Every result meets this law: it has one choice per kernel. The workspaces sum up to at most the
+    pool. The time is the sum of the kernels' times. No division is faster than the lower bound.
     """
 
     @abstractmethod
@@ -191,10 +191,10 @@ def undominated(points: Sequence[tuple[int, int]]) -> list[int]:
     >>> undominated([(8, 5), (0, 9), (8, 7), (16, 5)])
     [1, 0]
 
-    If points are equal, the first is kept.
+    Of equal points the first is kept.
     """
     kept: list[int] = []
-    # By workspace, then time: a point is dominated unless it is faster than all before it.
+    # Sorted by workspace, then time: a point is dominated unless it is faster than all before it.
     for index in sorted(range(len(points)), key=lambda i: (*points[i], i)):
         if not kept or points[index][1] < points[kept[-1]][1]:
             kept.append(index)

@@ -1,9 +1,9 @@
-"""Collectives: how long many ranks take to add up or gather data, by formulas.
+"""Collectives: formulas for the time in which ranks add up or gather data.
 
-Each message takes a latency and a time for each byte; a rank sends one message at a time and
-receives another meanwhile. Adding up costs nothing. The names are those of the survey: Ben-Nun and
-Hoefler, "Demystifying Parallel and Distributed Deep Learning", ACM Computing Surveys 2019; ring and
-halving are from Thakur, Rabenseifner, Gropp, IJHPCA 2005.
+Each message takes a latency and a time for each byte. A rank sends one message at a time, and can
+receive one at the same time. Adding up takes no time. The names are from Ben-Nun and Hoefler,
+"Demystifying Parallel and Distributed Deep Learning", ACM Computing Surveys 2019. The formulas of
+ring and halving are from Thakur, Rabenseifner, Gropp, IJHPCA 2005.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ucudnn.solvers.overlap import Line
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message between two ranks costs.
+    """Cost of a message between two ranks: a latency, and a time for each byte.
 
     >>> Link(latency_ns=30_000, per_byte_ns=0.8).message_ns(1000)
     30800.0
 
     Args:
-        latency_ns: of a message, whatever its size.
-        per_byte_ns: for each byte; 0.8 is 1.25 GB/s.
+        latency_ns: time in ns of a message of no bytes.
+        per_byte_ns: additional time in ns for each byte; 0.8 is 1.25 GB/s.
 
     Raises:
         ConfigError: a number is negative.
@@ -40,16 +40,16 @@ class Link:
             raise ConfigError(f"a link must have no negative part, got {quoted(self)}")
 
     def message_ns(self, size_bytes: float) -> float:
-        """Time of one message."""
+        """Time of one message in ns."""
         return self.latency_ns + self.per_byte_ns * size_bytes
 
 
-# The time in ns among some ranks for some bytes.
+# A formula: the time in ns for a number of ranks, a number of bytes and a link.
 Collective = Callable[[int, float, Link], float]
 
 
 def ring(ranks: int, size_bytes: float, link: Link) -> float:
-    """All-reduce in a ring: parts of 1/ranks go round twice, added up and then copied.
+    """All-reduce in a ring: parts of size / ranks go round twice, first added up, then copied.
 
     >>> ring(4, 4000, Link(1000, 1.0))
     12000.0
@@ -58,7 +58,7 @@ def ring(ranks: int, size_bytes: float, link: Link) -> float:
 
 
 def tree(ranks: int, size_bytes: float, link: Link) -> float:
-    """All-reduce up and down a binomial tree, everything in each message.
+    """All-reduce up and down a binomial tree, with all bytes in each message.
 
     >>> tree(4, 4000, Link(1000, 1.0))
     20000.0
@@ -79,17 +79,17 @@ def halving(ranks: int, size_bytes: float, link: Link) -> float:
 def two_level(
     ranks: int, size_bytes: float, link: Link, per_node: int = 1, inside: Link | None = None
 ) -> float:
-    """All-reduce to one rank of each node, then a ring of these, and back.
+    """All-reduce in two levels: a tree within each node, and a ring of one rank per node.
 
     >>> two_level(8, 4000, Link(1000, 1.0), per_node=2, inside=Link(10, 0.1))
     12820.0
 
     Args:
-        ranks: of all nodes.
-        size_bytes: what is added up.
-        link: between nodes.
-        per_node: ranks of a node.
-        inside: link between ranks of a node; None: the same.
+        ranks: number of ranks in all nodes.
+        size_bytes: bytes of each rank that are added up.
+        link: link between nodes.
+        per_node: number of ranks in a node.
+        inside: link between ranks of a node; None: the same link as between nodes.
     """
     nodes = ceil(ranks / per_node)
     return ring(nodes, size_bytes, link) + tree(per_node, size_bytes, inside or link)
@@ -98,16 +98,17 @@ def two_level(
 def server(ranks: int, size_bytes: float, link: Link, shards: int = 1) -> float:
     """Parameter server: all ranks send gradients to each shard, and get parameters back.
 
-    A shard takes one message after the other; ranks send to different shards at first.
+    A shard receives one message after the other. Ranks begin with different shards, so that all
+    shards are busy.
 
     >>> server(4, 4000, Link(1000, 1.0), shards=2)
     24000.0
 
     Args:
-        ranks: without the servers.
-        size_bytes: of all gradients.
-        link: between a rank and a server.
-        shards: servers, each with a part of the parameters; at most as many as ranks.
+        ranks: number of ranks, without the servers.
+        size_bytes: bytes of all gradients of a rank.
+        link: link between a rank and a server.
+        shards: number of servers, each with a part of the parameters; at most as many as ranks.
     """
     return 2 * ranks * link.message_ns(size_bytes / shards)
 
@@ -119,23 +120,23 @@ def gather(ranks: int, size_bytes: float, link: Link) -> float:
     4200.0
 
     Args:
-        ranks: of the job.
-        size_bytes: of the message of one rank.
-        link: between neighbours.
+        ranks: number of ranks of the job.
+        size_bytes: bytes of the message of one rank.
+        link: link between neighbours in the ring.
     """
     return (ranks - 1) * link.message_ns(size_bytes)
 
 
 def line(collective: Collective, ranks: int, link: Link) -> Line:
-    """The time of a collective over its bytes.
+    """The time of a collective, as a straight line over its bytes.
 
     >>> line(ring, 4, Link(1000, 1.0))
     Line(fixed_ns=6000.0, per_byte_ns=1.5)
 
     Args:
-        collective: `ring`, or another one of these.
-        ranks: of the job.
-        link: between them.
+        collective: `ring`, or another formula of this module.
+        ranks: number of ranks of the job.
+        link: link between the ranks.
     """
     require_int("ranks", ranks, 1)
     fixed = collective(ranks, 0, link)

@@ -3,7 +3,7 @@
 Workspaces add up, so kernels can no longer be solved one by one. The task is to choose one point of
 each kernel's front so that the workspaces fit in the pool and the sum of the times is minimal. This
 is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018), a multiple-choice knapsack. Only kernels
-that run at the same time need it; for kernels of one stream sharing one workspace is never slower.
+that run at the same time need division. For kernels of one stream, reuse is never slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ucudnn.solvers.integer import IntegerProgram
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The solver that is used, and the reason as a sentence."""
+    """A solver that `Auto` chose, and the reason as a sentence."""
 
     solver: str
     reason: str
@@ -33,8 +33,8 @@ class Auto(AbstractDivider):
     | instance | solver | why |
     |---|---|---|
     | `exact` proves its division | exact | it does so for every known network, faster than HiGHS |
-    | it had to drop states, HiGHS proves one | highs | branch and bound closes some such gaps | |
-    HiGHS proves none in time, or is missing | exact | its division still has a certified gap |
+    | `exact` dropped states, HiGHS's division is no slower | highs | it may close the gap |
+    | `exact` dropped states, HiGHS's is slower or none | exact | its gap is still certified |
 
     >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
     >>> print(Auto().choose(pool).reason)
@@ -55,16 +55,16 @@ class Auto(AbstractDivider):
     def _decide(self, pool: Pool) -> tuple[Choice, Division]:
         kernels = f"{len(pool.fronts)} kernels"
         own = Exact(self.state_limit).divide(pool)
-        # A proven division cannot be improved, so HiGHS is asked only where a gap is left.
+        # A proven division cannot be improved, so HiGHS is asked only if `exact` leaves a gap.
         if own.is_optimal:
             return Choice("exact", f"exact proves its division of {kernels} optimal"), own
         gap = f"exact leaves a gap of {own.gap_ns} ns for {kernels}"
         try:
             other = IntegerProgram("highs", self.time_limit_s).divide(pool)
-        # Both are expected: HiGHS is optional, and may prove nothing within its time limit.
+        # Both errors are expected: HiGHS is optional, and may prove nothing within its time limit.
         except (ConfigError, PlanError) as error:
             return Choice("exact", f"{gap}, and HiGHS closes none of it: {error}"), own
-        # Both bound the same pool from below, so the higher bound holds for either division.
+        # Both are lower bounds for the same pool, so the higher bound holds for either division.
         bound = max(own.lower_bound_ns, other.lower_bound_ns)
         if other.time_ns <= own.time_ns:
             other = replace(other, lower_bound_ns=bound)
@@ -73,7 +73,7 @@ class Auto(AbstractDivider):
         return Choice("exact", f"{gap}, and HiGHS's division is slower"), own
 
 
-# Their names are `ucudnn.config.Solver`.
+# Solvers by name; `ucudnn.config.Solver` lists the same names.
 _DIVIDERS: dict[str, AbstractDivider] = {
     "auto": Auto(),
     "exact": Exact(),
@@ -95,18 +95,18 @@ def divide(
     Args:
         fronts: per kernel its choices as (workspace in bytes, time in ns), as `front(n)` of a
             table gives them.
-        total_bytes: the pool.
-        solver: "auto", "exact" (always available), "highs" or "cbc" (through PuLP).
+        total_bytes: size of the pool in bytes.
+        solver: "auto", "exact" (always available), "highs" or "cbc" (both need PuLP).
 
     Returns:
         The choices, with a lower bound that equals the time if they are proven optimal.
 
     Raises:
-        PlanError: the pool is too small, and the error carries the smallest sufficient one; or the
-            solver did not prove its answer.
+        PlanError: the pool is too small, and the error carries the smallest sufficient size; or
+            the solver did not prove its answer.
         ConfigError: an argument is out of range, or the solver is not installed.
     """
-    # A tuple, because what is not a name need not be hashable.
+    # Looked up in a tuple, because a wrong argument need not be hashable.
     if solver not in tuple(_DIVIDERS):
         raise ConfigError(f"solver must be one of {', '.join(_DIVIDERS)}, got {solver!r}")
     pool = Pool(tuple(tuple(map(_point, front)) for front in fronts), total_bytes)
@@ -114,5 +114,5 @@ def divide(
 
 
 def _point(point: Any) -> Any:
-    """A list of two, as from JSON, as a tuple; anything else is left for the pool to refuse."""
+    """A list, as JSON has it, as a tuple; any other value as it is, for `Pool` to check."""
     return tuple(point) if type(point) is list else point

@@ -1,20 +1,20 @@
 """Exact division of a pool: Lagrangian bound, reduced-cost fixing, then a dynamic program.
 
-The relaxation: with a price per byte, every kernel chooses for itself. The cost of these choices
-minus the price of the pool is a lower bound, for any price. To find the best price, kernels start
-at their smallest workspaces and move down their convex hulls, the steepest step first; the best
-price is the slope at which the pool is exhausted. The division found on the way is at most one such
-step from the bound (Sinha and Zoltners 1979; Pisinger 1995). A rounded price gives a valid bound,
-too.
+The relaxation: a byte of memory gets a price, and every kernel takes the choice of least cost, its
+time plus the price of its workspace. For any price, also a rounded one, the sum of these costs
+minus the price of the pool is a lower bound. To find the best price, kernels start at their
+smallest workspaces and move down their convex hulls, the steepest step first. The best price is the
+slope at which the pool is exhausted. The division found on the way is at most one such step from
+the bound (Sinha and Zoltners 1979; Pisinger 1995).
 
-The search: first, choices are removed whose reduced cost exceeds the gap between the best division
-known and the bound: they are in no better division. Then kernels that still have several choices
-are added one by one to the relaxation's base. A partial division is kept if no other dominates it
-and if it may lead to a better one, by the bound at several prices of memory. A partial division
-that fits together with the base choices of the other kernels may become the best known, which
-narrows the gap (Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995).
-Kernels whose workspace changes in large steps come first: they cause the gap that the rest must
-then close.
+The search: each choice has a reduced cost. A division costs at least the bound plus the reduced
+cost of any of its choices. So choices whose reduced cost exceeds the gap between the best division
+known and the bound are removed. Kernels that still have several choices are then added one by one
+to the relaxation's base. A partial division is kept if no other dominates it, and the bound at each
+of several prices allows a better division. If it fits together with the base choices of the other
+kernels, it may become the best division known, which narrows the gap (Pisinger, "A minimal
+algorithm for the multiple-choice knapsack problem", 1995). Kernels whose workspace changes in large
+steps come first: the gap is due to their steps, and the other kernels must close it.
 
 All computations are in integers, so the proof of optimality has no rounding.
 """
@@ -29,14 +29,14 @@ import numpy as np
 
 from ucudnn.solvers._base import SAFE, AbstractDivider, Division, Integers, Pool, undominated
 
-# Binary digits of the price where numbers outgrow 64 bits and are Python's.
+# Binary digits of the price after its point, if numbers outgrow 64 bits and Python's ints are used.
 _DIGITS = 40
-# States that are kept once the state limit was exceeded.
+# Number of states that are kept when the state limit is exceeded.
 _FOLLOWED = 1 << 12
-# With no more states than this, testing the bound of each at every price is not worth the time.
+# Up to this many states, testing each state's bound at every price is not worth the time.
 _FEW = 1 << 7
-# Prices at which a state's bound is taken, in 64ths of the price that is best for the whole pool:
-# what is best for the kernels that are left lies around it.
+# Prices at which a state's bound is taken, in 64ths of the price that is best for the whole pool.
+# The price that is best for the kernels that are left lies around it.
 _PRICES = (0, 16, 32, 48, 56, 60, 62, 63, 64, 65, 66, 68, 72, 80, 96, 128, 256)
 _BEST_PRICE = _PRICES.index(64)
 
@@ -49,8 +49,8 @@ class Exact(AbstractDivider):
     (0, 1)
 
     If there are more partial divisions than `state_limit`, only the most promising ones are
-    followed, and the lower bound says how good the result is at least. This happens if times and
-    workspaces are proportional; no known network reaches it.
+    followed. The lower bound then limits how far the result is from the optimum. This happens if
+    times and workspaces are proportional; no known network reaches the limit.
     """
 
     state_limit: int = 1 << 18
@@ -60,7 +60,7 @@ class Exact(AbstractDivider):
         relaxation = relax(pool)
         search = _Search(pool, relaxation)
         proven = search.run(self.state_limit)
-        # A search that dropped states proves nothing; what remains is the relaxation's bound.
+        # A search that dropped states proves nothing, so the relaxation's bound is reported.
         return pool.divided(
             relaxation.choices.places[search.best].tolist(),
             search.best_ns if proven else min(search.best_ns, relaxation.bound_ns),
@@ -70,17 +70,17 @@ class Exact(AbstractDivider):
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices of all kernels that no other dominates, in flat arrays."""
+    """The undominated choices of all kernels, one kernel after the other in flat arrays."""
 
-    starts: Integers  # of each kernel its first choice, and at the end the number of all choices
-    places: Integers  # of each choice its index into its kernel's front
+    starts: Integers  # index of each kernel's first choice; at the end the number of all choices
+    places: Integers  # index of each choice in its kernel's front
     workspaces: Integers  # in bytes, ascending within a kernel
     times: Integers  # in ns, descending within a kernel
 
     @classmethod
     def of(cls, pool: Pool) -> Choices:
         """The choices of a pool's kernels."""
-        # Models repeat layers, so that many fronts are equal: each one is reduced once.
+        # Models repeat layers, so many fronts are equal. Each different front is reduced once.
         kept_by_front = {front: undominated(front) for front in set(pool.fronts)}
         kept = [kept_by_front[front] for front in pool.fronts]
         points = [front[i] for front, places in zip(pool.fronts, kept, strict=True) for i in places]
@@ -101,25 +101,25 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """A price of memory, and the bound and choices that follow from it, in units of ns / scale.
+    """A price of memory, and the bound and choices that follow from it; costs are in ns / scale.
 
-    A division costs scale * time = bound + reduced costs of its choices + price * bytes left over.
+    For each division: scale * time = bound + reduced costs of its choices + price * unused bytes.
     """
 
     choices: Choices
-    scale: int  # units in one ns
-    price: int  # of one byte
-    reduced: Integers  # cost of each choice at that price, minus that of its kernel's best choice
-    # Of each kernel its best choice at that price, up to rounding; together they fit, and less than
-    # one step is left over.
+    scale: int  # units of cost in one ns
+    price: int  # cost of one byte
+    reduced: Integers  # cost of each choice at that price, minus the cost of its kernel's best one
+    # The best choice of each kernel at that price, up to rounding. Together these choices fit; with
+    # the next step down the hulls they would not.
     base: Integers
     bound: int  # lower bound of the cost of any division
-    greedy: Integers  # of each kernel its choice in a division that fits
+    greedy: Integers  # choice of each kernel in a division that fits
 
     @property
     def bound_ns(self) -> int:
         """Lower bound of the time of any division."""
-        # Rounded up: times are whole ns, so no division lies between two of them.
+        # Rounded up, because the time of a division is a whole number of ns.
         return -(-self.bound // self.scale)
 
 
@@ -134,11 +134,11 @@ def relax(pool: Pool) -> Relaxation:
     base, greedy, (saved, extra) = _climb(choices, pool.total_bytes)
     _fill(choices, greedy, pool.total_bytes)
     scale = _scale(choices, saved, extra)
-    # Costs exceed 64 bits even at a scale of 1.
+    # Without a scale, costs exceed 64 bits, so Python's ints are used.
     if scale is None:
         workspaces, times = choices.workspaces.astype(object), choices.times.astype(object)
         choices, scale = replace(choices, workspaces=workspaces, times=times), 1 << _DIGITS
-    # Rounding the price down keeps the bound valid, as every price gives one.
+    # The price may be rounded down, because every price gives a valid bound.
     price = saved * scale // extra
     paid = choices.times * scale + choices.workspaces * price
     lowest = np.minimum.reduceat(paid, choices.starts[:-1])
@@ -150,12 +150,12 @@ def relax(pool: Pool) -> Relaxation:
 def _scale(choices: Choices, saved: int, extra: int) -> int | None:
     """The largest power of two that keeps sums of all costs in 64 bits; None if 1 is too large.
 
-    A caller may multiply the price of the relaxation by 4.
+    At this scale, sums still fit if a caller multiplies the price of the relaxation by 4.
     """
     count = len(choices.starts)
     time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
-    # From scale * time + 4 * price * workspace <= SAFE with price = scale * saved / extra, with
-    # some room to spare; 4 is the largest factor in `_PRICES`.
+    # From scale * time + 4 * price * workspace <= SAFE, where price = scale * saved / extra, with
+    # some margin. 4 is the largest factor in `_PRICES`: 256 / 64.
     room = SAFE * extra // (time * extra + workspace * (4 * saved + extra))
     return 1 << (room.bit_length() - 1) if room and choices.times.dtype != object else None
 
@@ -167,13 +167,14 @@ def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, Integers, tupl
     that fit, and the slope of that first step: the time that it saves and the bytes that it takes,
     or (0, 1) if all steps fit.
     """
-    # Equal slopes keep their order, also with `reverse`: a kernel's steps stay in sequence.
+    # Sorting keeps the order of equal slopes, also with `reverse`, so a kernel's steps stay in
+    # sequence.
     steps = sorted(_steps(choices), key=lambda step: step[0], reverse=True)
     reached = choices.starts[:-1].copy()
     left = total_bytes - sum(choices.workspaces[reached].tolist())
     base, slope = reached, (0, 1)
     for _, kernel, start, stop, saved, extra in steps:
-        # The first step that does not fit sets the price; shorter ones may still fit after it.
+        # The first step that does not fit sets the price. Later steps may be smaller and still fit.
         if extra > left and slope == (0, 1):
             base, slope = reached.copy(), (saved, extra)
         # A step starts where the step before it on the same hull ends, if that one was taken.
@@ -184,14 +185,14 @@ def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, Integers, tupl
 
 
 def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:
-    """Slope, kernel, from, to, time saved and bytes taken of every step of every kernel's hull."""
+    """The steps of all hulls: slope, kernel, old choice, new choice, ns saved and bytes taken."""
     workspaces, times = choices.workspaces.tolist(), choices.times.tolist()
     for kernel in range(len(choices.starts) - 1):
         places = choices.kernel(kernel)
         points = [(workspaces[place], times[place]) for place in places]
         for a, b in pairwise(_hull(points)):
             saved, extra = points[a][1] - points[b][1], points[b][0] - points[a][0]
-            # A float is enough: any order of nearly equal slopes gives a valid bound.
+            # A float is precise enough: the bound is valid for any order of nearly equal slopes.
             yield saved / extra, kernel, places[a], places[b], saved, extra
 
 
@@ -210,11 +211,11 @@ def _hull(points: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
-    """Use the memory that the steps left over, each time for the choice that saves most time."""
+    """Use the memory that the steps left, by choice after choice, the one that saves most first."""
     sizes = np.diff(choices.starts)
     left = total_bytes - sum(choices.workspaces[reached].tolist())
     while True:
-        # Over all choices, also those above the hull, which no step leads to.
+        # All choices are tried, also those above the hull, to which no step leads.
         extra = choices.workspaces - np.repeat(choices.workspaces[reached], sizes)
         saved = np.repeat(choices.times[reached], sizes) - choices.times
         best = int(np.argmax(np.where(extra <= left, saved, 0)))
@@ -228,23 +229,23 @@ def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
 class _States:
     """Partial divisions after one more kernel, as differences from the base."""
 
-    extra: Integers  # bytes, ascending
-    later: Integers  # ns, descending
-    parents: Integers  # position of the preceding state, among those before this kernel
+    extra: Integers  # bytes more than in the base, ascending
+    later: Integers  # ns more than in the base, descending
+    parents: Integers  # position of the state, before this kernel, from which a state was made
     options: Integers  # the choice of this kernel
 
     def only(self, kept: Integers) -> _States:
-        """Some of the states, by position or by mask."""
+        """The states that are given by position or by mask."""
         return _States(self.extra[kept], self.later[kept], self.parents[kept], self.options[kept])
 
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """Bounds of what the kernels that are not yet added can contribute, for each turn."""
+    """For each turn, bounds of what the kernels not yet added can contribute to a division."""
 
-    gap: int  # cost beyond the bound that the choices of a better division may have
-    least: Integers  # the fewest bytes that they can add; negative if they save bytes
-    cheapest: Integers  # for each price, the least that they can add to a cost
+    gap: int  # largest reduced cost that a choice in a better division may have
+    least: Integers  # the fewest bytes that these kernels can add; negative if they save bytes
+    cheapest: Integers  # for each price, the least cost that these kernels can add
 
 
 class _Search:
@@ -271,18 +272,18 @@ class _Search:
 
     def run(self, state_limit: int) -> bool:
         """Add kernels until no better division is possible; False if states had to be dropped."""
-        # A zero in the dtype of the pool's numbers, int64 or Python ints.
+        # A zero in the dtype of the pool's numbers, which is int64 or object.
         none = self._extra[:1] * 0
         layers = [_States(none, none, np.zeros(1, np.int64), self._relaxation.base[:1])]
         proven = True
         kernels = self._kernels()
         rest = self._rest(kernels)
         for turn, kernel in enumerate(kernels):
-            # A better division was found since, which leaves fewer choices and tighter bounds.
+            # A better division was found since `rest` was made: fewer choices and tighter bounds.
             if self._gap() < rest.gap:
                 rest = self._rest(kernels)
             options = self._options(kernel, rest.gap)
-            # No other choice of this kernel can be in a better division, so no state would change.
+            # Skipped if a better division can only have the base's choice: no state would change.
             if set(options.tolist()) <= {int(self._relaxation.base[kernel])}:
                 continue
             states = self._promising(self._combined(layers[-1], options, rest, turn), rest, turn)
@@ -305,7 +306,7 @@ class _Search:
         """Kernels with a choice besides the base's, those with the largest steps first."""
         others = self._relaxation.reduced <= self._gap()
         others[self._relaxation.base] = False
-        # More than any step, so that it marks kernels with only their base choice left.
+        # `largest` exceeds every step. It marks kernels with only their base choice left.
         largest = abs(self._extra).max() + 1
         steps = np.minimum.reduceat(np.where(others, abs(self._extra), largest), self._starts)
         # Stable, so that equal inputs give equal divisions.
@@ -325,14 +326,15 @@ class _Search:
         return _Rest(gap, _sums_after(least), _sums_after(cheapest))
 
     def _combined(self, states: _States, options: Integers, rest: _Rest, turn: int) -> _States:
-        """All states with all choices of one more kernel, without dominated ones."""
+        """The states with each choice of one more kernel, if undominated and within the bound."""
         extra = (self._extra[options, None] + states.extra).reshape(-1)
         later = (self._later[options, None] + states.later).reshape(-1)
-        # At one price before the sort; `_promising` tests the others on what dominance leaves.
+        # Before the sort, bounds are tested at one price only. `_promising` tests the other prices,
+        # on the states that are not dominated.
         alive = self._may_improve(extra, later, rest, turn, _BEST_PRICE)
         alive = np.flatnonzero(alive & (extra + rest.least[turn] <= self._slack))
-        # By bytes, then by time: a state stays if it is faster than all that need no more bytes.
-        # The slice below drops the leading True where no state is alive.
+        # Sorted by bytes, then by time: a state stays if it is faster than all states before it.
+        # The slice below drops the leading True if no state is alive.
         alive = alive[np.lexsort((later[alive], extra[alive]))]
         lowest = np.minimum.accumulate(later[alive])
         kept = alive[np.append(True, lowest[1:] < lowest[:-1])[: len(alive)]]
@@ -350,21 +352,21 @@ class _Search:
     def _may_improve(
         self, extra: Integers, later: Integers, rest: _Rest, turn: int, price: int
     ) -> Integers:
-        """True if the bound of a state is below the best time known: time plus price of memory."""
+        """True for each state whose bound, at one price of memory, is below the best time known."""
         room = self._relaxation.scale * (self.best_ns - 1 - self._base_ns)
         paid = self._relaxation.scale * later + self._prices[price] * (extra - self._slack)
         below: Integers = paid + rest.cheapest[price, turn] <= room
         return below
 
     def _cheapest(self, states: _States) -> Integers:
-        """Indices of the most promising states: those that cost least beyond the bound."""
+        """Indices of the most promising states: those of least time plus price of memory."""
         cost = self._relaxation.scale * states.later + self._relaxation.price * states.extra
         return np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
 
     def _improve(self, layers: list[_States]) -> None:
-        """Complete the fastest state that fits with the base; it may be the best division."""
+        """Complete the fastest state with base choices; keep it if it is the best one so far."""
         states = layers[-1]
-        # More bytes mean less time among the states, so the last one that fits is the fastest.
+        # States with more bytes take less time, so the last state that fits is the fastest.
         place = int(np.searchsorted(states.extra, self._slack, "right")) - 1
         if place < 0 or self._base_ns + int(states.later[place]) >= self.best_ns:
             return
@@ -372,7 +374,7 @@ class _Search:
         self.best = self._relaxation.base.copy()
         for layer in reversed(layers[1:]):
             option = int(layer.options[place])
-            # Skipped kernels have no layer, so the index of the choice tells the kernel.
+            # Skipped kernels have no layer, so the kernel is found from the index of the choice.
             kernel = int(np.searchsorted(self._starts, option, "right")) - 1
             self.best[kernel] = option
             place = int(layer.parents[place])

@@ -1,9 +1,10 @@
 """Division of a pool by integer programming: HiGHS or CBC, through the modeller PuLP.
 
-It is an independent check of the exact solver. These solvers compute in floating point with
-absolute tolerances of about 1e-6. A model in raw bytes and ns makes them call suboptimal points
-optimal (mu-cuDNN's own model did so for 23 of 100 limits). Here both rows are scaled so that one
-byte and one ns are far above the tolerance, and the answer is summed up again in integers.
+It is an independent check of the exact solver. HiGHS and CBC compute in floating point with
+absolute tolerances of about 1e-6. With a model in raw bytes and ns, they call suboptimal points
+optimal (mu-cuDNN's own model did so for 23 of 100 limits). Here the objective and the memory
+constraint are scaled, so that one byte and one ns are far above the tolerance. The time and memory
+of the answer are summed up again in integers.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import AbstractDivider, Division, Integers, Pool
 from ucudnn.solvers.exact import Choices, relax
 
-# The largest coefficient in each row has so many binary digits.
+# Binary digits of the largest scaled coefficient, in the objective and in the memory constraint.
 _DIGITS_TIME = 24
 _DIGITS_WORKSPACE = 20
-# By how much a solver's optimum may be off, in units of a scaled row.
+# Largest error of a solver's optimum, in units of the scaled objective.
 _TOLERANCE = 1e-6
-# What PuLP 3 (on the problem) and PuLP 4 (on the outcome) both call proven optimal, and what PuLP 4
-# calls within the gap that was asked for, which is 0.
+# Statuses that mean proven optimal. 1: optimal, in PuLP 3 (on the problem) and PuLP 4 (on the
+# outcome); -7: within the gap that was asked for, which is 0, in PuLP 4.
 _PROVEN = (1, -7)
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerProgram(AbstractDivider):
-    """Divides a pool with a solver of integer programs, "highs" or "cbc", asked for a gap of 0.
+    """Divides a pool with a solver of integer programs, "highs" or "cbc", that must leave no gap.
 
     >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
     >>> IntegerProgram("highs").divide(pool).choice
@@ -37,7 +38,7 @@ class IntegerProgram(AbstractDivider):
     """
 
     solver: str
-    time_limit_s: float | None = None  # None: it never gives up
+    time_limit_s: float | None = None  # None: the solver has no time limit
 
     def divide(self, pool: Pool) -> Division:
         """Divide one pool among the kernels that overlap; optimal within the solver's tolerance."""
@@ -49,7 +50,7 @@ class IntegerProgram(AbstractDivider):
         scale = _Scale.of(choices, pool.total_bytes)
         values = self._solve(pulp, choices, scale)
         ends = zip(choices.starts[:-1], choices.starts[1:], strict=True)
-        # Values are floats near 0 or 1, so the largest of a kernel's marks its choice.
+        # Values are floats near 0 or 1, so the largest value of a kernel marks its choice.
         picked = np.array([start + values[start:end].argmax() for start, end in ends])
         division = pool.divided(choices.places[picked].tolist(), 0, self.solver)
         if division.workspace_bytes > pool.total_bytes:
@@ -58,14 +59,14 @@ class IntegerProgram(AbstractDivider):
                 f"total_bytes={pool.total_bytes}, which its tolerance allows and we do not; "
                 f"use solver='exact'"
             )
-        # The solver's optimum is true within its tolerance; our own bound may be tighter.
+        # The solver's optimum is exact within its tolerance; the relaxation's bound may be tighter.
         proven = max(relax(pool).bound_ns, division.time_ns - scale.doubt_ns)
         return pool.divided(division.choice, min(proven, division.time_ns), self.solver)
 
     def _solve(self, pulp: Any, choices: Choices, scale: _Scale) -> Integers:
         """The value of every choice's variable."""
         problem = pulp.LpProblem("division", pulp.LpMinimize)
-        # PuLP before 3.3 has no add_variable, PuLP 4 has nothing else.
+        # PuLP before 3.3 has no `add_variable`; in PuLP 4 it is the only way to add a variable.
         add_variable = getattr(problem, "add_variable", pulp.LpVariable)
         uses = [add_variable(f"x{i}", cat="Binary") for i in range(len(choices.places))]
         problem += pulp.lpDot(scale.times, uses)
@@ -86,13 +87,14 @@ class IntegerProgram(AbstractDivider):
         return np.array([use.value() or 0 for use in uses])
 
     def _backend(self, pulp: Any) -> Any:
-        """The solver, with a gap of 0, on one thread so that equal inputs give equal answers."""
+        """The solver, with a gap of 0, and one thread so that equal inputs give equal answers."""
         options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "threads": 1}
         options["timeLimit"] = self.time_limit_s
         if self.solver == "highs":
             backend = pulp.HiGHS(**options)
         else:
-            # PuLP 3 comes with an executable that only PULP_CBC_CMD knows, and deprecates the name.
+            # PuLP 3 comes with an executable whose path only PULP_CBC_CMD knows. That class is
+            # deprecated, so only its path is used.
             bundled = getattr(pulp, "PULP_CBC_CMD", None)
             backend = pulp.COIN_CMD(path=getattr(bundled, "pulp_cbc_path", None), **options)
         if not backend.available():
@@ -111,7 +113,7 @@ class _Scale:
 
     @classmethod
     def of(cls, choices: Choices, total_bytes: int) -> _Scale:
-        """Scale by powers of two, which is exact."""
+        """Scale all coefficients by powers of two, which is exact in floats."""
         starts, sizes = choices.starts[:-1], np.diff(choices.starts)
         fastest = np.minimum.reduceat(choices.times, starts)
         smallest = np.minimum.reduceat(choices.workspaces, starts)
@@ -119,8 +121,8 @@ class _Scale:
         workspaces = (choices.workspaces - np.repeat(smallest, sizes)).tolist()
         unit_ns = _unit(max(times), _DIGITS_TIME)
         unit_bytes = _unit(max(workspaces), _DIGITS_WORKSPACE)
-        # A pool larger than all workspaces together excludes nothing: `room` is capped there, so
-        # that the right-hand side stays in scale.
+        # `room` is at most the sum of all workspaces, so that it stays in scale. A larger pool
+        # would exclude nothing, either.
         return cls(
             times=[time / unit_ns for time in times],
             workspaces=[workspace / unit_bytes for workspace in workspaces],

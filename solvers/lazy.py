@@ -1,17 +1,17 @@
 """Choice of the chunks to time next, until no untimed one can be part of a faster split.
 
-The solver runs on times where they are known, and on lower bounds elsewhere. If the split that it
-finds contains only timed chunks, no split is faster, because every other one costs at least its
-bound. Else the split names what to time. The bounds rest on two assumptions about a curve, the
-times of one implementation over the chunk size, in any role:
+The solver takes the times of timed chunks, and lower bounds of the times of all others. If the
+split that it finds contains only timed chunks, no split is faster, because every other split costs
+at least its bound. Else the untimed chunks of the split are to be timed. The bounds rest on two
+assumptions about a curve, the times of one implementation over the chunk size, in any role:
 
     grows    no chunk takes less time than a smaller one;
     economy  per sample, no chunk is faster than both neighbouring timed sizes by more than a tenth
              for every doubling between these two beyond the first.
 
-Every timed size is compared with the bound that the other sizes give for it. Times that fall as the
-size grows are replaced by their largest non-decreasing minorant. All bounds of a curve are lowered
-by the worst ratio of a time to its bound, if that is below 1.
+Measured times may break both. A time that is longer than that of a larger size is replaced by the
+shortest time of any larger size. Every timed size is compared with the bound that the other sizes
+give for it: the worst ratio of a time to its bound, if it is below 1, lowers all bounds of a curve.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ucudnn.measurement import Role, positions
 from ucudnn.solvers._base import Item, undominated
 from ucudnn.solvers.reuse import reuse_by_position
 
-# Least factor of the time per sample from one doubling between timed sizes ("economy" above), as a
-# fraction of ints: bounds are ints.
+# Least factor by which one doubling between timed sizes changes the time per sample ("economy"
+# above). It is a fraction of two ints, because bounds are ints.
 _KEPT, _OF = 9, 10
 
 
@@ -42,24 +42,24 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkOption:
-    """A chunk within the limit that a split may contain, timed or not."""
+    """A chunk that fits the limit and that a split may contain, timed or not."""
 
     batch: int
     algorithm: str
-    curve: str  # options of one curve run one implementation, so one size bounds another
-    lists: tuple[Role, ...]  # positions in a split that it can fill
-    interval: Interval | None = None  # None if it never ran
-    is_timed: bool = False  # the time is precise enough to plan with
+    curve: str  # options of one curve run one implementation, so a time of one bounds the others
+    lists: tuple[Role, ...]  # positions in a split that the chunk can fill
+    interval: Interval | None = None  # None if the chunk never ran
+    is_timed: bool = False  # True if the time is precise enough to plan with
     workspace_bytes: int = 0  # breaks ties
-    rank: int = 0  # breaks ties after that
-    is_seed: bool = False  # its size is likely to be efficient
-    role: Role = Role.ALONE  # in which the caller times it
-    least_ns: int = 0  # the caller's lower bound of its time, if it never ran
+    rank: int = 0  # breaks ties between equal workspaces
+    is_seed: bool = False  # True if its size is likely to be efficient
+    role: Role = Role.ALONE  # role in which the caller times the chunk
+    least_ns: int = 0  # the caller's lower bound of the chunk's time, if the chunk never ran
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Gap estimate of the best split of timed chunks, and the chunks to time to narrow it."""
+    """Time of the best known split, lower bound of any split, and the chunks to time next."""
 
     time_ns: int | None  # of the best split of timed chunks, None if there is none
     bound_ns: int | None  # of any split, if the assumptions hold; None if no split exists
@@ -92,32 +92,34 @@ def outlook(
     >>> outlook([small, ChunkOption(4, "gemm", "gemm", (Role.ALONE,))], batch=4).wanted[0].batch
     4
 
-    All options fit the limit. A gap of `tolerance`, a fraction of the time, is small enough, and a
-    time that is below its bound by less counts as noise. A chunk that takes less than `least_ns`
-    will be no option.
+    All options fit the limit. Once every curve has a time, no chunk is wanted if the gap is at most
+    `tolerance`, a fraction of the time. A time that is below its bound by less than `tolerance`
+    counts as noise. The caller accepts no chunk of less than `least_ns` in a split of several, so
+    an untimed chunk there counts at least `least_ns`.
     """
     everything = tuple(options)
     curves = _by_curve(everything)
     bound_by_option = _lower_bounds(curves.values(), tolerance, least_ns)
     known = {one: one.interval.time_ns for one in everything if one.is_timed and one.interval}
-    # The same problem twice: with times that are known, and with a lower bound for every chunk.
+    # The problem is solved twice: with the timed chunks only, and with a bound of every chunk.
     best = _Solved(known, batch, launch_ns)
     optimistic = _Solved(bound_by_option, batch, launch_ns)
     time_ns, bound_ns = best.time_ns, optimistic.time_ns
     # No chunks add up to the batch, timed or not, so nothing is worth timing.
     if bound_ns is None:
         return Outlook(time_ns, bound_ns)
-    # A curve that was never timed has no bound, so one time of each such curve comes first.
+    # Without a time a curve has no bound, so one chunk of each such curve is timed first.
     unknown = tuple(max(curve, key=_most_telling) for curve in filter(_is_new, curves.values()))
     if unknown:
         return Outlook(time_ns, bound_ns, unknown)
     if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns:
         return Outlook(time_ns, bound_ns)
-    # One role of each curve and size: the next round can ask for the others.
+    # For each curve and size only one role is wanted now; the next call can ask for other roles.
     found: dict[tuple[str, int], ChunkOption] = {}
     for option in optimistic.options():
         if not option.is_timed:
-            # A size between timed ones tightens the bounds of many sizes, not only of this chunk.
+            # Not always the option itself: a size in the middle between timed sizes tightens the
+            # bounds of many sizes.
             chosen = _middle(option, curves[option.curve])
             found.setdefault((chosen.curve, chosen.batch), chosen)
     return Outlook(time_ns, bound_ns, tuple(found.values()))
@@ -126,13 +128,13 @@ def outlook(
 def bound_front(
     options: Iterable[ChunkOption], batch: int, *, tolerance: float = 0.0, least_ns: int = 0
 ) -> list[tuple[int, int]]:
-    """For each workspace in bytes a lower bound in ns of every split of a batch within it.
+    """A lower bound of the front of a batch: (workspace in bytes, least time in ns of any split).
 
     >>> timed = ChunkOption(8, "gemm", "gemm", (Role.ALONE,), Interval(9, 9, 9), is_timed=True)
     >>> bound_front([timed, ChunkOption(16, "gemm", "gemm", (Role.ALONE,))], batch=16)
     [(0, 9)]
 
-    Each option has the least workspace that it may need.
+    The workspace of each option must be the least that the option may need.
     """
     items: dict[str, list[Item]] = {name: [] for name in Role}
     bounds = _lower_bounds(_by_curve(tuple(options)).values(), tolerance, least_ns)
@@ -146,7 +148,7 @@ def bound_front(
 
 
 def _undominated(items: Sequence[Item]) -> list[Item]:
-    """The items that no other one of their size beats in time and workspace."""
+    """The items that no other item of the same size beats in both time and workspace."""
     by_size: dict[int, list[Item]] = {}
     for item in items:
         by_size.setdefault(item.batch, []).append(item)
@@ -160,7 +162,7 @@ def _undominated(items: Sequence[Item]) -> list[Item]:
 def _lower_bounds(
     curves: Iterable[Sequence[ChunkOption]], tolerance: float, least_ns: int
 ) -> dict[ChunkOption, int]:
-    """The time of each timed option, and a lower bound of every other one's."""
+    """The time of each timed option, and a lower bound of the time of every other option."""
     found: dict[ChunkOption, int] = {}
     for curve in curves:
         found |= zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
@@ -179,7 +181,7 @@ def _is_new(curve: Iterable[ChunkOption]) -> bool:
 
 
 def _most_telling(option: ChunkOption) -> tuple[int, bool]:
-    """Sort key: the largest size bounds all smaller ones; alone it is a plan by itself."""
+    """Sort key: larger sizes bound more sizes; of one size, a chunk alone is a split by itself."""
     return option.batch, Role.ALONE in option.lists
 
 
@@ -189,8 +191,8 @@ def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> li
     )
     sizes = tuple(option.batch for option in curve)
     bounds = _promises(sizes, points, tolerance)
-    # A timed chunk costs its time, one that ran too briefly at least the lower end of its interval.
-    # `least_ns` does not apply to the undivided batch, which is an option however fast it is.
+    # A timed chunk costs its time. One that ran too briefly costs at least the lower end of its
+    # interval. `least_ns` does not apply to the undivided batch, which may take less time.
     return [
         max(bound, option.least_ns, 0 if option.lists == (Role.ALONE,) else least_ns)
         if option.interval is None
@@ -201,21 +203,21 @@ def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> li
     ]
 
 
-# One measurement changes one curve; the bounds of all others are asked for again unchanged.
+# Cached, because one measurement changes one curve, and the bounds of all other curves stay.
 @lru_cache(maxsize=4096)
 def _promises(
     sizes: tuple[int, ...],
     points: tuple[tuple[int, Interval], ...],
     tolerance: float,
 ) -> tuple[int, ...]:
-    """Lower bounds of some sizes from the timed ones of their curve, lowered if they failed."""
+    """Lower bounds of sizes from the timed ones of a curve, lowered if a time broke its bound."""
     kept, of = 1, 1
     # Leave one out: each time is compared with what all others promise for its size.
     for place, (size, interval) in enumerate(points):
         others = _Curve(points[:place] + points[place + 1 :])
         promised = others.bound_ns(size)
         broken = interval.high_ns < (1 - tolerance) * promised
-        # The worst ratio of all, compared crosswise in integers.
+        # The smallest ratio of all is kept; ratios are compared crosswise, in integers.
         if broken and interval.high_ns * of < kept * promised:
             kept, of = interval.high_ns, promised
     curve = _Curve(points)
@@ -223,16 +225,16 @@ def _promises(
 
 
 class _Curve:
-    """Bounds for other sizes that follow from the timed ones by the two assumptions."""
+    """Lower bounds of untimed sizes, which follow from the timed sizes by the two assumptions."""
 
     def __init__(self, points: Sequence[tuple[int, Interval]]) -> None:
-        # Bounds must hold for a chunk in any role, so of one size the fastest role counts.
+        # Bounds must hold for a chunk in any role, so for each size the fastest role counts.
         least: dict[int, int] = {}
         for size, interval in points:
             least[size] = min(interval.time_ns, least.get(size, interval.time_ns))
         self._sizes = sorted(least)
         self._times = [least[size] for size in self._sizes]
-        # Suffix minima: for each size the least time of it and all larger ones.
+        # Suffix minima: for each size the least time of this size and all larger sizes.
         self._growing = list(accumulate(reversed(self._times), min))[::-1]
 
     def bound_ns(self, size: int) -> int:
@@ -241,7 +243,7 @@ class _Curve:
         exact = above is not None and self._sizes[above] == size
         below = above if exact else at - 1 if at else None
         grown = 1 if below is None else self._growing[below]
-        # Economy compares with the next larger timed size, and there is none.
+        # "economy" needs a larger timed size, and there is none.
         if above is None:
             return grown
         return max(grown, self._economical(size, below, above))
@@ -249,7 +251,8 @@ class _Curve:
     def _economical(self, size: int, below: int | None, above: int) -> int:
         neighbours = [above] if below is None else [below, above]
         least = self._sizes[neighbours[0]] if below is not None else size
-        # Between two timed sizes the first doubling gains nothing; below the smallest one each may.
+        # Between two timed sizes the first doubling lowers no bound. Below the smallest timed size
+        # every doubling does.
         doublings = _doublings(least, self._sizes[above]) - (below is not None)
         kept, of = _KEPT ** max(0, doublings), _OF ** max(0, doublings)
         # Rounded down, as it is a lower bound.
@@ -260,19 +263,19 @@ class _Curve:
 
 
 def _doublings(small: int, large: int) -> int:
-    """Number of doublings from a size to another, rounded up."""
+    """Number of doublings from a small size to a large one, rounded up."""
     return (-(-large // small) - 1).bit_length()
 
 
 def _middle(option: ChunkOption, curve: Sequence[ChunkOption]) -> ChunkOption:
-    """The option that best halves the gap between the timed sizes around another option."""
+    """The option nearest to the middle between the two timed sizes around a given option."""
     timed = sorted({other.batch for other in curve if other.interval is not None})
     place = bisect_left(timed, option.batch)
-    # Only its own time helps: it ran too briefly, its size ran in another role, or no smaller size
-    # is timed.
+    # Only the option's own time helps if it ran too briefly, if its size ran in another role, or if
+    # no smaller size is timed.
     if option.batch in timed or not place:
         return option
-    # Without a larger timed size the option itself is the end of the range.
+    # Without a larger timed size, the range ends at the option itself.
     below, top = timed[place - 1], (*timed, option.batch + 1)[place]
     between = [other for other in curve if below < other.batch < top]
     within = [other for other in between if other.lists == option.lists]
@@ -281,18 +284,20 @@ def _middle(option: ChunkOption, curve: Sequence[ChunkOption]) -> ChunkOption:
 
 
 def _imbalance(size: int, below: int, above: int) -> float:
-    # 1 at the geometric mean and more to either side: doublings matter, not differences of sizes.
+    # 1 at the geometric mean of the two sizes, and more on either side. Ratios of sizes matter
+    # here, not differences, because "economy" counts doublings.
     return max(size * size / (below * above), below * above / (size * size))
 
 
 class _Solved:
-    """The fastest split of a batch where every option takes a given time."""
+    """The fastest split of a batch, if every option takes its given time."""
 
     def __init__(
         self, time_by_option: Mapping[ChunkOption, int], batch: int, launch_ns: int
     ) -> None:
         self._batch = batch
-        # under one limit only the fastest way to compute a chunk can be part of the best split
+        # All options fit the limit, so the best split contains only the fastest way to compute a
+        # chunk of each size and position.
         self._best: dict[tuple[Role, int], ChunkOption] = {}
         for option, time_ns in time_by_option.items():
             for name in option.lists:
@@ -305,7 +310,7 @@ class _Solved:
                     self._best[place] = option
         items: dict[str, list[Item]] = {name: [] for name in Role}
         for (name, size), option in self._best.items():
-            # Alone means the whole batch: a smaller chunk alone is no split of it.
+            # A chunk that is alone must be the whole batch.
             if size <= batch and not (name == Role.ALONE and size < batch):
                 time_ns = time_by_option[option]
                 items[name].append(

@@ -1,10 +1,10 @@
 """Load balancing: local batches of unequal devices that minimize the time of the slowest.
 
-Each device has its own time for each local batch. The times need not increase with the batch: plans
-are better at some sizes than at others. The smallest makespan is found by bisection over the times
-that occur; whether the devices can take the whole batch within one is a subset-sum question, which
-bit sets answer exactly. The heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER
-2018) is such a case.
+Each device has its own time for each local batch. The times need not increase with the batch, as
+plans are better at some sizes than at others. The makespan is the time of the slowest device. The
+smallest one is found by bisection over the times that occur. Whether the devices can compute the
+whole batch within a makespan is a subset-sum problem, which bit sets solve exactly. The
+heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER 2018) is an example.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ucudnn.solvers._base import SAFE, Integers, require_int
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Local batches of a global batch.
+    """Division of a global batch into local batches.
 
     Args:
-        sizes: local batch of each device, 0 for one that would only delay the others.
-        times_ns: time of each device for its local batch.
+        sizes: local batch of each device, 0 for a device that would only delay the other ones.
+        times_ns: time in ns of each device for its local batch.
     """
 
     sizes: tuple[int, ...]
@@ -40,7 +40,7 @@ class Balance:
 def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
     """Divide a global batch among devices so that the slowest finishes as early as possible.
 
-    If several divisions have that makespan, the one with the smallest sum of times is returned.
+    If several divisions take equally long, the one with the smallest sum of times is returned.
 
     >>> fast, slow = [10 * n for n in range(1, 9)], [30 * n for n in range(1, 9)]
     >>> shares = balance([fast, slow], batch=8)
@@ -48,20 +48,20 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
     ((6, 2), 60)
 
     Args:
-        times: for each device its times in ns for 1, 2, ... samples, None for a number that it
-            cannot compute.
+        times: for each device its times in ns for 1, 2, ... samples, None for a number of samples
+            that it cannot compute.
         batch: the global batch.
 
     Raises:
         PlanError: the devices together cannot compute the batch.
-        ConfigError: no device, or a value that is not an int in range.
+        ConfigError: there is no device, or a value is not an int in range.
     """
     require_int("batch", batch, 1)
     if not times:
         raise ConfigError("times must not be empty; pass one list per device")
     choices = [_choices(device, row, batch) for device, row in enumerate(times)]
-    # The makespan is the time of some device for some size. What fits within one time fits within
-    # any longer one, so bisection finds the least.
+    # The makespan is the time of some device for some size. A batch that is possible within one
+    # time is possible within any longer time, so bisection finds the smallest makespan.
     makespans = sorted({time_ns for sizes in choices for time_ns in sizes.values()})
     place = bisect_left(makespans, True, key=lambda most: _reaches(choices, batch, most))
     if place == len(makespans):
@@ -78,7 +78,7 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
 
 
 def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, int]:
-    """Time by size for all sizes that a device can compute, and 0 samples in no time."""
+    """Times by size for all sizes that a device can compute; 0 samples take no time."""
     choices = {0: 0}
     for size, time_ns in enumerate(row[:batch], start=1):
         if time_ns is not None:
@@ -88,9 +88,9 @@ def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, in
 
 
 def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> bool:
-    """True if sizes that take at most some time sum up to the batch."""
-    # Bit n is set if the devices so far can take n samples. Shifting adds a size to all sums at
-    # once, which is exact and faster than a table of them.
+    """True if the devices can compute the batch with no time above `most_ns`."""
+    # Bit n is set if the devices so far can compute n samples. A shift adds one size to all sums at
+    # once, which is faster than a table of sums.
     sums, every = 1, (1 << (batch + 1)) - 1
     for sizes in choices:
         reached = 0
@@ -102,10 +102,10 @@ def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> boo
 
 
 def _least_sum(choices: Sequence[dict[int, int]], batch: int) -> tuple[int, ...]:
-    """Sizes that sum up to the batch with the smallest sum of times."""
-    # Dynamic programming, device by device: the least time for n samples on the devices so far, and
-    # the size of the last device in it, which the traceback at the end follows. Sums that might
-    # overflow 64 bits are computed with Python's integers.
+    """The sizes that sum up to the batch and whose times have the smallest sum."""
+    # Dynamic programming, device by device. `least` is the least sum of times for n samples on the
+    # devices so far. `back` is the last device's size in that sum, which the traceback at the end
+    # follows. Sums that might overflow 64 bits are computed with Python's ints.
     infinite = 1 + sum(max(sizes.values()) for sizes in choices)
     dtype = np.int64 if 2 * infinite < SAFE else object
     least = np.full(batch + 1, infinite, dtype)

@@ -1,10 +1,10 @@
-"""Overlap: when the gradients of a backward pass have been exchanged, and in which buckets.
+"""Overlap of backward and gradient exchange: the best buckets, and when the exchange ends.
 
-Backward computes gradients one after the other. A bucket of them can be sent when its last one is
-ready, one bucket after the other, while backward goes on. Few buckets wait long for their last
-gradient; many pay the fixed cost of an exchange often. The best cut is between, and a dynamic
-program finds it: a link that is free later never finishes earlier, so of all cuts of the first
-gradients only the one that ends first matters (MG-WFBP: Shi, Chu, Li, INFOCOM 2019).
+Backward computes gradients one after the other. A bucket can be sent when its last gradient is
+ready, while backward goes on; buckets are sent one after the other. Few large buckets wait long for
+their last gradient. Many small buckets pay the fixed cost of an exchange often. A dynamic program
+finds the best cut into buckets: a link that is free later never finishes earlier, so of all cuts of
+the first gradients only the one that ends first matters (MG-WFBP: Shi, Chu, Li, INFOCOM 2019).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Line:
     3048
 
     Args:
-        fixed_ns: of an exchange of nothing.
-        per_byte_ns: for each byte.
+        fixed_ns: time in ns of an exchange of no bytes.
+        per_byte_ns: additional time in ns for each byte.
     """
 
     fixed_ns: float
@@ -43,7 +43,7 @@ class Line:
 
 
 def fit(samples: Sequence[tuple[int, int]]) -> Line:
-    """Fit a line to measured exchanges, with the least sum of squares of relative errors.
+    """Fit a line to measured exchanges by least squares of the relative errors.
 
     Neither part of the line is negative.
 
@@ -54,12 +54,12 @@ def fit(samples: Sequence[tuple[int, int]]) -> Line:
         samples: size in bytes and time in ns, at least 1, of each exchange.
 
     Raises:
-        ConfigError: no sample.
+        ConfigError: there is no sample.
     """
     if not samples:
         raise ConfigError("samples must not be empty; pass (bytes, ns) of at least one exchange")
     sizes, times = np.asarray(samples, float).T
-    # (a + b * size) / time = 1 for each sample; with a or b fixed at 0, where it would be negative.
+    # Solves (a + b * size) / time = 1 for all samples. If a or b were negative, it is fixed at 0.
     columns = np.stack([1 / times, sizes / times], axis=1)
     found = np.linalg.lstsq(columns, np.ones(len(times)))[0]
     for kept in (0, 1):
@@ -72,14 +72,14 @@ def fit(samples: Sequence[tuple[int, int]]) -> Line:
 
 
 def finish(ready_ns: Sequence[int], costs_ns: Sequence[int]) -> list[int]:
-    """When each of several exchanges ends that share a link and take it in this order.
+    """End of each exchange in ns, if exchanges use one link one after the other, in this order.
 
     >>> finish([10, 20, 60], [30, 5, 5])
     [40, 45, 65]
 
     Args:
-        ready_ns: when each may start, in ns.
-        costs_ns: how long each takes, in ns.
+        ready_ns: earliest start of each exchange in ns.
+        costs_ns: duration of each exchange in ns.
     """
     ends, free = [], 0
     for ready, cost in zip(ready_ns, costs_ns, strict=True):
@@ -98,7 +98,7 @@ class Buckets:
     Args:
         counts: gradients in each bucket.
         sizes: bytes of each bucket.
-        end_ns: when the last one has been exchanged.
+        end_ns: time at which the exchange of the last bucket ends.
     """
 
     counts: tuple[int, ...]
@@ -107,22 +107,23 @@ class Buckets:
 
 
 def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: int = 0) -> Buckets:
-    """Cut gradients into the fewest contiguous buckets whose last exchange ends as early as it can.
+    """Cut gradients into contiguous buckets so that the last exchange ends as early as possible.
 
-    Exact, in O(n^2) for n gradients and each bucket.
+    Of all such cuts, the result has the fewest buckets. It is exact, and found in O(n^2) operations
+    for n gradients and each bucket.
 
     >>> bucket([10, 20, 500], [1000, 1000, 10], Line(fixed_ns=100, per_byte_ns=0.1))
     Buckets(counts=(2, 1), sizes=(2000, 10), end_ns=601)
 
     Args:
-        ready_ns: when each gradient is ready, in ns, in the order in which they are sent.
-        sizes: bytes of each.
-        line: time of an exchange.
-        slack_ns: that the last exchange may end later, with fewer buckets.
+        ready_ns: time in ns at which each gradient is ready, in the order in which they are sent.
+        sizes: bytes of each gradient.
+        line: time of an exchange over its bytes.
+        slack_ns: time in ns by which the last exchange may end later if that saves buckets.
 
     Raises:
-        ConfigError: no gradient, lists of different lengths, or a number that is not an int of at
-            least 0.
+        ConfigError: there is no gradient, the lists differ in length, or a number is not an int of
+            at least 0.
     """
     if not ready_ns or len(ready_ns) != len(sizes):
         raise ConfigError(
@@ -137,7 +138,7 @@ def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: 
         raise ConfigError(f"a line must have no negative part, got {quoted(line)}")
     ready = np.maximum.accumulate(np.asarray([0, *ready_ns], np.int64))
     until = np.cumsum(np.asarray([0, *sizes], np.int64))
-    # Row n, column i: the exchange of a bucket from gradient i to the n-th; none where it is empty.
+    # Row n, column i: cost of exchanging a bucket of the gradients i to n - 1; unused where i >= n.
     costs = np.rint(line.fixed_ns + line.per_byte_ns * (until[:, None] - until)).astype(np.int64)
     places = np.arange(len(until))
     is_bucket = places[:, None] > places
@@ -145,7 +146,7 @@ def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: 
     for n in places[1:]:
         ends[n] = (np.maximum(ready[n], ends[:n]) + costs[n, :n]).min()
     wanted = ends[-1] + slack_ns
-    # The same with one bucket, two, and so on, until they are enough.
+    # The same search with one bucket, then two, and so on, until the end is early enough.
     never = np.iinfo(np.int64).max // 2
     ends = np.where(places == 0, 0, never)
     before = []

@@ -1,8 +1,9 @@
-"""Workspace reuse: the best split of every batch under every limit, kernels sharing one workspace.
+"""Workspace reuse: the best split of every batch under every limit, if kernels share one workspace.
 
-Kernels of one stream run one after the other, so their chunks use the same memory. Times add up,
-the workspace is the largest one, and every kernel can be solved by itself. This is the WR method of
-mu-cuDNN (Oyama et al., CLUSTER 2018), solved for all limits and batches at once.
+Kernels of one stream run one after the other, so their chunks use the same memory. Their times add
+up, and the shared workspace is as large as the largest one needed. So every kernel can be solved by
+itself. This is the WR method of mu-cuDNN (Oyama et al., CLUSTER 2018), for all limits and batches
+at once.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from ucudnn.solvers._base import Item, require_int, require_items
 from ucudnn.solvers.reuse_table import ReuseTable
 from ucudnn.solvers.sweep import ANY, FIRST, LATER, SINGLE, Arc, Rows, Sweep, order
 
-# A chunk costs the same alone or among others, so every chunk leads back to the only state.
+# One list: a chunk costs the same alone or among others, so every chunk leads back to the only row.
 _ONE_LIST = Rows(count=1, start=(0,), gate={ANY: 0}, arcs={ANY: (Arc(0, 0),)}, final=0, chain=0)
-# Rows: later chunks only; one first chunk and later ones; the answer, which has a row of its own
-# because a first chunk by itself is not a split.
+# Three lists. Row 0: later chunks only. Row 1: one first chunk and any later chunks. Row 2: the
+# answer, which has a row of its own because a first chunk by itself is not a split.
 _THREE_LISTS = Rows(
     count=3,
     start=(0,),
     gate={SINGLE: 2, FIRST: 1, LATER: 0},
     arcs={
-        # Only from batch 0, as a lone chunk has no others.
+        # Only from batch 0, because a chunk that is alone has no chunks before it.
         SINGLE: (Arc(0, 2, stop=1),),
-        # Later chunks may be inserted before the first one: the order of a sum does not matter. The
-        # answer needs at least one of them, hence start=1.
+        # A later chunk may be added before the first chunk, because the order of a sum does not
+        # matter. The answer needs at least one later chunk, hence start=1.
         FIRST: (Arc(0, 1), Arc(0, 2, start=1)),
         LATER: (Arc(0, 0), Arc(1, 1), Arc(1, 2)),
     },
@@ -53,9 +54,9 @@ def reuse(
     >>> table.split(3, limit=16)
     (Chunk(size=2, algorithm='fast'), Chunk(size=1, algorithm='fast'))
 
-    With three lists, an item of `items` computes a batch alone. A split of two or more chunks has
-    one chunk of `first`, and all others are of `accumulate`. The lists differ because a chunk alone
-    is neither copied nor added, and a first chunk is not added.
+    With all three lists, an item of `items` computes a batch alone. A split of two or more chunks
+    has one chunk of `first`, and all its other chunks are of `accumulate`. The lists differ because
+    a chunk alone is neither copied nor added, and a first chunk is not added.
 
     Among splits that take equally long, the one with fewer chunks wins, then the one with less
     workspace, then the one with the lower sum of ranks.
@@ -69,14 +70,14 @@ def reuse(
         launch_ns: fixed cost of each chunk, in addition to its time.
 
     Raises:
-        ConfigError: no items, or an argument that is out of range.
+        ConfigError: there are no items, or an argument is out of range.
 
-    By item insertion into an unbounded knapsack (Gilmore and Gomory 1966), see docs/solvers.md.
+    Items are inserted into an unbounded knapsack (Gilmore and Gomory 1966), see docs/solvers.md.
     """
     require_int("batch", batch, 1)
     require_int("launch_ns", launch_ns, 0)
     lists = _by_role(items, first, accumulate)
-    # One list needs no state per position, three need to know whether the first chunk is there.
+    # With one list all chunks are alike. With three, states tell whether the first chunk is there.
     rows = _ONE_LIST if ANY in lists else _THREE_LISTS
     costs = order(lists, batch, launch_ns)
     return ReuseTable(batch, launch_ns, rows, costs, Sweep(rows, costs, batch).run())
@@ -85,16 +86,16 @@ def reuse(
 def reuse_by_position(
     items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int = 0
 ) -> ReuseTable | None:
-    """`reuse` of three lists by the position of their chunks; None where they hold no split.
+    """`reuse` of three lists, by the position of their chunks; None if no split is possible.
 
     >>> reuse_by_position({"alone": [], "first": [Item(1, 0, 5, "fast")], "later": []}, 1) is None
     True
     """
     alone, first, later = items[Role.ALONE], items[Role.FIRST], items[Role.LATER]
-    # A first chunk that no other one can follow is no split.
+    # A first chunk that no later chunk can follow is no split.
     if not later:
         first = ()
-    # Later chunks need a first one, so without both lists only a lone chunk is a split.
+    # Later chunks need a first chunk. So without first chunks, only a chunk alone is a split.
     if not alone and not first:
         return None
     return reuse(alone, batch, first=first, accumulate=later, launch_ns=launch_ns)
@@ -104,14 +105,14 @@ def _by_role(
     items: Iterable[Item], first: Iterable[Item] | None, accumulate: Iterable[Item] | None
 ) -> dict[int, tuple[Item, ...]]:
     """The lists by the role of their chunks, without items that no split can contain."""
-    # One without the other would make every split of several chunks impossible without a word.
+    # With only one of the two lists, splits of several chunks would silently be impossible.
     if (first is None) != (accumulate is None):
         missing = "first" if first is None else "accumulate"
         raise ConfigError(
             f"first and accumulate must be given together, got no {missing}; "
             f"pass {missing}=() for none"
         )
-    # Both are None here; naming both lets the type checker see that neither is below.
+    # Here both are None or neither is. Testing both shows the type checker that below neither is.
     if first is None or accumulate is None:
         lists = {ANY: require_items("items", items)}
     else:

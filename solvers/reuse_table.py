@@ -16,12 +16,12 @@ from ucudnn.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class WalkEntry:
-    """Entry of a plan file for one batch: the item that computes it alone, and a back-pointer.
+    """Entry of a plan file for one batch: the item that computes it alone, or else the last chunk.
 
     Args:
         alone: the item that computes the batch alone, if that is best; else None.
-        last: the last chunk of the best sequence of one first chunk and any number of later ones,
-            which may be 0; None if there is no such sequence.
+        last: the last chunk of the best sequence of one first chunk and 0 or more later chunks;
+            None if there is no such sequence.
     """
 
     alone: Item | None
@@ -44,7 +44,7 @@ class ReuseTable:
         launch_ns: fixed cost of each chunk, in addition to its time.
         rows: the states of the problem's variant.
         costs: the items in the order of the sweep.
-        history: every cost that a batch has had in a state.
+        history: every cost that each batch had in each state during the sweep.
     """
 
     batch: int
@@ -64,8 +64,9 @@ class ReuseTable:
         entries = self.history.entries(self.rows.final, n)
         keys, last = self.history.keys[entries].tolist(), self.history.last[entries].tolist()
         for key, item in zip(keys, last, strict=True):
-            # A lower key at the same time has fewer chunks or lower ranks, which is no new point.
-            # Several items may need the same workspace: the last of them is the fastest.
+            # A lower key with the same time means fewer chunks or lower ranks, and is no new point.
+            # Several items may need the same workspace. The last entry of these is the fastest, and
+            # replaces the ones before it.
             if key // self.costs.unit_ns != time_ns:
                 time_ns = key // self.costs.unit_ns
                 fastest[int(self.costs.workspaces[item])] = time_ns
@@ -91,7 +92,7 @@ class ReuseTable:
             limit: workspace in bytes, None for any.
 
         Raises:
-            PlanError: nothing fits; it carries the smallest workspace that would.
+            PlanError: no split fits; the error carries the smallest workspace with which one would.
         """
         return tuple(Chunk(item.batch, item.algorithm) for item in self.items(n, limit))
 
@@ -99,31 +100,32 @@ class ReuseTable:
         """The items of `split(n, limit)`, with the time and workspace of each chunk.
 
         Raises:
-            PlanError: nothing fits; it carries the smallest workspace that would.
+            PlanError: no split fits; the error carries the smallest workspace with which one would.
         """
         count = self._settled(n, limit)
         if count is None:
             raise self._nothing_fits(n, limit)
-        # Any order computes the same, so they are sorted: equal splits then have equal chunks.
+        # The order of the chunks does not matter. They are sorted so that equal splits are equal
+        # tuples.
         chunks = sorted(self._chunks(self.rows.final, n, count), key=_turn)
         return tuple(item for _, item in chunks)
 
     def smallest_bytes(self, n: int) -> int | None:
         """The smallest workspace in bytes of any split of batch n; None if there is no split."""
         entries = self.history.entries(self.rows.final, self._require_batch(n))
-        # A cell without an entry was never reached; else the first entry needs least workspace.
+        # Without an entry, no split of n exists. Else the first entry needs the least workspace.
         if entries.start == entries.stop:
             return None
         return int(self.costs.workspaces[self.history.last[entries.start]])
 
     def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
-        """Entries of a plan file for n = 1..N; they trace the split of any n back to 0.
+        """Entries of a plan file for n = 1..N, from which the split of any n can be traced back.
 
-        If `alone` is None, the traceback continues at n - last.batch, and its time is that of
-        `split`. With three lists, a traceback may consist of a first chunk by itself, which is no
-        split. If such a chunk is faster than every split and every single item, the traceback is
-        faster than `split`. Measured times exclude this, because a lone call does no more work than
-        a first one.
+        If `alone` is None, `last` is the last chunk and the traceback continues at n - last.batch.
+        The chunks take as long as those of `split`, with one exception. With three lists, the
+        traceback may be a first chunk by itself, which is no split. If that chunk is faster than
+        every split and every item alone, the traceback is faster than `split`. Measured times
+        exclude this, because a call alone does no more work than a first one.
 
         Args:
             limit: workspace in bytes, None for any.
@@ -137,12 +139,12 @@ class ReuseTable:
         count = self._settled(n, limit)
         if count is None:
             return None
-        # The traceback begins with the last chunk: if that is all of n, there is no other.
+        # The traceback begins with the last chunk. If that is as large as n, it is the only one.
         _, item = next(self._chunks(self.rows.final, n, count))
         return item if item.batch == n else None
 
     def _last(self, n: int, count: int) -> Item | None:
-        """Back-pointer: the last chunk of the best sequence, which is its first only if alone."""
+        """The last chunk of the best sequence; its first chunk only if it has no later chunks."""
         first = None
         for role, item in self._chunks(self.rows.chain, n, count):
             if role != FIRST:
@@ -153,7 +155,8 @@ class ReuseTable:
     def _chunks(self, row: int, n: int, count: int) -> Iterator[tuple[int, Item]]:
         """Role and item of each chunk of the best split of n by the first `count` items."""
         while n and (entry := self.history.latest(row, n, count)) is not None:
-            # The table is exact for the first `count` items: the best split of the rest goes on.
+            # The table is exact for the first `count` items, so removing the last chunk leaves the
+            # best split of the rest.
             last = int(self.history.last[entry])
             role, item = int(self.costs.roles[last]), self.costs.items[last]
             yield role, item
@@ -161,23 +164,24 @@ class ReuseTable:
 
     @cached_property
     def _sources(self) -> dict[tuple[int, int], int]:
-        # At most one arc of a role leads to a state, so role and state determine the source.
+        # At most one arc of each role leads to a row, so role and target row determine the source.
         return {
             (role, arc.target): arc.source for role, arcs in self.rows.arcs.items() for arc in arcs
         }
 
     def _settled(self, n: int, limit: int | None) -> int | None:
-        """Number of items needed for the best time and number of chunks within the limit.
+        """Number of items that suffice for the best time and number of chunks within the limit.
 
-        More items could only lower the rank, and workspace counts before rank.
+        Further items could only lower the rank, and a split with less workspace is preferred.
         """
         entry = self.history.latest(self.rows.final, self._require_batch(n), self._count(limit))
         if entry is None:
             return None
         keys, start = self.history.keys, self.history.entries(self.rows.final, n).start
         unit = self.costs.unit_chunk
-        # Without the rank: back to the first entry of this time and number of chunks, which needs
-        # the least workspace; other items of that workspace may still lower the rank.
+        # Go back to the first entry of this time and number of chunks, whatever its rank: it needs
+        # the least workspace. Other items of that workspace are included, as they may lower the
+        # rank.
         best = keys[entry] // unit
         while entry > start and keys[entry - 1] // unit == best:
             entry -= 1
@@ -207,7 +211,7 @@ class ReuseTable:
                 f"batch {n} must be a sum of micro-batch sizes that were measured, and of those in "
                 f"the list is none; measure more sizes"
             )
-        # A split exists, and without a limit it would have fitted.
+        # A split exists, so only a limit can have excluded it.
         assert limit is not None
         first = self.items(n, smallest)[0]
         return PlanError(
@@ -219,7 +223,7 @@ class ReuseTable:
 
 
 def _turn(chunk: tuple[int, Item]) -> tuple[bool, int, str, int]:
-    """Sort key: the first chunk, then large ones before small ones."""
+    """Sort key: first the first chunk, then larger chunks before smaller ones."""
     role, item = chunk
-    # Name and workspace only make the order unique.
+    # Name and workspace are only there to make the order unique.
     return role != FIRST, -item.batch, item.algorithm, item.workspace_bytes

@@ -1,10 +1,10 @@
-"""Segments: which modules of a step run in micro-batches, at every peak of memory at once.
+"""Segments: the best way to run each module of a step, for every limit of the peak at once.
 
-What runs first forward runs last backward. So what a module keeps for its backward stays allocated
-while all later modules run, and at any moment of a module a step needs the sum of what all earlier
-modules keep, and the transient of this one. A dynamic program from the last module to the first
-therefore needs to know two numbers of all later ones: the memory that they need above what is
-allocated when they begin, and their time.
+The module that runs first in forward runs last in backward. So the tensors that a module keeps for
+its backward stay allocated while all later modules run. While a module runs, a step needs the bytes
+that all earlier modules keep, plus the bytes that this module needs. A dynamic program goes from
+the last module to the first. It needs two numbers for all later modules together: their time, and
+the bytes that they need above what is allocated when they begin.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Option:
     -4
 
     Args:
-        kept_bytes: what it keeps from the end of its forward until its backward; negative if it
-            frees more than it keeps.
-        peak_bytes: the most that is allocated at any moment of its forward or backward, above what
-            was allocated before its forward.
-        time_ns: its time, forward and backward.
-        choice: any value by which the caller recognises it.
+        kept_bytes: bytes that the module keeps from the end of its forward until its backward;
+            negative if it frees more than it keeps.
+        peak_bytes: the most bytes that are allocated at any moment of its forward or backward,
+            above what was allocated before its forward.
+        time_ns: time in ns of its forward and backward.
+        choice: any value by which the caller recognises the option.
 
     Raises:
         ConfigError: a number is not an int or out of range.
@@ -63,12 +63,12 @@ class Node:
     2
 
     Args:
-        options: ways to run it as a whole.
-        children: the modules inside it in the order of their forward, and whatever runs between
-            them as nodes with one option.
+        options: ways to run the module as a whole.
+        children: the modules inside it in the order of their forward; operations between these
+            modules are nodes with one option.
 
     Raises:
-        ConfigError: it has neither an option nor a child, or holds something else.
+        ConfigError: the node has neither an option nor a child, or a value has another type.
     """
 
     options: tuple[Option, ...] = ()
@@ -102,10 +102,10 @@ class SegmentTable:
     Args:
         peaks: bytes of each point, ascending.
         times: ns of each point, strictly descending.
-        entries: entry of the log with the first option of each point.
+        entries: for each point, the entry of the log that holds its first option.
         options: the options of all nodes.
-        picked: option of each entry of the log.
-        following: the entry with the option that runs next; 0 at the end of the step.
+        picked: for each entry of the log, the index of its option.
+        following: for each entry, the entry of the option that runs next; 0 at the end of the step.
     """
 
     peaks: list[int]
@@ -140,7 +140,7 @@ class SegmentTable:
             limit: peak in bytes, None for any.
 
         Raises:
-            PlanError: nothing fits; it carries the smallest peak.
+            PlanError: no choice fits; the error carries the smallest peak.
         """
         place = self._place(limit)
         if place is None:
@@ -175,18 +175,19 @@ def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
     >>> [option.choice for option in table.choose(limit=12)]
     ['recomputed', 'as it is']
 
-    Exact by default, when the front may have as many points as there are choices. With a
-    resolution, of all points between two multiples of it only the fastest is kept, and the one of
-    smallest peak. Every point is still the true peak and time of its choice. For any choice of m
+    By default the front is exact, and may have as many points as there are choices. With a larger
+    resolution, only the fastest of all points between two multiples of it is kept, and the point of
+    smallest peak. Every point still has the true peak and time of its choice. For any choice of m
     options there is a point that is no slower, and whose peak is larger by less than m times the
     resolution.
 
-    Where options of a node lead to the same memory and time of it and all that follows, the one
-    that stands first wins, and options win over children.
+    If several options of a node lead to the same memory and time, of the node and all that follows,
+    the first option wins. The node's options win over its children.
 
     Args:
         root: the whole step.
-        resolution_bytes: differences of peaks that do not matter, for each option chosen; 1: exact.
+        resolution_bytes: difference of peaks in bytes, per option chosen, that does not matter; 1:
+            the front is exact.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -199,12 +200,12 @@ def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """Pareto front of the rest of a step, from some module on.
+    """Pareto front of the rest of a step: of all modules from a given one on.
 
     Args:
         rooms: bytes that the rest needs above what is allocated when it begins, ascending.
-        times: ns, strictly descending.
-        entries: entry of the log with the first option of each point.
+        times: time of each point in ns, strictly descending.
+        entries: for each point, the entry of the log that holds its first option.
     """
 
     rooms: Integers
@@ -224,7 +225,7 @@ class _Search:
         self._entries = 1
 
     def table(self) -> SegmentTable:
-        """The front of the root with nothing after it."""
+        """The front of the whole step: that of the root, with nothing after it."""
         most = max(_most(self._root), self._resolution)
         none = np.zeros(1, np.int64 if most < SAFE else object)
         front = self._ahead(self._root, _Rest(none, none, np.zeros(1, np.int64)))
@@ -238,7 +239,7 @@ class _Search:
         )
 
     def _ahead(self, node: Node, rest: _Rest) -> _Rest:
-        """The front from a node on, given the front of what comes after it."""
+        """The front of a node and all that follows it, given the front of all that follows it."""
         rooms = [np.maximum(rest.rooms + o.kept_bytes, o.peak_bytes) for o in node.options]
         times = [rest.times + o.time_ns for o in node.options]
         inner = rest
@@ -249,7 +250,7 @@ class _Search:
             times.append(inner.times)
         room, time = np.concatenate(rooms), np.concatenate(times)
         points = self._undominated(room, time)
-        # Points of the node's own options come first, a line of the rest's points for each option.
+        # The points of the node's own options come first: for each option, one per point of `rest`.
         count = len(rest.rooms)
         is_own = points < len(node.options) * count
         entries = np.empty_like(points)
@@ -258,7 +259,7 @@ class _Search:
         return _Rest(room[points], time[points], entries)
 
     def _logged(self, node: Node, lines: Integers, places: Integers, rest: _Rest) -> Integers:
-        """New entries of the log: an option of a node before a point of the rest."""
+        """Add entries to the log: options of a node, each followed by a point of the rest."""
         self._log.append(((lines + len(self._options)).astype(np.int32), rest.entries[places]))
         self._options.extend(node.options)
         self._entries += len(lines)
@@ -267,24 +268,24 @@ class _Search:
     def _undominated(self, rooms: Integers, times: Integers) -> Integers:
         """Indices of the points that no other dominates, one for each multiple of the resolution.
 
-        Combining with an option is monotone in room and time, so what is dominated here stays so.
+        Dominated points can be dropped: no option before them makes them better than the others.
         """
-        # Stable, so that of equal points the first is kept; fast, as it merges what is in order.
+        # A stable sort keeps the first of equal points. It is fast, because it merges sorted runs.
         order = np.argsort(rooms, kind="stable")
         lowest = np.minimum.accumulate(times[order])
         points = order[np.append(True, lowest[1:] < lowest[:-1])]
         ascending = rooms[points]
         multiples = ascending // self._resolution
-        # The last of each multiple is its fastest.
+        # The last point of each multiple is its fastest.
         kept = np.append(multiples[1:] != multiples[:-1], True)
-        # And the fastest in the smallest room, so that the smallest peak is exact.
+        # The fastest point in the smallest room is kept, too, so that the smallest peak is exact.
         kept[np.searchsorted(ascending, ascending[0], "right") - 1] = True
         left: Integers = points[kept]
         return left
 
 
 def _most(node: Node) -> int:
-    """What no sum of bytes or of times in a step exceeds."""
+    """An upper bound of all sums of bytes and all sums of times in a step."""
     return sum(abs(o.kept_bytes) + o.peak_bytes + o.time_ns for o in node.options) + sum(
         map(_most, node.children)
     )

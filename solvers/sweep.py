@@ -1,13 +1,13 @@
 """Threshold sweep: the lowest cost of every batch under every workspace limit, by item insertion.
 
 Under a limit the problem is an unbounded knapsack over the items that fit, and adding one item to a
-solved knapsack takes one pass. Items are added in the order of their workspace. After each item,
-the table is exact for a limit of its workspace, and every cost that the pass lowered is a
-breakpoint of that batch's front.
+solved knapsack takes one pass over the table. Items are added in the order of their workspace.
+After the last item of a workspace, the table is exact for a limit of that workspace. Every cost
+that a pass lowered is a possible breakpoint of its batch's front.
 
-A row of the table holds the cost of every batch in one state: "only later chunks", "one first chunk
-and any number of later ones". An arc is a transition: a chunk of some role leads from one row to
-another.
+A row of the table holds the cost of every batch in one state, such as "only later chunks" or "one
+first chunk and any number of later ones". An arc is a transition: a chunk of a given role leads
+from one row to another.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import numpy as np
 
 from ucudnn.solvers._base import SAFE, Integers, Item
 
-# An item that a table of less workspace matches is rejected by one comparison, which numpy does for
-# a block of items at once. Within a block the table improves, so survivors are compared again.
+# Items per block: numpy compares a block with the table at once, and rejects each item for whose
+# batch the table has a cost as low. Within a block the table improves, so the others are compared
+# again.
 _BLOCK = 512
-# Roles of a chunk: alone, first of several, one of the rest; ANY where the role does not matter.
+# Roles of a chunk: alone, first of several, or a later one; ANY if the role does not matter.
 SINGLE, FIRST, LATER, ANY = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Arc:
-    """A transition from row to row by a chunk, for source batches from `start` to below `stop`."""
+    """A transition from one row to another by a chunk, for source batches `start` <= n < `stop`."""
 
     source: int
     target: int
@@ -38,11 +39,11 @@ class Arc:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The states of one variant, and the transitions between them."""
+    """The states of the problem with one list or with three, and the transitions between them."""
 
     count: int
     start: Sequence[int]  # rows in which batch 0 costs nothing
-    gate: Mapping[int, int]  # for each role, the row in which an item must lower a cost to be used
+    gate: Mapping[int, int]  # by role, the row in which an item must lower a cost to be inserted
     arcs: Mapping[int, Sequence[Arc]]  # by role, in the order in which a pass follows them
     final: int  # the row that holds the answer
     chain: int  # the row of one first chunk and any number of later ones
@@ -52,7 +53,7 @@ class Rows:
 class Costs:
     """Items in the order of the sweep, with costs that compare by time, then chunks, then rank."""
 
-    items: tuple[Item, ...]  # sorted by workspace, as all arrays
+    items: tuple[Item, ...]  # sorted by workspace, as are all arrays here
     roles: Integers
     batches: Integers
     workspaces: Integers
@@ -65,23 +66,24 @@ class Costs:
 def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Costs:
     """Sort items for the sweep, and make one integer of each item's time, chunk count and rank.
 
-    Any order within one workspace gives the same costs. Efficient items come first, because that
-    saves passes. The order is total, so that the same items in another order give the same splits.
-    Items beyond the batch are left out.
+    Items are sorted by workspace. Any order within one workspace gives the same costs; efficient
+    items come first, because that saves passes. The order is total, so that the same items in
+    another order give the same splits. Items larger than the batch are left out.
     """
     items, roles = _joined(lists, batch)
     batches = np.array([item.batch for item in items], np.int64)
     times = integers([item.time_ns + launch_ns for item in items])
     workspaces = integers([item.workspace_bytes for item in items])
     ranks = integers([item.rank for item in items])
-    # A split has at most `batch` chunks, so one chunk outweighs all ranks together, and one ns all
-    # chunks and ranks: comparing keys compares time, then chunks, then ranks.
+    # A split has at most `batch` chunks. So one chunk weighs more than all ranks together, and one
+    # ns more than all chunks and ranks: comparing keys compares time, then chunks, then ranks.
     unit_chunk = batch * int(ranks.max(initial=0)) + 1
     unit_ns = (batch + 1) * unit_chunk
     rates = times.astype(float) / batches
-    # Upper bound of any split: every sample at the highest rate, and a margin for rounded rates.
+    # Upper bound of any split: every sample takes the longest time per sample, and a margin for
+    # rounding.
     most = int(rates.max(initial=0) * 1.001 + 1) * batch * unit_ns
-    # Python's ints then, and a bound without floats: `batch` chunks of the longest time.
+    # Then Python's ints are used, and a bound without floats: `batch` chunks of the longest time.
     if most > SAFE:
         times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
     keys = times * unit_ns + unit_chunk + ranks
@@ -94,7 +96,7 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
         batches=batches[sweep],
         workspaces=workspaces[sweep],
         keys=keys[sweep],
-        # Above every cost, and still within 64 bits when the cost of an item is added.
+        # More than every cost; in 64 bits there is still room to add the cost of an item.
         infinite=max(most, SAFE) if keys.dtype == object else 2 * SAFE,
         unit_ns=unit_ns,
         unit_chunk=unit_chunk,
@@ -120,13 +122,14 @@ def integers(values: Sequence[int]) -> Integers:
 
 
 class Sweep:
-    """A table under construction, with a log of every cost that was lowered in it."""
+    """A table of costs under construction, with a log of every cost that was lowered."""
 
     def __init__(self, rows: Rows, costs: Costs, batch: int) -> None:
         self._rows = rows
         self._costs = costs
         self._end = batch + 1
-        # Twice as wide as needed: a pass sees a row as a grid whose last line may be incomplete.
+        # Nearly twice as wide as needed, because a pass reshapes a row into a grid, whose last line
+        # may reach beyond the batch.
         self._cost = np.full((rows.count, 2 * batch + 1), costs.infinite, costs.keys.dtype)
         self._cost[list(rows.start), 0] = 0
         self._counts = np.arange(batch + 1, dtype=costs.keys.dtype)[:, None]
@@ -135,7 +138,7 @@ class Sweep:
     def run(self) -> History:
         """Insert every item that lowers a cost, and sort the log by row and batch."""
         costs = self._costs
-        # The 0 fills in for roles of the other variant, which no item here has.
+        # `get`, because roles without a gate, which no item here has, need some value, too.
         gates = np.array([self._rows.gate.get(role, 0) for role in range(max(self._rows.gate) + 1)])
         rows = gates[costs.roles]
         for start in range(0, len(costs.keys), _BLOCK):
@@ -150,7 +153,7 @@ class Sweep:
     def _insert(self, index: int) -> None:
         key, size = self._costs.keys[index], int(self._costs.batches[index])
         for arc in self._rows.arcs[int(self._costs.roles[index])]:
-            # One pass adds any number of copies: the state allows it, and two of them fit.
+            # The row may take any number of these chunks, and at least two fit: one pass adds them.
             if arc.source == arc.target and 2 * size < self._end:
                 self._lower(arc.target, size, self._repeated(arc.source, size, key), index)
                 continue
@@ -159,12 +162,12 @@ class Sweep:
             self._lower(arc.target, arc.start + size, sources + key, index)
 
     def _repeated(self, row: int, size: int, key: int) -> Integers:
-        """Costs of batches `size` and up with any number of the same chunk added.
+        """Costs of batches from `size` on after any number of copies of one chunk were added.
 
-        In each residue class modulo the size, the cost of n minus the cost of n / size chunks is a
-        running minimum.
+        Within each residue class modulo the size, the lowest cost minus the cost of n // size
+        copies is a running minimum over n.
         """
-        # A line per number of copies, a column per residue class.
+        # The grid has a line per number of copies and a column per residue class.
         lines = -(-self._end // size)
         grid = self._cost[row, : lines * size].reshape(lines, size)
         paid = self._counts[:lines] * key
@@ -173,7 +176,7 @@ class Sweep:
         return found
 
     def _lower(self, row: int, first: int, found: Integers, index: int) -> None:
-        # A view: what is written to it below changes the table.
+        # `current` is a view, so writing to it below changes the table.
         current = self._cost[row, first : first + len(found)]
         better = (found < current).nonzero()[0]
         if len(better):
@@ -182,13 +185,13 @@ class Sweep:
             self._log.append((better + (row * self._end + first), lowered, index))
 
     def _history(self) -> History:
-        # The empty arrays set the dtype, and `concatenate` refuses a list of none.
+        # The empty arrays set the dtype, and let `concatenate` accept an empty log.
         cells = np.concatenate([np.empty(0, np.int64), *(log[0] for log in self._log)])
         keys = np.concatenate([self._costs.keys[:0], *(log[1] for log in self._log)])
         last = np.repeat(
             np.array([log[2] for log in self._log], np.int32), [len(log[0]) for log in self._log]
         )
-        # Stable: within a cell entries keep the order of the sweep, by workspace.
+        # A stable sort: the entries of one cell stay in the order of the sweep, by workspace.
         by_cell = np.argsort(cells, kind="stable")
         starts = np.searchsorted(cells[by_cell], np.arange(self._rows.count * self._end + 1))
         return History(self._end, starts, keys[by_cell], last[by_cell])
@@ -196,7 +199,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class History:
-    """Every cost that a cell (row, batch) has had, with the item of its last chunk."""
+    """Every cost that each cell (row, batch) has had, with the item of the last chunk."""
 
     end: int  # upper bound of the batches, exclusive
     starts: Integers  # index of the first entry of each cell
@@ -209,7 +212,7 @@ class History:
         return slice(int(self.starts[cell]), int(self.starts[cell + 1]))
 
     def latest(self, row: int, n: int, count: int) -> int | None:
-        """The entry of a cell after the first `count` items; None before it has one."""
+        """The latest entry of a cell from the first `count` items; None if they made none."""
         cell = self.entries(row, n)
         place = int(np.searchsorted(self.last[cell], count))
         return cell.start + place - 1 if place else None

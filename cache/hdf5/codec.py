@@ -1,8 +1,8 @@
-"""Codec between tables and the files of a cache; the only module that uses h5py.
+"""Conversion between tables and the files of a cache; the only module that uses h5py.
 
-Whole files are read and written by the operating system, and libhdf5 works on memory only. So
-libhdf5 takes no file locks (which network file systems may lack), reads only data that has passed
-its checksum, and holds no file open across a fork.
+This package reads and writes whole files itself, and libhdf5 works on memory only. So libhdf5 takes
+no file locks (which network file systems may lack), reads only data that has passed its checksum,
+and holds no file open across a fork.
 
 A file begins with an envelope of 512 bytes, an HDF5 user block, which HDF5 tools skip. Its digest
 covers the first line and everything after the block:
@@ -59,10 +59,10 @@ HEAD_BYTES = 1 << 16
 _MARK = FORMAT.encode()
 _FIRST_LINE = re.compile(rb"ucudnn-cache ([1-9]\d{0,8})\n")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-# What a file that was cut or edited may raise while its tables are built.
+# Errors that a truncated or edited file may raise while its tables are built.
 _DAMAGES = (OSError, RuntimeError, KeyError, TypeError, ValueError, ValidationError, UcudnnError)
 _numbers = count()
-# In the order of the parameters of `Table`.
+# Datasets that hold texts, in the order of the parameters of `Table`.
 _TEXTS = ("algorithms", "reasons", "notes", "facts")
 _COLUMNS = {
     "problems": PROBLEM_DTYPE.names,
@@ -73,9 +73,10 @@ _COLUMNS = {
 # H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
 _SHARED = 2 | 4
 _COMPRESSED_ROWS = 1024
-# So that a chunk and its compressed form fit into a processor's own cache.
+# Rows of a chunk of HDF5: it and its compressed form fit into a processor core's cache.
 _CHUNK_ROWS = 8192
-# Rows compress by factors of 5 to 30. A few bytes of HDF5 can claim terabytes.
+# Largest accepted ratio of a table's bytes to the file's, as a damaged file can claim terabytes.
+# Rows compress by factors of 5 to 30.
 _MOST_INFLATED = 64
 _ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
 _UNITS = {
@@ -115,17 +116,17 @@ _UNITS = {
 
 
 class DamagedError(CacheError):
-    """A file that differs from what was written, that no cache wrote, or another version did."""
+    """A file that was changed after it was written, or that no cache of this version wrote."""
 
 
 def has_envelope(head: bytes) -> bool:
-    """True for the first `HEAD_BYTES` of a file that only a cache can have written, damaged or not.
+    """True if the first `HEAD_BYTES` of a file show that a cache wrote it, damaged or not.
 
     >>> has_envelope(wrap(b"anything")), has_envelope(bytes(600)), has_envelope(b"")
     (True, False, False)
     """
-    # Where the envelope was destroyed, the HDF5 data behind it may still have the attribute that a
-    # cache gives its root.
+    # If the envelope was destroyed, the HDF5 data behind it may still have the attribute "format"
+    # of the root group, which holds the same mark.
     is_hdf5 = head[ENVELOPE_BYTES : ENVELOPE_BYTES + len(_HDF5)] == _HDF5
     return head.startswith(_MARK) or (is_hdf5 and _MARK in head[ENVELOPE_BYTES:])
 
@@ -145,7 +146,7 @@ def _envelope(data: bytes | memoryview, version: int) -> bytes:
 
 
 def verify(content: bytes) -> None:
-    """Compare a file with its envelope, before HDF5 reads it; a DamagedError where they differ.
+    """Compare a file with its envelope, before HDF5 reads it; a DamagedError if they differ.
 
     >>> verify(wrap(b"anything"))
     """
@@ -168,7 +169,7 @@ def encode(table: Table) -> bytes:
         "facts": [json.dumps(facts.unusual, ensure_ascii=False) for facts in table.facts],
     }
     rows = {name: table.rows[name] for name in MEASUREMENT_DTYPE.names or ()}
-    # Words, and numbers of rows: they are never negative.
+    # Columns that can be narrowed: words and row numbers, which are never negative.
     narrow = {
         name: _narrow(column)
         for name, column in rows.items()
@@ -180,7 +181,7 @@ def encode(table: Table) -> bytes:
         "measurements": _joined({**rows, **narrow}),
         "samples": _narrow(table.samples),
     }
-    # HDF5 opens no two files of one name at a time in a process, not even in memory.
+    # Numbered, because HDF5 opens no two files of one name at a time, not even in memory.
     with h5py.File(f"image {next(_numbers)}", "w", driver="core", backing_store=False) as file:
         file.attrs.update({"format": FORMAT, "version": VERSION, "about": _ABOUT})
         for name, array in arrays.items():
@@ -195,8 +196,8 @@ def encode(table: Table) -> bytes:
 
 
 def _storage(name: str, array: Array) -> Mapping[str, Any]:
-    # Times hardly compress. Contexts are few, and their texts may shrink by more than the factor
-    # that is accepted.
+    # Samples are stored as they are, because times hardly compress. So are contexts: they are few,
+    # and their texts may compress by more than `_MOST_INFLATED`, which `_read` refuses.
     if len(array) < _COMPRESSED_ROWS or name not in ("problems", "measurements"):
         return {}
     chunks = (min(len(array), _CHUNK_ROWS),)
@@ -204,9 +205,10 @@ def _storage(name: str, array: Array) -> Mapping[str, Any]:
 
 
 def decode(data: bytes) -> Table:
-    """The table of an HDF5 file, with or without an envelope; a DamagedError if it is none."""
+    """The table in HDF5 data, with or without an envelope; a DamagedError if there is no table."""
     try:
-        # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
+        # libhdf5 reads the bytes without a copy, which would take as long as decompressing them.
+        # That is safe, because `data` outlives the open file.
         with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
             arrays = {name: _read(file, name, len(data)) for name in _COLUMNS}
             texts = {name: list(_read(file, name, len(data))) for name in _TEXTS}
@@ -219,7 +221,7 @@ def decode(data: bytes) -> Table:
 
 def _read(file: h5py.File, name: str, length: int) -> Array:
     """The rows of a dataset."""
-    # A link could lead into another file.
+    # Only hard links, because another link could lead into another file.
     dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
     if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
         raise DamagedError(f"its {name} is no table")
@@ -248,8 +250,8 @@ def _table(arrays: Mapping[str, Array], texts: Mapping[str, list[str]]) -> Table
         list(map(load_texts, texts["notes"])),
         list(map(_facts, texts["facts"])),
         rows,
-        # In a file they are as narrow as the largest. From 2^32 ns on that is uint64, which
-        # numpy joins with int64 to floats.
+        # A file holds samples in the narrowest type for the largest. From 2^32 ns on that is
+        # uint64, and numpy would turn a mixture of uint64 and int64 into floats.
         samples.astype("<i8"),
     )
     for name, column in {"problems": "problem", **COLUMN_BY_LIST}.items():
@@ -290,7 +292,7 @@ def _facts(text: str) -> Facts:
 
 
 def _require_kinds(rows: Array, layout: np.dtype[Any]) -> None:
-    """Refuse columns of other kinds; narrow numbers are unsigned, whatever they are in memory."""
+    """Refuse columns of other kinds than the layout's; signed and unsigned numbers are one kind."""
     for name in layout.names or ():
         stored, kind = rows.dtype[name], layout[name]
         is_number = {stored.base.kind, kind.base.kind} <= {"i", "u"}
@@ -299,7 +301,7 @@ def _require_kinds(rows: Array, layout: np.dtype[Any]) -> None:
 
 
 def _to_bytes(text: str) -> bytes:
-    r"""UTF-8 for HDF5, in which text ends at a zero byte: U+0000 becomes C0 80, as in Java.
+    r"""Encode text as UTF-8, but U+0000 as C0 80, as Java does: in HDF5 a zero byte ends a text.
 
     >>> _from_bytes(_to_bytes("a\0b")) == "a\0b"
     True
@@ -313,8 +315,8 @@ def _from_bytes(data: bytes) -> str:
 
 
 def _narrow(column: Array) -> Array:
-    """The same words or non-negative numbers, in the narrowest type that holds them all."""
-    # Fewer bytes take less time to inflate when the file is read.
+    """A column of words or non-negative numbers, in the narrowest type that holds all of them."""
+    # Fewer bytes take less time to decompress when the file is read.
     if column.dtype.kind == "S":
         width = np.char.str_len(column).max(initial=1)
         return column.astype(f"S{width}")

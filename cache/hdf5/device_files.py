@@ -1,10 +1,10 @@
-"""Files of a cache: X.h5 of each kind of device, compacted, and X.h5.d/ with a segment per write.
+"""Files of a cache: for each kind of device a compacted X.h5, and X.h5.d/ with a segment per write.
 
-A file is complete or absent. None is ever changed or written over, so nothing is lost without
-locks: a writer publishes a new file under a name of its own, and a reader takes the union of all.
-Nothing here relies on anything of a file system beyond an atomic rename. A file is renamed or
-removed only if its contents or its name show that a cache made it, because a user may give a folder
-of other HDF5 files by mistake.
+A file is complete or absent. No file is ever changed or written over, so nothing is lost without
+locks: a writer publishes a new file under a unique name, and a reader takes the union of all files.
+The only feature that the file system must have is an atomic rename. A file is renamed or removed
+only if its contents or its name show that a cache made it, because a user may give a folder of
+other HDF5 files by mistake.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ SUFFIX = ".h5"
 SEGMENTS = ".h5.d"
 _DAMAGED = ".damaged-"
 _LEFTOVER_AGE_S = 3600.0
-# Names that nobody else makes: of segments, and of files that were set aside.
+# Names that only a cache makes: those of segments, and those of files that were set aside.
 _SEGMENT_NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
 _SET_ASIDE_NAME = re.compile(r"(.+)\.h5(\.d)?\.damaged-[0-9a-f]{8}")
-# A symbolic link that leads nowhere, or round in a circle; a device without a driver.
+# Errors for paths that are no regular file: a circle of symbolic links, a device without a driver,
+# a socket, a folder.
 _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
 
 
@@ -53,9 +54,9 @@ def read_file(path: Path, size: int = -1) -> bytes:
 
 
 def read_envelope(path: Path) -> bytes | None:
-    """The first bytes of a file, which differ where the contents differ.
+    """The first bytes of a file, with its checksum, so that they differ if the contents differ.
 
-    None if there is no file; b"" if there is something that cannot be read.
+    None if there is no file; b"" if there is a file that cannot be read.
     """
     try:
         return read_file(path, ENVELOPE_BYTES)
@@ -66,7 +67,7 @@ def read_envelope(path: Path) -> bytes | None:
 
 
 def unique_name(stored_ns: int) -> str:
-    """A file name that no other process makes; later ones sort after earlier ones."""
+    """A file name that no other process makes; names with later times sort after earlier ones."""
     return f"{stored_ns:020d}-{os.getpid()}-{os.urandom(4).hex()}{SUFFIX}"
 
 
@@ -88,14 +89,14 @@ def is_ours(path: Path) -> bool:
         head = read_file(path, HEAD_BYTES)
     except DamagedError:
         return False
-    # The name of a segment proves its origin. Anybody may have named a file X.h5, so there the
-    # contents must.
+    # The name of a segment proves its origin. A user may have named a file X.h5, so the contents
+    # must prove its origin.
     is_segment = path.parent.name.endswith(SEGMENTS) and _SEGMENT_NAME.fullmatch(path.name)
     return bool(is_segment) or has_envelope(head)
 
 
 def may_be_ours(path: Path) -> bool:
-    """True also for a file that cannot be read, because its reader will say so."""
+    """True if a cache wrote a file or it cannot be read, because its reader will report that."""
     try:
         return is_ours(path)
     except OSError:
@@ -103,7 +104,7 @@ def may_be_ours(path: Path) -> bool:
 
 
 def kinds_in(root: Path) -> list[str]:
-    """The kinds of device that a cache's folder has files of, including those set aside."""
+    """The kinds of device for which a cache's folder has files, including files set aside."""
     kinds = set()
     for name in names_in(root):
         aside = _SET_ASIDE_NAME.fullmatch(name)
@@ -117,7 +118,7 @@ def kinds_in(root: Path) -> list[str]:
 
 
 def foreign_in(root: Path) -> list[Path]:
-    """HDF5 files in a cache's folder that are not the cache's."""
+    """HDF5 files in a cache's folder that no cache wrote."""
     kinds = kinds_in(root)
     names = [name for name in names_in(root) if name.endswith(SUFFIX)]
     return [root / name for name in names if name.removesuffix(SUFFIX) not in kinds]
@@ -138,7 +139,7 @@ def is_set_aside(name: str) -> bool:
 class DeviceFiles:
     """Paths of the files of one kind of device, and the steps by which they change.
 
-    The lock only keeps two processes from doing the same work twice.
+    The lock is only there to keep two processes from doing the same work twice.
     """
 
     def __init__(self, root: Path, kind: str, use_locks: bool) -> None:
@@ -163,7 +164,7 @@ class DeviceFiles:
         root = self.compacted.parent
         beside = [root / name for name in names_in(root) if name.startswith(self.compacted.name)]
         inside = [self.segments / name for name in names_in(self.segments)]
-        # A young temporary file may belong to a writer that has not finished.
+        # Only old temporary files: a young one may belong to a writer that has not finished.
         return [
             path
             for path in (*beside, *inside)
@@ -172,7 +173,7 @@ class DeviceFiles:
         ]
 
     def publish(self, content: bytes, stored_ns: int) -> str:
-        """Write a new segment, durably; return its name, which begins with its newest time."""
+        """Write a new segment, durably; return its name, which begins with `stored_ns`."""
         name = unique_name(stored_ns)
         make_folder(self.segments)
         with replacing(self.segments / name) as stream:
@@ -180,17 +181,17 @@ class DeviceFiles:
         return name
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove segments; another process may have done so before."""
+        """Remove segments, as far as another process has not removed them."""
         for name in names:
             (self.segments / name).unlink(missing_ok=True)
 
     def retire_compacted(self, envelope: bytes | None) -> bool:
-        """Remove X.h5 if it still has the envelope that was read; return whether it had."""
+        """Remove X.h5 if it still has the given envelope; return whether X.h5 still had it."""
         if envelope is None or read_envelope(self.compacted) != envelope:
             return False
-        # Another process may replace X.h5 between the comparison and its removal. So it is first
-        # moved to a name that nobody else uses, and compared again there; if it is another file, it
-        # stays as a segment.
+        # Another process may replace X.h5 between this comparison and the removal. So X.h5 is first
+        # moved to a unique name, and compared again there. If it is another file by then, it stays
+        # as a segment.
         moved = self.segments / unique_name(time.time_ns())
         with suppress(FileNotFoundError):
             os.rename(self.compacted, moved)
@@ -199,7 +200,7 @@ class DeviceFiles:
         return True
 
     def promote(self, name: str) -> bool:
-        """Let a segment become X.h5, beside its own name; False if that cannot be done."""
+        """Give a segment the second name X.h5; False if that cannot be done."""
         try:
             # Unlike a rename, a link never replaces what is there.
             os.link(self.segments / name, self.compacted)
@@ -210,7 +211,7 @@ class DeviceFiles:
 
     @contextmanager
     def lock(self, timeout_s: float) -> Iterator[bool]:
-        """Try to be the only process that removes files; True also where locks do not exist."""
+        """Try to be the only process that removes files; True also if there are no file locks."""
         lock = FileLock(f"{self.compacted}.lock", timeout=timeout_s)
         held = True
         if self._use_locks:
@@ -219,7 +220,7 @@ class DeviceFiles:
             except Timeout:
                 held = False
             except (OSError, NotImplementedError):
-                pass  # a file system without locks, on which nothing is lost either
+                pass  # a file system without locks: no entry is lost without them
         try:
             yield held
         finally:

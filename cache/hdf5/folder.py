@@ -28,12 +28,12 @@ from ucudnn.measurement import Device, Measurement, MeasurementKey
 from ucudnn.system.processes import ForkSafeLock
 
 _LOCK_WAIT_S = 10.0
-# File names may have 255 bytes, and suffixes follow.
+# Most characters of a kind: a file name may have 255 bytes, and suffixes follow the kind.
 _KIND_LENGTH = 100
 
 
 def device_kind(device: Device) -> str:
-    """Beginning of the names of a device's files; the files record the device itself.
+    """Beginning of the names of a device's files; the exact device stands in the files.
 
     >>> device_kind(Device("cuda", "NVIDIA H200", compute_capability="9.0"))
     'cuda-nvidia-h200-9.0'
@@ -44,16 +44,16 @@ def device_kind(device: Device) -> str:
 
 
 class HDF5Cache(AbstractCache):
-    """Cache in a folder, which the first `put` makes; `ucudnn.cache.open` makes one."""
+    """Cache in a folder, which the first `put` creates; `ucudnn.cache.open` returns such caches."""
 
     def __init__(self, path: Path, mode: str = "a", use_locks: bool = True) -> None:
         self._path = path.absolute()
         self._mode = mode
         self._use_locks = use_locks
         self._store_by_kind: dict[str, DeviceStore] = {}
-        # `get` must not compute the kind of a device each time.
+        # Stores by device, so that `get` need not compute the kind of a device each time.
         self._store_by_device: dict[Device, DeviceStore] = {}
-        # Files of somebody else's that were reported, each once.
+        # Files that no cache wrote and that were reported; each is reported once.
         self._foreign: set[Path] = set()
         self._lock = ForkSafeLock(self._after_fork)
 
@@ -67,7 +67,8 @@ class HDF5Cache(AbstractCache):
         self._require_writable()
         by_store: dict[DeviceStore, list[Entry]] = {}
         with self._lock:
-            # All are taken before any is kept: an iterable that raises must leave nothing behind.
+            # The iterable is read to its end before any entry is kept, because it may raise, and
+            # then no entry may stay.
             for entry in entries:
                 store = self._store_of(entry.measurement.key.device)
                 by_store.setdefault(store, []).append(entry)
@@ -75,8 +76,8 @@ class HDF5Cache(AbstractCache):
                 store.put(its_entries)
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry, one per key; those of a problem on one kind of device are neighbours."""
-        # Tables do not change, so iterating needs no lock, and what is put meanwhile does not show.
+        """Every entry, one per key; entries of one problem and kind of device are neighbours."""
+        # Tables do not change, so iterating needs no lock. Entries put meanwhile are left out.
         with self._lock:
             tables = [store.table() for store in self._stores()]
         for table in tables:
@@ -94,18 +95,18 @@ class HDF5Cache(AbstractCache):
         with self._lock:
             for kind in kinds_in(other._path):
                 _copy_files(other._store(kind).files, self._store(kind).files)
-            # Those here are known from before.
+            # Found before the refresh, while `get` still returns this cache's own measurements.
             kept = [*self._kept_beside(other), *other._kept_beside(self)]
-            # Reads the copies, so that there is something to compact.
+            # The copies must be read before they can be compacted.
             self.refresh()
-            # The later entry counts, so these are put anew.
+            # The later entry counts, so measurements that must stay are put again.
             self.put(kept)
             for store in self._stores():
                 store.compact()
             return MergeReport(read=len(other), added=len(self) - before)
 
     def _kept_beside(self, other: HDF5Cache) -> Iterator[Measurement]:
-        """Measurements that those of another cache must not replace: they were taken under load."""
+        """This cache's measurements that another one's, taken under load, must not replace."""
         for store in other._stores():
             for loaded in store.perturbed():
                 known = self.get(loaded.key)
@@ -129,7 +130,7 @@ class HDF5Cache(AbstractCache):
                     f"another process is compacting {store.files.compacted}; prune again when it "
                     f"is done"
                 )
-            # What is not read would stay, so everything is read under the lock.
+            # Entries that were not read would stay, so all files are read under the lock.
             store.refresh()
             table = store.table()
             stays = np.fromiter(
@@ -137,7 +138,7 @@ class HDF5Cache(AbstractCache):
                 bool,
                 len(table),
             )
-            # Then no file needs to be written.
+            # If no entry is removed, no file needs to be written.
             if stays.all():
                 return 0
             try:
@@ -162,7 +163,7 @@ class HDF5Cache(AbstractCache):
         """Location and contents of the cache."""
         with self._lock:
             files = [file for store in self._stores() for file in store.files.paths()]
-            # Another process may compact them in the meantime.
+            # Another process may compact files meanwhile, so some may be gone.
             sizes = [file.stat().st_size for file in files if file.exists()]
             return info_of(str(self._path), self._is_writable(), sizes, self.entries())
 
@@ -217,7 +218,7 @@ class HDF5Cache(AbstractCache):
             )
 
     def _is_writable(self) -> bool:
-        # A folder that does not exist yet is made in the nearest one that does.
+        # A folder that does not exist yet is made in its nearest parent that does.
         folder = self._path.absolute()
         while not folder.exists():
             folder = folder.parent
@@ -234,9 +235,9 @@ def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
             content = read_file(file)
             verify(content)
         except DamagedError:
-            continue  # reported when the entries of the other cache are counted
+            continue  # reported when `merge` reads the entries of the other cache
         except OSError as error:
-            # Most likely a process that uses the other cache has just compacted it.
+            # Most likely another process has just compacted the other cache and removed the file.
             raise CacheError(f"cannot read {file}: {error.strerror}; merge again") from error
         try:
             target.publish(content, time_ns())
@@ -261,7 +262,7 @@ def _check(root: Path) -> CheckReport:
     records = files = 0
     for kind in kinds_in(root):
         of_kind = DeviceFiles(root, kind, use_locks=False)
-        # A new store reads the files as the next process will find them.
+        # A new store, because it reads the files as the next process will find them.
         table = DeviceStore(of_kind, False, problems.append).table()
         records, files = records + len(table), files + len(of_kind.paths())
         for path in of_kind.strays():

@@ -1,4 +1,4 @@
-"""Store of one kind of device: the union of its files in memory, and what this process adds.
+"""Store of one kind of device: the union of its files in memory, and the entries put here.
 
 Other processes read, write and compact the same files at the same time. A listing may thus miss an
 entry that a compaction has just moved, so files are listed until two listings agree. Compaction
@@ -44,7 +44,7 @@ _LISTINGS = 8
 class DeviceStore:
     """Measurements of one kind of device, in memory and in its files.
 
-    If it is not writable, damaged files stay where they are.
+    If the store is not writable, damaged files stay where they are.
     """
 
     def __init__(self, files: DeviceFiles, writable: bool, report: Report) -> None:
@@ -52,18 +52,19 @@ class DeviceStore:
         self._writable = writable
         self._report = report
         self._listed = False
-        # Contents of X.h5, and of the segments.
+        # `_base` holds the contents of X.h5, and `_recent` those of the segments.
         self._base = self._recent = EMPTY
-        # Tables that belong to `_recent`; they are merged when it is next read.
+        # Tables that belong to `_recent`; they are merged into it when it is next read.
         self._unmerged: list[Table] = []
         self._searched: list[Table] | None = None
-        # First bytes of the X.h5 that `_base` holds, and of the one that was last tried.
+        # Envelopes of the X.h5 that `_base` holds, and of the X.h5 that was last tried to be read.
         self._base_envelope: bytes | None = None
         self._tried_envelope: bytes | None = None
-        # By segment: True where `_recent` holds it, so that compaction may remove it.
+        # By name of a segment: True if `_recent` holds its entries, and compaction may remove it.
         self._is_held: dict[str, bool] = {}
         self._newest_ns = 0
-        # Entries of this process: those that the disk did not take, and the others by segment.
+        # Entries of this process: `_pending` could not be written yet; `_own` holds the others, by
+        # name of the segment.
         self._pending: Table | None = None
         self._own: dict[str, Table] = {}
         self._warned = False
@@ -80,7 +81,7 @@ class DeviceStore:
 
     def table(self) -> Table:
         """All entries, as one table."""
-        # The usual cache is one file, whose table needs no merging.
+        # A shortcut for the usual cache, which is one file: its table needs no merging.
         tables = self._tables()
         return tables[0] if len(tables) == 1 else merge_tables(tables)
 
@@ -88,13 +89,13 @@ class DeviceStore:
         """The measurements that were taken under load."""
         table = self.table()
         loaded = [number for number, facts in enumerate(table.facts) if facts.load]
-        # The usual cache has none, and no table is built.
+        # The usual cache has no such measurement, and then no table is built.
         if loaded:
             rows = select_rows(table, np.isin(table.rows["facts"], loaded))
             yield from (entry.measurement for entry in rows.entries())
 
     def _tables(self) -> list[Table]:
-        """Tables to search: few, none of them empty."""
+        """The tables to search, at most two and none of them empty; read the files if need be."""
         if not self._listed:
             self.refresh()
         if self._searched is None:
@@ -109,7 +110,7 @@ class DeviceStore:
         if not self._listed:
             self._listed = True
             folder = self.files.segments
-            # A link that leads nowhere is there for lexists alone.
+            # `lexists`, because `exists` is False for a symbolic link to nothing.
             if os.path.lexists(folder) and not folder.is_dir():
                 self._report(
                     f"{folder} is not a folder: it was left as it is; move it elsewhere, so that "
@@ -122,12 +123,12 @@ class DeviceStore:
                 break
             seen = listing
             self._read(*listing)
-        # Merged at once, because a compaction uses `_recent`.
+        # The tables are merged now, because a compaction uses `_recent`.
         self._searched = None
         self._tables()
 
     def _listing(self) -> tuple[bytes | None, list[str]]:
-        """First bytes of X.h5, and the names of the segments."""
+        """Envelope of X.h5, and the names of the segments."""
         envelope = read_envelope(self.files.compacted)
         try:
             return envelope, self.files.segment_names()
@@ -137,7 +138,8 @@ class DeviceStore:
 
     def _read(self, envelope: bytes | None, names: list[str]) -> None:
         known = (None, self._base_envelope, self._tried_envelope)
-        # A damaged X.h5 that cannot be set aside is reported once, not at each refresh.
+        # `_tried_envelope` is known, too, so that a damaged X.h5 that cannot be set aside is
+        # reported only once.
         if envelope not in known:
             self._tried_envelope = envelope
             self._load(self.files.compacted)
@@ -146,7 +148,7 @@ class DeviceStore:
                 self._is_held[name] = self._load(self.files.segments / name)
 
     def _load(self, path: Path) -> bool:
-        """Take in a file; True if it could be used."""
+        """Add the entries of a file to this store; True if the file could be used."""
         loaded = self._loaded(path)
         if loaded is None:
             return False
@@ -159,9 +161,9 @@ class DeviceStore:
         return True
 
     def _loaded(self, path: Path) -> tuple[Table, bytes] | None:
-        """Table and first bytes of a file; None if it is gone or cannot be used (reported)."""
+        """Table and envelope of a file; None if it is gone, or cannot be used and was reported."""
         try:
-            # First of all: a file that is not a cache's must never be renamed.
+            # Checked first, because a file that no cache wrote must never be renamed.
             if not is_ours(path):
                 self._report(
                     f"{path} is not a file of this cache, or is damaged beyond recognition: it was "
@@ -174,7 +176,8 @@ class DeviceStore:
         except DamagedError as error:
             self._put_aside(path, error)
         except OSError as error:
-            # A compaction has moved its entries to a file that the next listing shows.
+            # A file that is gone is not reported: a compaction has moved its entries to another
+            # file, which the next listing shows.
             if error.errno not in _GONE:
                 self._report(
                     f"{path} cannot be read ({error.strerror}): its measurements are not used"
@@ -184,7 +187,7 @@ class DeviceStore:
     def _put_aside(self, path: Path, error: DamagedError) -> None:
         aside = None
         if self._writable:
-            # The folder may be read-only, or another process may have moved the file.
+            # Renaming fails if the folder is read-only, or another process has moved the file.
             with suppress(OSError):
                 aside = set_aside(path)
         if aside is not None and self._put_back(aside):
@@ -193,8 +196,8 @@ class DeviceStore:
         self._report(f"{path} cannot be used: {error}; {where}, and what it held is measured anew")
 
     def _put_back(self, aside: Path) -> bool:
-        """Make a file that was set aside a segment, if it is sound after all."""
-        # Another process may have put a sound file there between our reading and renaming.
+        """Turn a file that was set aside into a segment if it is sound; False if it is not."""
+        # It is sound if another process replaced the file between our reading and renaming it.
         try:
             content = read_file(aside)
             verify(content)
@@ -206,15 +209,15 @@ class DeviceStore:
 
     def put(self, entries: Iterable[Entry]) -> None:
         """Keep entries on disk, or in memory while the disk refuses; if it raises, none is kept."""
-        # Later than every entry that is there, because another machine's clock may be ahead; but
-        # no later than a reader accepts, because it may be far ahead.
+        # New entries are later than every entry that is there, because the clock of the machine
+        # that wrote those may be ahead. They are no later than `LATEST_NS`, as readers require.
         self._tables()
         now = min(max(time_ns(), self._newest_ns + 1), LATEST_NS)
         table = build_table(
             entry if entry.stored_ns else replace(entry, stored_ns=min(now + index, LATEST_NS))
             for index, entry in enumerate(entries)
         )
-        # Encoded before anything is changed, because it may raise.
+        # The table is encoded before anything is changed, because encoding may raise.
         waiting = table if self._pending is None else merge_tables([self._pending, table])
         content = _content(waiting)
         self._unmerged.append(table)
@@ -245,7 +248,8 @@ class DeviceStore:
         """Write entries that could not be written so far, and compact the segments."""
         if self._pending is not None:
             self._write(self._pending, _content(self._pending))
-        # Even if another process holds the lock, this one leaves a single segment.
+        # First without the lock, so that this process leaves one segment even if `compact` cannot
+        # get the lock.
         if len(self._own) > 1:
             self._compact_own()
         if self._own or len(self._held_segments()) >= _MANY_SEGMENTS:
@@ -264,7 +268,7 @@ class DeviceStore:
             self._own = {name: table}
 
     def compact(self) -> None:
-        """Replace many files by one, unless another process does; failing loses nothing."""
+        """Replace many files by one, unless another process does so; a failure loses no entry."""
         with suppress(OSError), self.files.lock(0) as held:
             if held:
                 self.refresh()
@@ -274,7 +278,7 @@ class DeviceStore:
                     self._replace_segments(self._recent)
 
     def replace_all(self, table: Table) -> None:
-        """Put one table in the place of every file that was read, or leave all as they are."""
+        """Replace every file that was read by one with this table, or leave all as they are."""
         name = self._replace_segments(table)
         if self.files.retire_compacted(self._base_envelope):
             self._base, self._base_envelope = EMPTY, None
@@ -285,7 +289,7 @@ class DeviceStore:
             self.files.remove([name])
 
     def _replace_segments(self, table: Table) -> str | None:
-        """Put one table in the place of the segments; return its name, None if it is empty."""
+        """Replace the segments by one with this table; return its name, None if it has no rows."""
         replaced = self._held_segments()
         name = self.files.publish(_content(table), table.newest_ns) if len(table) else None
         self.files.remove(replaced)
@@ -294,14 +298,14 @@ class DeviceStore:
         if name is not None:
             self._is_held[name] = True
         self._recent, self._searched, self._own = table, None, {}
-        # Part of the table, unless they were pruned: then they must not be written any more.
+        # The pending entries are in the table, or were pruned and must not be written any more.
         self._pending = None
         return name
 
     def after_fork(self) -> None:
-        """Forget, in a child, what the parent has still to write; list the files again."""
+        """In a child process, forget entries that the parent has still to write, and list again."""
         self._pending, self._own = None, {}
-        # The parent may have been in the middle of a change of these when it forked.
+        # The parent may have been changing these two when it forked.
         self._listed, self._searched = False, None
 
 
