@@ -32,8 +32,8 @@ from ucudnn.units import format_bytes
 _TOLERANCE = 0.005
 # The fraction of the time that is for dividing a pool; the rest is for races of whole calls.
 _DIVIDING = 0.6
-# Before the pool is divided anew, a kernel is measured for the time of this many calls by torch, and
-# for at least this many seconds. A larger time budget gives more such turns, not longer ones.
+# Before the pool is divided anew, a kernel is measured for the time of this many calls by torch,
+# and for at least this many seconds. A larger time budget gives more such turns, not longer ones.
 _TURN_CALLS = 10
 _TURN_S = 0.2
 # First a chunk of this fraction of each batch is run once, so that there is a division early.
@@ -70,7 +70,7 @@ class KernelChoices:
         return self.calls * self.points[0][0]
 
     def part(self, size: int, left: int) -> int:
-        """Bytes that a call owns: those of its split within `size`, and as many of `left` as it may."""
+        """Bytes of a call: those of its split within `size`, and as many of `left` as fit."""
         point = max(
             (point for point in self.front if point.workspace_bytes + self.surplus <= size),
             key=attrgetter("workspace_bytes"),
@@ -151,7 +151,7 @@ class WorkspacePool:
         # Per kernel: limits in bytes at which nothing is left to measure, and seconds of a turn.
         self._settled: dict[Problem, set[int]] = {}
         self._turns_s: dict[Problem, float] = {}
-        # Kernels with chunks that were not run, because they would have ended after the time budget.
+        # Kernels with chunks that were not run, because they would have ended after the budget.
         self._lacking_time: set[Problem] = set()
         # Per kernel: bytes that a call needs beyond its chunks, errors that `learn` has yet to see,
         # and the error that showed these bytes.
