@@ -70,8 +70,8 @@ def _forward_kernel(device_type: str, dispatch_key: str) -> Callable[..., Any]:
     # A kernel for this very device is another library's.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
         return _boxed(name, dispatch_key)
-    # torch's own kernel is one for all devices, and only adds these four flags. Calling what it
-    # calls takes half as long as calling it boxed.
+    # On every device `aten::convolution` only calls `aten::_convolution` with four more flags.
+    # Calling that directly takes half as long as the boxed call.
     return _cuda_convolution if device_type == "cuda" else _cpu_convolution
 
 

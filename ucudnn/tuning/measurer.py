@@ -1,4 +1,4 @@
-"""Measure what one kernel's plan needs: chunks that the solver asks for, unless cached.
+"""Measure the chunks of one kernel that the solver asks for and the cache does not have.
 
 What to measure next follows from the measurements alone. So the same cache leads to the same
 decisions, and a second tune measures nothing.
@@ -43,7 +43,7 @@ class KernelMeasurer:
     ) -> None:
         self._session = session
         self._axis = axis
-        # The same kernel along another axis, which may have been timed.
+        # The measurer of another cut of the same kernel; its rate counts until this one has a time.
         self._like = like
         self._limit = limit
         must_probe = must_be_known(axis.problem, limit, session.backend.memory_bytes())
@@ -61,16 +61,16 @@ class KernelMeasurer:
         self._requests = Requests(
             self._listed, records, self._elimination, max(tolerance, TOLERANCE), must_probe
         )
-        # Whether something was not measured because it would have ended after the time budget.
+        # Whether a chunk was not measured because it would have ended after the time budget.
         self.lacks_time = False
 
     @cached_property
     def bench(self) -> AbstractBench:
-        """Bench of the kernel, made when something must be run."""
+        """Bench of the kernel, made when a chunk or a whole call must be run."""
         return self._session.bench(self._axis)
 
     def release(self) -> None:
-        """Free the operands; they are allocated again if something is run again."""
+        """Free the operands; the next run allocates them again."""
         self.__dict__.pop("bench", None)
 
     @property
@@ -90,7 +90,7 @@ class KernelMeasurer:
 
     @property
     def timed(self) -> list[Measurement]:
-        """What is known now of candidates that fit and are exact enough, timed in full or once."""
+        """Measurements so far of candidates that fit and are exact enough, timed fully or once."""
         self._records.recall()
         entries = self._records.by_size()
         return [one for arm, one in entries if one.time_ns and self._records.is_allowed(arm, one)]
@@ -103,20 +103,20 @@ class KernelMeasurer:
     def look_at_default(self) -> Measurement | None:
         """First measurement of torch's own convolution of the whole batch; None if it fails.
 
-        The first time is kept apart from later, more precise ones, so that a second tune decides by
-        the same time as the first one.
+        The time of the first run is kept apart from later, more precise times. So a second tune
+        decides by the same time as the first tune.
         """
         arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         own = self._session.key(self._listed.problem, arm.algorithm)
-        # Under a key of its own: a later, more precise time does not replace it.
+        # The first run has its own key, so that a later, more precise time does not replace it.
         kept_as = replace(own, subject=Subject.FIRST_RUN)
-        counts = self._session.effort.ignored_share > 0  # only then anything is decided by it
+        counts = self._session.effort.ignored_share > 0  # else nothing depends on this time
         first = self._session.find(kept_as) if counts else None
         if first is not None:
             return first
         known = self._session.find(own)
         if known is None and arm in self._listed.by_arm:
-            # Chunks of it tell how long it takes.
+            # Recalled times of chunks show whether there is time for the whole batch.
             self._records.recall()
             if not self._in_time([arm]):
                 return None
@@ -131,7 +131,7 @@ class KernelMeasurer:
         return first
 
     def look_at_chunks(self, most: int) -> None:
-        """Run torch's own convolution once for the largest chunks of at most so many samples."""
+        """Run torch's own convolution once for the largest chunks of at most `most` samples."""
         self._records.recall()
         size = max((size for size in self._listed.sizes if size <= most), default=None)
         for arm in self._listed.by_arm:
@@ -141,7 +141,7 @@ class KernelMeasurer:
                 self._look_at(arm, self._limit)
 
     def step(self) -> bool:
-        """Measure what is wanted next; False if nothing is wanted or the time is over."""
+        """Measure the chunks wanted next; False if no chunk is wanted or the time is over."""
         self._records.recall()
         if self._is_over():
             return False
@@ -149,7 +149,7 @@ class KernelMeasurer:
         for arm in first_runs:
             if self._is_over():
                 return False
-            # the ones before it may have been that much faster
+            # an arm that ran just before may have been so fast that this one is ruled out
             if self._listed.curves[arm] in self._elimination.reasons():
                 continue
             if self._in_time([arm]):
@@ -158,18 +158,18 @@ class KernelMeasurer:
         wanted = wanted if self._measure(wanted) else []
         is_done = not first_runs and not wanted
         if is_done and self._elimination.is_active and not self._requests.has_plan():
-            self._elimination.is_active = False  # what is left may be slow, but nothing else fits
+            self._elimination.is_active = False  # the rest may be slow, but no other fits
             return True
         return bool(first_runs or wanted)
 
     def _is_over(self) -> bool:
-        """True after the time for chunks, and where there is no plan yet after that for races."""
+        """True after the time for chunks; if a plan is still needed, after the time for races."""
         if not self._session.is_over:
             return False
         if not self._session.may_race:
             return True
-        # Torch's own convolution is a plan if it fits, and is listed along one axis only: along
-        # others there is no need for any plan.
+        # A plan is needed only if torch's own convolution does not fit, and only in the one cut
+        # that lists torch's own convolution.
         whole = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         needs_plan = whole in self._listed.by_arm and not self._records.fits(whole)
         return not needs_plan or self._requests.has_plan()
@@ -180,7 +180,7 @@ class KernelMeasurer:
 
     def certificate(self) -> tuple[str, ...]:
         """Number of timed candidates and the remaining gap, for the notes of a plan."""
-        # Those that only tell about others are no candidates, whether they were timed or not.
+        # Chunks that no split may contain do not count as candidates, whether timed or not.
         options = [arm for arm in self._listed.by_arm if self._listed.lists(arm)]
         entries = [self._records.by_arm.get(arm) for arm in options]
         timed = sum(entry is not None and entry.time_ns is not None for entry in entries)
@@ -192,7 +192,7 @@ class KernelMeasurer:
 
     @property
     def ruled_out(self) -> list[tuple[str, str]]:
-        """Algorithms that need not be measured further, each with a sentence."""
+        """Algorithms that need not be measured further, each with a sentence that says why."""
         arms_by_curve = self._listed.arms_by_curve
         return [
             (arms_by_curve[curve][0].algorithm, sentence)
@@ -201,7 +201,7 @@ class KernelMeasurer:
 
     @property
     def whole_ns(self) -> float:
-        """Time of the whole at the rate of the fastest chunk that was timed; 0 without one."""
+        """Time in ns of the whole kernel at the rate of its fastest timed chunk; 0 if none is."""
         known = self._records.by_arm.items()
         rates = [entry.time_ns / arm.size for arm, entry in known if entry.time_ns]
         if not rates and self._like is not None:
@@ -209,12 +209,12 @@ class KernelMeasurer:
         return min(rates, default=0.0) * self._listed.axis.extent
 
     def _in_time(self, arms: Iterable[Arm]) -> list[Arm]:
-        """Some arms without those whose next run is expected to end after the time budget."""
+        """The arms whose next run is expected to end within the time budget."""
         listed, per_size_ns = list(arms), self.whole_ns / self._listed.axis.extent
         found = [
             arm
             for arm in listed
-            # Torch's own is run once to be checked and timed, others are run again for their time.
+            # One run of torch's own convolution checks and times it; others run again for a time.
             if self._session.has_time_for(
                 per_size_ns * arm.size * (1 if arm.algorithm == DEFAULT_ALGORITHM else 2)
             )
@@ -223,7 +223,7 @@ class KernelMeasurer:
         return found
 
     def _measure(self, arms: Sequence[Arm]) -> bool:
-        """Run each new candidate once, then race those that can still win; False: no time."""
+        """Run each new candidate once, then race those that can still win; False if none ran."""
         looked = False
         for arm in arms:
             entry = self._records.by_arm.get(arm)
@@ -233,7 +233,7 @@ class KernelMeasurer:
         racing = self._racing(arms)
         if not racing:
             return looked
-        # Each is run before the first round, too.
+        # The factor of 2 below: each arm also runs before the first round.
         sizes = sum(arm.size for arm in racing)
         if not self._session.has_time_for(2 * self.whole_ns * sizes / self._listed.axis.extent):
             self.lacks_time = True
@@ -245,7 +245,7 @@ class KernelMeasurer:
         return True
 
     def _racing(self, arms: Sequence[Arm]) -> list[Arm]:
-        """Some arms and all that compete with them, as far as they may yet win."""
+        """All arms that can still win, in each size and role in which one of `arms` can."""
         is_open = self._records.is_open
         groups = {arm[::2] for arm in arms if is_open(arm)}
         return [arm for arm in self._records.by_arm if arm[::2] in groups and is_open(arm)]
@@ -254,7 +254,7 @@ class KernelMeasurer:
         entry = self._records.by_arm[arm]
         if result.failure:
             kind, reason = result.failure
-            # Of which there may be more at another time.
+            # This failure is not kept: there may be more memory at another time.
             if kind == FailureKind.OUT_OF_MEMORY:
                 self._records.skipped.add(arm)
                 return
@@ -297,12 +297,12 @@ class KernelMeasurer:
 
 
 def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
-    """Index of the one in the race that beat another and was not beaten; None where none did."""
+    """Index of the unbeaten arm of the race that beat a result's arm; None if no arm did."""
     winner = result.beaten_by
-    # The one that beat it may have been beaten by one that was faster yet.
+    # The arm that won against this one may itself have been beaten by a faster arm.
     while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
         winner = results[winner].beaten_by
-    # A negative index stands for one that was timed before this race.
+    # A negative index stands for a rival that was timed before this race.
     return None if winner is None or winner < 0 else winner
 
 

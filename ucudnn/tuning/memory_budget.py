@@ -1,4 +1,4 @@
-"""Keep the whole step of a model within a memory budget: what each kernel may use, and a check."""
+"""Keep whole steps of a model within a memory budget: limit their workspace, and check a step."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Limits:
     (64, 10, 55)
 
     Args:
-        common: bytes that any kernel may use, None for any.
-        budget_bytes: that a whole step may have allocated; None: no budget.
-        live_bytes: the most that the step has allocated beside the workspace of any call of a
-            kernel.
-        fixed_bytes: of these, bytes that do not depend on the batch; the rest is taken to grow in
-            proportion to it.
+        common: bytes of workspace that every kernel may use; None: no limit.
+        budget_bytes: bytes that a whole step may have allocated; None: no budget.
+        live_bytes: for each kernel, the most bytes that the step has allocated beside the workspace
+            of one of its calls.
+        fixed_bytes: part of the live bytes that does not depend on the batch; the rest is assumed
+            to grow in proportion to the batch.
     """
 
     common: int | None
@@ -52,11 +52,11 @@ class Limits:
     fixed_bytes: int = 0
 
     def of(self, problem: Problem, batch: int | None = None) -> int | None:
-        """Bytes that a call of a kernel may use, None for any.
+        """Bytes of workspace that a call of a kernel may use; None: no limit.
 
         Args:
             problem: the kernel.
-            batch: in a step of a smaller batch, of which less is live; None: of the kernel's.
+            batch: batch of the step, in which less is live if it is smaller; None: the kernel's.
         """
         if self.budget_bytes is None:
             return self.common
@@ -68,20 +68,20 @@ class Limits:
         return left if self.common is None else min(left, self.common)
 
     def live(self, problem: Problem) -> int:
-        """Bytes beside the workspace of a kernel; of one that was not seen, the most of any."""
+        """Bytes live beside a kernel's workspace; if they are not known, the most of any kernel."""
         return self.live_bytes.get(problem, max(self.live_bytes.values(), default=0))
 
     def decides(self, problem: Problem) -> bool:
-        """True where the budget, and not the common limit, is what a kernel must stay within."""
+        """True if the limit of a kernel follows from the budget and is not the common limit."""
         return self.budget_bytes is not None and self.of(problem) != self.common
 
     def refusal(
         self, errors: Mapping[Problem, PlanError], layers: Mapping[Problem, tuple[str, ...]]
     ) -> PlanError:
-        """The error of the kernel that lacks most, for kernels that have no plan in the budget.
+        """The error for kernels without a plan: it names the kernel that needs most memory.
 
         Args:
-            errors: each with the workspace of the smallest plan, where that is known.
+            errors: each kernel's error, with the workspace of its smallest plan if that is known.
             layers: names of the layers that run each kernel.
         """
         assert self.budget_bytes is not None
@@ -90,7 +90,7 @@ class Limits:
             for problem, error in errors.items()
             if error.smallest_bytes is not None
         }
-        # A kernel that no algorithm computes: no budget would help.
+        # An error without a smallest workspace comes first: no budget would help that kernel.
         if len(needs) < len(errors):
             return next(error for problem, error in errors.items() if problem not in needs)
         worst = max(needs, key=lambda problem: needs[problem])
@@ -118,7 +118,7 @@ class MemoryBudget:
 
     Attributes:
         config: the settings, with the budget in bytes.
-        division: how steps are divided to stay within it.
+        division: how steps are divided to stay within the budget.
 
     Args:
         model: any module.
@@ -128,7 +128,7 @@ class MemoryBudget:
 
     Raises:
         ConfigError: no step can be run here, or the model is compiled.
-        PlanError: a step cannot be computed, or needs more than the budget in any way.
+        PlanError: a step cannot be computed, or exceeds the budget however it is divided.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class MemoryBudget:
         self.division = WHOLE
         self._search: SegmentSearch | None = None
         self._began = monotonic() if began is None else began
-        # Of the budget, bytes that are left to workspace which a kernel needs beyond torch's own.
+        # Bytes of the budget that a division must leave free, because kernels lacked them before.
         self._spared = 0
-        # Within it by torch, but for the workspace of convolutions: limits of it may suffice.
+        # Without workspace a step by torch is within the budget: workspace limits may suffice.
         if budget >= profile.own_peak_bytes and not config.loop:
             return
         divided = _computed(partial(self._divided, budget))
@@ -183,10 +183,10 @@ class MemoryBudget:
         self.division = divided
 
     def divides_anew(self, error: PlanError) -> bool:
-        """True if there is another division, by which kernels get what they lacked.
+        """Divide steps anew, so that a kernel gets what it lacked; False if no way is found.
 
         Args:
-            error: that some kernel has no plan within what it is left.
+            error: the error of a kernel that has no plan within what the budget leaves it.
         """
         budget = self.config.budget_bytes
         assert budget is not None
@@ -201,7 +201,7 @@ class MemoryBudget:
         return True
 
     def _divided(self, budget: int) -> StepDivision | None:
-        """How to divide a step that it stays within the budget; None if there is no way."""
+        """A division by which a step stays within the budget; None if none is found."""
         if isinstance(self._inputs, list):
             if len(self._inputs) > 1:
                 return None
@@ -226,7 +226,7 @@ class MemoryBudget:
             with undisturbed(self._model):
                 if not search.reason_against_parts():
                     search.try_(StepDivision(micro_batch=1))
-        # Where workspace alone exceeds the budget, limits of it may suffice.
+        # For a step that exceeds the budget only by its workspace, workspace limits may suffice.
         least: list[Way] = []
         for one in sorted(search.seen, key=lambda one: one.peak_bytes):
             if one.division.micro_batch is None or self.config.loop:
@@ -236,7 +236,7 @@ class MemoryBudget:
                 way = one.way(self._held.total)
                 name = f"{way.name}, without workspace"
                 least.append(replace(way, name=name, peak_bytes=peak, time_ns=0))
-        # Last, because small micro-batches with more recomputation are slow.
+        # Segments inside micro-batches come last: small micro-batches that recompute more are slow.
         with undisturbed(self._model):
             best = self._best(search, limit, inside=True)
         if best.peak_bytes <= limit:
@@ -268,7 +268,7 @@ class MemoryBudget:
 
         Args:
             memory_format: layout of the model, as for `Steps`.
-            traced: the convolutions of the model in it, of divided steps.
+            traced: the convolutions of divided steps in this layout.
 
         Raises:
             PlanError: a step cannot be computed, follows another plan, or needs more than the
@@ -277,7 +277,7 @@ class MemoryBudget:
         if memory_format not in self._layouts:
             self._layouts[memory_format] = self._profiled(memory_format, traced)
         layout, config = self._layouts[memory_format], self.config
-        # Gradients of parameters are allocated during the step, as large at any batch.
+        # The step allocates gradients of the parameters, which are as large as these at any batch.
         fixed = layout.held.total + layout.held.parameters
         return Limits(config.limit_bytes, config.budget_bytes, layout.live_bytes, fixed)
 
@@ -297,19 +297,19 @@ class MemoryBudget:
         return _Layout(profiler, profile.held, dict(profile.live_bytes))
 
     def noted(self, plan: Plan) -> Plan:
-        """The plan with the memory of a step, and what is live at each kernel."""
+        """The plan with the memory of a step, and with the bytes that are live at each kernel."""
         layout = self._layouts[plan.memory_format]
         limits = Limits(None, self.config.budget_bytes, layout.live_bytes)
         kernels = tuple(replace(one, live_bytes=limits.live(one.problem)) for one in plan.kernels)
         return replace(plan, kernels=kernels, memory=self._memory)
 
     def checked(self, plan: Plan) -> Plan | None:
-        """The plan with the peak of a step by it; None where that exceeds the budget.
+        """The plan with the peak of a step that runs it; None if the peak exceeds the budget.
 
-        What exceeds it is noted: the kernels get less the next time.
+        The kernels whose calls exceed the budget get that much less workspace in the next pass.
 
         Raises:
-            PlanError: a kernel that has no plan exceeds it.
+            PlanError: a kernel that has no plan exceeds the budget.
         """
         layout, memory = self._layouts[plan.memory_format], plan.memory
         budget = self.config.budget_bytes
@@ -338,7 +338,7 @@ class MemoryBudget:
         return None
 
     def refusal(self) -> PlanError:
-        """The error where steps by plans exceed the budget again and again."""
+        """The error to raise if steps exceed the budget by every plan that was tried."""
         assert self.config.budget_bytes is not None
         budget = format_bytes(self.config.budget_bytes)
         return PlanError(
@@ -348,7 +348,7 @@ class MemoryBudget:
 
 
 def _calls(plan: Plan, profile: StepProfile) -> tuple[tuple[int, int], ...]:
-    """The calls of a step of which the plan has the kernels, by their places in it."""
+    """(Index of the kernel in the plan, live bytes) of each call whose kernel is in the plan."""
     places = {kernel.problem: place for place, kernel in enumerate(plan.kernels)}
     return tuple((places[problem], live) for problem, live in profile.calls if problem in places)
 
@@ -357,10 +357,10 @@ Result = TypeVar("Result")
 
 
 def _computed(run: Callable[[], Result]) -> Result:
-    """What steps of the model tell.
+    """The result of a function that runs steps of the model.
 
     Raises:
-        PlanError: they cannot be computed.
+        PlanError: the steps cannot be computed.
     """
     # Function modes of the caller, as `with torch.device("meta")`, would change where tensors
     # are allocated.
@@ -377,11 +377,11 @@ def _computed(run: Callable[[], Result]) -> Result:
 
 
 def _too_small(memory: StepMemory, loop: bool) -> PlanError:
-    """The error for a budget that no way is known to keep, with the ways and their peaks.
+    """The error for a budget that is too small; it lists the ways to run a step and their peaks.
 
     Args:
-        memory: of a step, with the ways that were run.
-        loop: the training loop may be asked for micro-batches.
+        memory: memory of a step, with the ways that were run.
+        loop: whether the training loop may be asked to run micro-batches.
     """
     budget = memory.budget_bytes
     ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)

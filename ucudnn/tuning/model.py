@@ -33,7 +33,8 @@ from ucudnn.tuning.results import Progress
 from ucudnn.tuning.segmenting import faster_division
 from ucudnn.tuning.tuner import tune_problems
 
-# A step may need more than its kernels did alone; each pass leaves them so much less.
+# The most passes of tuning. If a step needs more memory than its kernels did alone, the next pass
+# leaves the kernels that much less.
 _MOST_PASSES = 4
 
 Report = Callable[[Progress], None]
@@ -48,14 +49,14 @@ def tune(
     real: bool = False,
     remeasure: bool = False,
 ) -> Plan:
-    """Measure the convolutions of a model's training step and plan each; the model is unchanged.
+    """Measure and plan each convolution of a model's training step; the model is unchanged.
 
-    The plan is then judged by whole steps on the example inputs (see `Config.step_race`). They run
-    on a deep copy of the model, which takes the memory of its weights once more; a model that
-    cannot be copied gets no steps. `Config.layout` can ask for the better of two layouts.
+    The plan is then judged by whole steps on the example inputs (see `Config.step_race`). The steps
+    run on a deep copy of the model, which takes the memory of its weights once more. No step is run
+    for a model that cannot be copied. `Config.layout` can ask for the better of two layouts.
 
-    Steps of a compiled model (`torch.compile(model)`) are compiled, too, apart from the model's own
-    compiled code. That takes the time of a compilation for each layout, beyond `time_budget_s`.
+    The steps of a compiled model (`torch.compile(model)`) are compiled separately from the model's
+    own code. One compilation for each layout takes time in addition to `time_budget_s`.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -67,19 +68,19 @@ def tune(
     Args:
         model: any module, compiled or not.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
-            list of these for several input sizes. Their batch is the largest one planned; every
-            smaller one is planned with it.
+            list of these for several input sizes. Their batch is the largest that is planned; all
+            smaller batches are planned, too.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
-        real: compute one step to find the convolutions, for a model whose control flow depends on
-            values.
+        real: find the convolutions by computing a step on real tensors, for a model whose control
+            flow depends on values.
         remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution; or it is
             compiled and there is a memory budget.
-        PlanError: no plan of some kernel fits the workspace limit, or what the memory budget
-            leaves it.
+        PlanError: a kernel has no plan within the workspace limit, or within what the memory
+            budget leaves it.
     """
     config, began = require_config(config), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
@@ -97,7 +98,7 @@ def tune_traced(
     device_type: str | None = None,
     remeasure: bool = False,
 ) -> Plan:
-    """Like `tune`, for a model that was traced."""
+    """Like `tune`, for a model that was traced before."""
     began, how = monotonic(), {"device_type": device_type}
     return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
 
@@ -111,15 +112,15 @@ class _Tuning:
     config: Config
     on_progress: Report | None
     remeasure: bool
-    # The `time.monotonic` from which the budget counts.
+    # The `time.monotonic` from which the time budget counts.
     began: float
-    # Arguments of `trace_layers`, where the model is traced once more.
+    # Arguments for `trace_layers`, which traces the model again for another layout or division.
     how: Mapping[str, Any]
     budget: MemoryBudget | None = None
     division: StepDivision = WHOLE
 
     def run(self, traced: Traced) -> Plan:
-        """Tune and judge, until a step keeps the memory budget."""
+        """Tune the model and judge the plan, again while steps exceed the memory budget."""
         plan = self._within_budget(traced)
         if self.division != WHOLE:
             plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
@@ -162,18 +163,18 @@ class _Tuning:
     def _tuned_and_judged(self, traced: Traced) -> Plan:
         if self.config.layout == "keep":
             return self._as_it_is(traced)
-        # Asked of the model itself: steps run on a copy, which does not show what it shares.
+        # The original model is asked: the copy that steps run on shares memory with no tensor.
         reason = why_not_channels_last(original_of(self.model))
         if reason is None:
             try:
                 last = self._traced("channels_last")
-            # A model that cannot be computed in channels_last keeps its layout. The error of its
-            # own code is the cause; the one around it is about inputs, which were traced before.
+            # A model that cannot be computed in channels_last keeps its layout. The reason is the
+            # error of the model's own code, which is the cause of this error.
             except ConfigError as error:
                 reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
             else:
-                # As in 1-D, or for a model that is in channels_last already: there is nothing to
-                # compare.
+                # For 1-D convolutions, or a model in channels_last already, the two layouts have
+                # the same problems, so there is nothing to compare.
                 if _problems(last) == _problems(traced):
                     reason = "channels_last changes none of its convolutions"
         if reason is not None:
@@ -182,7 +183,7 @@ class _Tuning:
 
     def _as_it_is(self, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
-        # In a budget that was set a hint gets only what is left.
+        # A time budget that the user set reserves no steps for the hint on channels_last.
         hint_steps = HINT_STEPS if has_other and self.config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is traced in that layout.
         layout, steps = memory_format_of(self.model), RACE_STEPS + hint_steps
@@ -194,20 +195,20 @@ class _Tuning:
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         budget_s = self.config.time_budget_s
-        # A budget that is set is for both layouts, default ones are for each.
+        # A budget that the user set is for both layouts together, a default one for each layout.
         report = _Joined(self.on_progress, len(set(_problems(traced["channels_last"]))))
         half_s, race_steps = budget_s and budget_s / 2, LAYOUT_RACE_STEPS // 2
         own = self._tuned(traced["keep"], half_s, race_steps, report, "keep")
         report.go_on()
         rest_s = self._seconds_for_the_second(own)
         try:
-            # A budget that was set: the time of the race is not in the second's part of it.
+            # If the user set a budget, `rest_s` already leaves out the time of the race.
             race_steps = race_steps if rest_s is None else 0
             last = self._tuned(traced["channels_last"], rest_s, race_steps, report, "channels_last")
-        # The plan of the second layout is not complete, and that of the first is.
+        # The error carries the plan of the first layout, because only that plan is complete.
         except TuningInterruptedError:
             raise TuningInterruptedError(own) from None
-        # A limit that nothing fits in channels_last says nothing against the model as it is.
+        # If no plan fits the limit in channels_last, the model keeps its own layout.
         except PlanError as error:
             reason = f"it has no plan in channels_last ({error})"
             return replace(self._judged(own), layout_race=LayoutRace(reason=reason))
@@ -220,7 +221,7 @@ class _Tuning:
         if self.config.time_budget_s is None:
             return None
         left_s = self.began + self.config.time_budget_s - monotonic()
-        # A step is longer than its convolutions, by how much is not known yet: twice is assumed.
+        # A step is assumed to take twice as long as its convolutions; its time is not known yet.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
         return max(0.0, left_s - race_s if self.config.step_race else left_s)
 
@@ -252,7 +253,7 @@ class _Tuning:
         return plan if budget is None else budget.noted(plan)
 
     def _described(self, plan: Plan) -> Plan:
-        """The plan with the name of its model and inputs, and the time of all of tuning."""
+        """The plan with its model's name, its inputs, and the time that all of tuning took."""
         inputs = tuple(self.inputs) if isinstance(self.inputs, list) else self.inputs
         origin = replace(
             plan.origin or Origin(),
@@ -267,7 +268,7 @@ class _Tuning:
 
 
 class _Joined:
-    """Reports the progress of two tunings as that of one; the second is of `more` kernels."""
+    """Reports the progress of two tunings as one; the second tuning has `more` kernels."""
 
     def __init__(self, report: Report | None, more: int) -> None:
         self._report = report
@@ -276,7 +277,7 @@ class _Joined:
 
     def go_on(self) -> None:
         """Begin the second tuning."""
-        # From now on the kernels of the second are in the totals that it reports.
+        # From now on the reported totals contain the kernels of the second tuning.
         self._more, self._before = 0, self._last
 
     def __call__(self, event: Progress) -> None:

@@ -1,4 +1,4 @@
-"""Profile of a step by modules: what each call keeps until its backward, its peak and its time."""
+"""Profile of a step by modules: memory kept until backward, peak and time of each module call."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ucudnn.solvers import Option
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module in a step, with the numbers of its marks.
+    """One call of a module in a step, with the numbers of the marks at its begin and end.
 
     Args:
-        name: of the module; None: the whole step.
-        forward: before and after its forward.
-        backward: before and after its backward; None: it has none.
+        name: name of the module; None: the call is the whole step.
+        forward: numbers of the marks before and after its forward.
+        backward: numbers of the marks before and after its backward; empty: it has no backward.
         children: calls inside it, in order.
-        samples: of its arguments.
-        result_bytes: of the tensors that it returns.
-        argument_bytes: of its arguments that have gradients.
+        samples: number of samples in its arguments.
+        result_bytes: bytes of the tensors that it returns.
+        argument_bytes: bytes of its arguments that have gradients.
     """
 
     name: str | None
@@ -41,14 +41,14 @@ class ModuleCall:
     argument_bytes: int = 0
 
     def walk(self) -> Iterator[ModuleCall]:
-        """This call and all inside it, in order of their forward."""
+        """This call and all calls inside it, in the order of their forwards."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     @property
     def is_nested(self) -> bool:
-        """True if the backward of its children runs inside its own, in the reverse order."""
+        """True if the backwards of its children run inside its own, in the reverse order."""
         if not self.backward:
             return not any(child.backward for child in self.children)
         times = [self.backward[0]]
@@ -58,12 +58,12 @@ class ModuleCall:
 
 
 class ModuleWatcher:
-    """Makes marks at the begin and end of modules, in forward and in backward.
+    """Makes a mark at the begin and end of the forward and the backward of modules.
 
     Args:
         model: the model whose step is run.
-        names: of the modules; each call of one is noted.
-        mark: makes a mark.
+        names: names of the modules whose calls are noted.
+        mark: function that makes a mark, such as one that notes the time.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], mark: Callable[[], None]) -> None:
@@ -71,8 +71,8 @@ class ModuleWatcher:
         self._mark = mark
         self._marks = 0
         self._stack = [self.root]
-        # Calls whose backward has begun. What nothing else ends, because its arguments have no
-        # gradients or are written to, ends at whatever begins or ends outside it.
+        # Calls whose backward has begun. If its arguments have no gradients or are written to, a
+        # call's backward ends when that of a call outside it begins or ends.
         self._open: list[ModuleCall] = []
         self._model = model
         self._names = names
@@ -88,7 +88,7 @@ class ModuleWatcher:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if name in self._names:
-                    # First of all hooks before forward and last of those after it.
+                    # Before forward and after it, these hooks run after the module's earlier hooks.
                     begin = module.register_forward_pre_hook(
                         self._beginner(name), prepend=False, with_kwargs=True
                     )
@@ -100,7 +100,7 @@ class ModuleWatcher:
             end_mark = self.mark()
         self._close(end_mark, self.root)
         begins = [call.backward[0] for call in self.root.walk() if call.backward]
-        # Backward begins with the first of them, that of what ran last.
+        # The step's backward begins with that of the call that ran last.
         self.root.forward.append(min(begins, default=end_mark))
         self.root.backward = [min(begins), end_mark] if begins else []
 
@@ -113,8 +113,8 @@ class ModuleWatcher:
             views = dict[int, Tensor]()
 
             def apart(tensor: Tensor) -> Tensor:
-                # A view of this call's own: its gradient is there when this backward is over. One
-                # for each tensor: attention looks whether its arguments are the same.
+                # Each call gets its own view: when the view's gradient is there, the backward is
+                # over. A tensor gets one view: attention checks if arguments are the same tensor.
                 if not (tensor.requires_grad and torch.is_grad_enabled()):
                     return tensor
                 return views.setdefault(id(tensor), tensor.view_as(tensor))
@@ -149,7 +149,7 @@ class ModuleWatcher:
         call.result_bytes = sum(map(_bytes, tensors))
 
         def began(_: object) -> None:
-            # What holds a call begins with it at the latest.
+            # The backward of a call begins at the latest with that of a call inside it.
             for one in path:
                 if not one.backward:
                     number = self.mark()
@@ -162,7 +162,7 @@ class ModuleWatcher:
                 tensor.grad_fn.register_prehook(began)
 
     def _close(self, number: int, at: ModuleCall) -> None:
-        """End the backward of all calls that are open and do not hold the one at which it is."""
+        """End the backward of each open call that neither is the call `at` nor contains it."""
         held = [one for one in self._open if at in one.walk()]
         for one in self._open:
             if one not in held:
@@ -171,14 +171,14 @@ class ModuleWatcher:
 
 
 class ModuleCost(NamedTuple):
-    """What a call of a module costs.
+    """Memory and time that a call of a module costs.
 
     Args:
-        kept_bytes: from the end of its forward on.
-        forward_bytes: the most in its forward, above what there was before that.
-        backward_bytes: the most in its backward, above the same.
-        beside_bytes: what is there beside what it keeps, when its backward begins: the gradients of
-            its result, and of parameters of later modules.
+        kept_bytes: bytes allocated after its forward, above what there was before its forward.
+        forward_bytes: the most in its forward, above what there was before its forward.
+        backward_bytes: the most in its backward, above what there was before its forward.
+        beside_bytes: bytes allocated beside `kept_bytes` when its backward begins: gradients of its
+            result, and of parameters of later modules.
         forward_ns: time of its forward.
         backward_ns: time of its backward; 0 if it has none.
     """
@@ -191,7 +191,7 @@ class ModuleCost(NamedTuple):
     backward_ns: int
 
     def option(self, choice: Any) -> Option:
-        """The same for the solver."""
+        """The cost as an option for the solver."""
         peak, time_ns = max(self[1:3]), self.forward_ns + self.backward_ns
         return Option(self.kept_bytes, max(0, peak), time_ns, choice)
 
@@ -201,9 +201,9 @@ class ModuleProfile:
     """Memory and times at the calls of modules in a step.
 
     Args:
-        root: the step, which has the calls.
-        spans: memory between marks.
-        times_ns: at each mark.
+        root: the whole step as a call, which contains all other calls.
+        spans: allocated memory between marks.
+        times_ns: time in ns at each mark.
     """
 
     root: ModuleCall
@@ -235,7 +235,7 @@ class ModuleProfile:
         )
 
     def between(self, call: ModuleCall) -> list[Option]:
-        """What runs in a call, or in the step, before, between and after its children."""
+        """Costs of what runs in a call before, between and after its children, as options."""
         forward, backward = [call.forward[0]], call.backward[-1:]
         for child in call.children:
             forward += child.forward
@@ -269,12 +269,12 @@ class ModuleProfile:
 
 
 def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> ModuleProfile:
-    """Run a step twice, for memory and for times, and note the calls of modules.
+    """Run a step twice, once for memory and once for times, and note the calls of modules.
 
     Args:
         steps: the step.
-        names: of the modules to note.
-        backend: of its device; one that can say what is allocated.
+        names: names of the modules whose calls are noted.
+        backend: backend of the step's device, one that can say what is allocated.
     """
     watchers: list[ModuleWatcher] = []
 
@@ -282,7 +282,7 @@ def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> 
         watchers.append(ModuleWatcher(steps.model, names, mark))
         watchers[-1].run(steps)
 
-    # What a cycle of references holds is freed at an arbitrary moment.
+    # Collect now: tensors in cycles of references would be freed at an arbitrary moment.
     gc.collect()
     spans = backend.spans(watched)
     assert spans is not None

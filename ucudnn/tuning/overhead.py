@@ -45,7 +45,7 @@ def planned_call_ns(backend: AbstractBackend) -> int:
 
 @lru_cache
 def _measured(backend_name: str) -> int:
-    """Overhead in ns per pass of a small layer: its time by plan minus its time by torch."""
+    """Overhead in ns per pass of a small layer: by plan minus by torch, both without kernels."""
     threads = torch.get_num_threads()
     # With one thread, none waits for others, so the measured processor time is that of the work.
     torch.set_num_threads(1)

@@ -70,7 +70,7 @@ class KernelChoices:
         return self.calls * self.points[0][0]
 
     def part(self, size: int, left: int) -> int:
-        """Bytes of a call: those of its split within `size`, and as many of `left` as fit."""
+        """Bytes that a call owns: those of its split within `size`, and usable ones of `left`."""
         point = max(
             (point for point in self.front if point.workspace_bytes + self.surplus <= size),
             key=attrgetter("workspace_bytes"),

@@ -39,7 +39,7 @@ class Alternative:
     error: float | None
     # Whether the whole call was timed; else `time_ns` is the sum of the times of its chunks.
     is_measured: bool
-    # Why the plan does not take it.
+    # Why the plan does not take this way.
     reason: str
 
     @property

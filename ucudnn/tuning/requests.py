@@ -1,7 +1,7 @@
 """What is known of the chunks of one kernel, and which of them to run next.
 
-Small ones run first, for their workspace or their time. Then those of the fastest possible split
-are timed.
+Small chunks run first, to find their workspace or their time. Then the chunks of the split that
+could be the fastest are timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucudnn.tuning.candidates import KernelCandidates
     from ucudnn.tuning.session import Session
 
-# A split that is this close to the fastest is close enough: finals could not tell them apart.
+# Splits within this fraction of the fastest time are as good: a race could not tell them apart.
 TOLERANCE = 0.02
 
 
@@ -49,7 +49,7 @@ class KernelRecords:
         return WorkspaceModel(self.listed, self.by_arm, self.limit, memory)
 
     def recall(self) -> None:
-        """Read measurements from the cache, and those made for a kernel that shares them."""
+        """Read known measurements, from the cache or made for a kernel that has the same chunks."""
         for arm in self.listed.by_arm:
             known = self.session.find(self.key(arm))
             if known is not None:
@@ -99,7 +99,7 @@ class KernelRecords:
         return self.is_allowed(arm, entry)
 
     def has_lost(self, arm: Arm, entry: Measurement) -> bool:
-        """True if it lost its race against a candidate that is allowed under this limit, too."""
+        """True if a candidate lost its race against a candidate that is usable under this limit."""
         if entry.status != "screened" or not entry.lost_to:
             return False
         rival = arm._replace(algorithm=entry.lost_to)
@@ -118,7 +118,7 @@ class KernelRecords:
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Time of the fastest allowed arm of each size and role, as (median, upper end) in ns."""
         usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
-        # The fastest comes last and replaces the others.
+        # Sorted by falling time, so that the fastest arm replaces the slower ones.
         return {
             (arm.size, arm.role): (interval.time_ns, interval.high_ns)
             for arm, entry in sorted(usable, key=lambda item: -(item[1].time_ns or 0))
@@ -152,7 +152,7 @@ class Requests:
         """Small chunks that must run before larger ones of their curves may."""
         ruled_out = self.elimination.reasons()
         probes = [arm for arm in self._probes() if self.listed.curves[arm] not in ruled_out]
-        # Workspace first: what does not fit the limit need not be timed.
+        # Workspace comes first, because chunks that do not fit the limit need not be timed.
         return probes or self.elimination.trials()
 
     def _probes(self) -> list[Arm]:
@@ -169,18 +169,18 @@ class Requests:
         return [arm for arm in found if arm is not None]
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The smallest arm of a curve, or a second one to extrapolate from, or None."""
-        # No split holds such chunks. They are run only where that may show that the whole fits.
+        """The arm of a curve to run next for its workspace, the smallest or second one; or None."""
+        # Chunks that no split may contain run only if they may show that the whole call fits.
         if not self.listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
             return None
         known = sum(map(self.records.fits, arms))
         if not known:
             return self._first(curve, arms)
-        # One point gives workspace in proportion to the size, two give a line.
+        # Workspace is extrapolated from one size in proportion, and from two sizes on a line.
         return self._second(arms) if known == 1 else None
 
     def _first(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The smallest arm; None if it ran, or if it is the whole and other roles have smaller."""
+        """The smallest arm; None if it ran, or if it is the whole call and smaller chunks exist."""
         first, curves, whole = arms[0], self.listed.curves, self.listed.axis.extent
         if first in self.records.by_arm:
             return None
@@ -190,18 +190,18 @@ class Requests:
         return None if first.size == whole and smaller else first
 
     def _second(self, arms: Sequence[Arm]) -> Arm | None:
-        """The second smallest arm, where the first leaves open whether the whole fits."""
+        """The second smallest arm, if the first does not show that the whole call fits."""
         workspaces, whole = self.records.workspaces, arms[-1]
         if whole.size != self.listed.axis.extent or whole in self.records.by_arm:
             return None
         second = arms[min(1, len(arms) - 1)]
-        # One that a split may hold is run when the solver asks for it.
+        # A second arm that a split may contain is run when the solver asks for it.
         if workspaces.can_be_run(whole) or self.listed.lists(second):
             return None
         return second if workspaces.can_be_run(second) else None
 
     def _is_worth_telling(self, curve: str, whole: Arm) -> bool:
-        """True if the undivided call may fit, and only small chunks in role alone can show it."""
+        """True if the undivided call may fit, and only small chunks in role alone can show that."""
         if not self.records.workspaces.may_fit(whole) or self.records.workspaces.can_be_run(whole):
             return False
         return any(
@@ -210,14 +210,14 @@ class Requests:
         )
 
     def has_plan(self) -> bool:
-        """True if the timed chunks suffice for some plan."""
+        """True if the timed chunks suffice for a plan."""
         return self.outlook().time_ns is not None
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
         """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
         options = list(self._options())
-        # Chunks that are too short for what their calls cost are left out. One that runs alone has
-        # no alternative with fewer calls, and one that was not timed may be long enough.
+        # Chunks too short for what their calls cost are left out. A chunk that runs alone stays,
+        # because no split has fewer calls. So does an untimed chunk, which may be long enough.
         worthwhile = [
             option
             for option in options
@@ -228,21 +228,21 @@ class Requests:
         extent = self.listed.axis.extent
         ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self.tolerance)
         found = ask(worthwhile, least_ns=WORTHWHILE_NS)
-        # Where nothing else fits the limit, short chunks are allowed.
+        # If no split without short chunks fits the limit, short chunks are allowed.
         if found.bound_ns is None:
             found = ask(options)
         return found
 
     def hoped_front(self) -> list[tuple[int, int]]:
         """For each workspace a lower bound of the time of every split within it."""
-        # What is too slow at the largest limit may be the best at a smaller one.
+        # No elimination: a chunk too slow at the largest limit may be the best at a smaller one.
         self.elimination.is_active = False
         options = self._options(at_any_limit=True)
         return bound_front(options, self.listed.axis.extent, tolerance=self.tolerance)
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
         """Chunks to time for the first batch that has no split yet and could have one."""
-        # Slabs have all samples of the call, whatever the batch is.
+        # Slabs contain all samples of the call, so only micro-batches depend on the batch.
         if self.listed.axis.name != "batch":
             return []
         axis, sizes = self.listed.axis, self.listed.sizes
@@ -250,7 +250,7 @@ class Requests:
         options = list(self._options())
         for batch in BatchSplits(axis, sizes, usable, kernel_of, self.records.limit).uncovered():
             possible = (
-                # For this batch the chunk of that size is the undivided call.
+                # A chunk of as many samples as this batch is the undivided call of this batch.
                 replace(option, lists=(Role.ALONE, *option.lists))
                 if option.batch == batch and Role.FIRST in option.lists
                 else option
@@ -265,13 +265,13 @@ class Requests:
     def _options(self, at_any_limit: bool = False) -> Iterator[ChunkOption]:
         """Chunks that the solver may choose among, and measured ones that bound their times.
 
-        With `at_any_limit` also those that may matter only at a smaller limit.
+        With `at_any_limit`, chunks that may matter only at a smaller limit are included.
         """
         ruled_out = self.elimination.reasons()
         for arm in self.listed.by_arm:
             entry = self.records.by_arm.get(arm)
             is_out = arm in self.records.skipped or (entry is not None and entry.status == "failed")
-            # What was measured before its implementation was ruled out still bounds other sizes.
+            # A chunk that was measured before its curve was ruled out still bounds other sizes.
             if self.listed.curves[arm] in ruled_out and entry is None:
                 is_out = True
             if not is_out:
@@ -284,7 +284,7 @@ class Requests:
     def _at_any_limit(
         self, arm: Arm, entry: Measurement | None, option: ChunkOption
     ) -> ChunkOption:
-        """The same, where a rival or an unknown workspace rules it out at the largest limit."""
+        """The option, allowed if only a rival or unknown workspace rules it out at this limit."""
         if entry is not None and self.records.has_lost(arm, entry):
             return replace(option, lists=self.listed.lists(arm), is_timed=True)
         workspaces = self.records.workspaces
@@ -313,8 +313,8 @@ class Requests:
         )
 
     def _is_allowed(self, arm: Arm, entry: Measurement | None) -> bool:
-        # A workspace that was measured decides; one that is only expected must also be small enough
-        # to be tried on this machine.
+        # A measured workspace only has to fit the limit. An expected workspace must also be small
+        # enough to be tried on this machine.
         if entry is not None and entry.workspace_bytes is not None:
             return self.records.is_allowed(arm, entry)
         workspace = self.records.workspaces.expected(arm)
@@ -322,7 +322,7 @@ class Requests:
 
 
 def interval_of(entry: Measurement) -> Interval | None:
-    """Confidence interval of a time; None if it was not timed."""
+    """Confidence interval of a measurement's time; None if the measurement has no time."""
     if entry.time_ns is None:
         return None
     low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)

@@ -1,4 +1,4 @@
-"""Progress and results of a tuning: plans so far, what runs by torch, and what has no plan."""
+"""Progress and results of tuning: plans so far, and kernels without a plan."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class Progress:
     Args:
         kernel: the kernel that is tuned now.
         done: kernels finished; if kernels divide a pool, those that have a part of it so far.
+        total: all kernels.
         measured: candidates timed so far.
         reused: candidates found in the cache so far.
-        seconds_left: estimated; None before the first kernel is finished.
+        seconds_left: estimated seconds until tuning ends; None: not known.
         budget_s: the time budget in seconds; None: there is none, or it is not known yet.
-        division_ns: time of the convolutions of a step by the best division of a pool so far, as
-            measured; None: there is none.
+        division_ns: measured time of the convolutions of a step by the best division of a pool so
+            far; None: there is no division.
     """
 
     kernel: str
@@ -47,7 +48,7 @@ class Progress:
 
 
 def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = False) -> None:
-    """Warn of kernels that are not in the plan, or not at every batch, if there are any."""
+    """Warn if kernels have no plan, or no plan for some batches."""
     if not left_out:
         return
     several = left_out > 1
@@ -73,32 +74,32 @@ def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = F
 
 @dataclass(eq=False)
 class Results:
-    """Plans of the kernels of one model so far; the others run torch's own convolution."""
+    """Plans so far of one model's kernels; kernels without a plan run torch's own convolution."""
 
     layers: Mapping[Problem, tuple[str, ...]]
-    limits: Limits  # without a pool
+    limits: Limits  # apart from the parts of a pool
     defaults: Mapping[Problem, Measurement]
     kernel_of: Callable[[Problem, str], str | None]
     config: Config
     pool: WorkspacePool | None = None
     plans: dict[Problem, KernelPlan] = field(default_factory=dict)
-    # Kernels that have no plan within the memory budget. All are tried, to name the worst one.
+    # Kernels without a plan within the memory budget. The error names the one that needs most.
     refusals: dict[Problem, PlanError] = field(default_factory=dict)
-    # Kernels of which nothing fits the limit of the user. They are named together at the end, so
-    # that the limit can be raised once.
+    # Kernels that have no split within the user's limit. They are named together at the end, so
+    # that the user can raise the limit once for all of them.
     over_limit: dict[Problem, PlanError] = field(default_factory=dict)
-    # Kernels of which the time did not suffice for some smaller batches.
+    # Kernels with smaller batches that have no plan, because the time did not suffice.
     unfinished: set[Problem] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # Asked for again whenever kernels without a plan are counted.
+        # Cached, because `kernels` and `missing` ask for the same plans again and again.
         self._undivided = lru_cache(maxsize=None)(self._plan_undivided)
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far of each kernel that has one within the limit."""
         plans = (self.plans.get(p) or self.by_torch(p) for p in self.layers)
-        # By torch's own convolution nothing is lost.
+        # An unfinished plan by torch's own convolution is left out: torch runs the same without it.
         return tuple(
             plan
             for plan in plans
@@ -107,7 +108,7 @@ class Results:
 
     @property
     def missing(self) -> list[Problem]:
-        """Kernels without any plan so far, of which a plan may still be found."""
+        """Kernels that have no plan so far, but may still get one."""
         done = {kernel.problem for kernel in self.kernels}
         refused = self.refusals.keys() | self.over_limit.keys()
         return [p for p in self.layers if p not in done and p not in refused]
@@ -121,20 +122,20 @@ class Results:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kernels that have no plan, or none of a smaller batch, because the time was over."""
+        """Kernels that have no plan, or no plan of a smaller batch, because the time was over."""
         plans = {kernel.problem: kernel for kernel in self.kernels}
         planned = plans.keys() | self.over_limit.keys()
         missing = [problem for problem in self.layers if problem not in planned]
-        # Each at the largest batch that has none.
+        # An unfinished kernel is named at the largest batch that has no plan.
         cut = [p.with_batch(plans[p].uncovered()[-1]) for p in plans if p in self.unfinished]
         return tuple(map(str, missing + cut))
 
     def limit_of(self, problem: Problem) -> int | None:
-        """Workspace that a call may use: its part of the pool, or what the settings leave it."""
+        """Bytes of workspace that a kernel's call may use: its part of the pool, or its limit."""
         return self.limit_at(problem, problem.batch)
 
     def limit_at(self, problem: Problem, batch: int) -> int | None:
-        """The same for a call of a smaller batch."""
+        """Bytes of workspace that a call of a smaller batch may use."""
         parts = {} if self.pool is None else self.pool.parts
         return parts.get(problem, self.limits.of(problem, batch))
 
@@ -144,7 +145,7 @@ class Results:
         """The plan by torch's own convolution, if it is within the limit."""
         limit = self.limits.of(problem)
         if self.pool is not None:
-            # A kernel that has no part of the pool may not even take 0 bytes of it.
+            # A kernel without a part of the pool gets no plan, even if it needs no workspace.
             limit = self.pool.parts.get(problem, -1)
         entry = self.defaults.get(problem)
         if entry is None or not self._is_allowed(entry, limit):
@@ -152,10 +153,10 @@ class Results:
         return self._undivided(problem, entry, note)
 
     def _is_allowed(self, default: Measurement, limit: int | None) -> bool:
-        """True if torch's own convolution ran, fits, and varies only where it may."""
+        """True if torch's own convolution ran, fits, and is deterministic if it must be."""
         if self.config.deterministic and not default.is_deterministic:
             return False
-        # Neither is known where it failed.
+        # A run that failed has neither a time nor a workspace.
         if default.time_ns is None or default.workspace_bytes is None:
             return False
         return limit is None or default.workspace_bytes <= limit
@@ -189,11 +190,11 @@ class Results:
     def with_every_batch(
         self, plan: KernelPlan, source_at: Callable[[int], AbstractSource]
     ) -> KernelPlan:
-        """The plan with a split of every batch, as far as anything fits.
+        """The plan with a split of every batch for which any split fits.
 
-        Torch runs other implementations for some batches, of which the largest batch says nothing:
-        its own convolution of such a batch is run once, and if that exceeds the limit, the batch is
-        tuned as a kernel of its own.
+        For some batches torch runs other implementations than for the largest batch. torch's own
+        convolution of such a batch is run once. If it exceeds the limit, the batch is tuned as a
+        kernel of its own.
         """
         problem, missing = plan.problem, plan.uncovered()
         if self.limit_of(problem) is None and not self.config.deterministic:
@@ -223,10 +224,10 @@ class Results:
     def refuse(self, problem: Problem, error: PlanError) -> bool:
         """Record that a kernel has no plan within the budget, the limit, or its part of a pool.
 
-        False if the error must end the tuning.
+        Returns False if the error must end the tuning.
         """
         if self.pool is not None:
-            # A part of the pool is our own decision, which the next division may correct.
+            # The next division may give a kernel a larger part, but never more than the limit.
             if self.limit_of(problem) == self.limits.common:
                 return False
             self.pool.refuse(problem, error)
@@ -239,9 +240,9 @@ class Results:
         return True
 
     def judge_over_limit(self) -> None:
-        """Name all kernels of which nothing fits the limit.
+        """Warn of all kernels that have no split within the limit.
 
-        It is a warning, or an error if `unplanned` is "error" or no other kernel has a plan.
+        Raises PlanError instead if `unplanned` is "error" or no other kernel has a plan.
         """
         if not self.over_limit:
             return
@@ -257,13 +258,13 @@ class Results:
         )
 
     def require_plans(self) -> None:
-        """Raise PlanError for a memory budget within which some kernel has no plan."""
+        """Raise PlanError if a kernel has no plan within the memory budget."""
         if self.refusals:
             raise self.limits.refusal(self.refusals, self.layers)
 
 
 def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
-    """The plan with the splits of a smaller batch that is tuned alone, if anything fits."""
+    """The plan with the splits of a smaller batch, which is tuned alone, if any split fits."""
     try:
         smaller = KernelPlanner(source).decide()
     except PlanError:
@@ -274,9 +275,9 @@ def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
 def _all_over_limit(
     refused: Mapping[Problem, PlanError], limit: int, unknown: int, is_refused: bool
 ) -> PlanError:
-    """One error for all kernels of which nothing fits the workspace limit.
+    """One error for all kernels that have no split within the workspace limit.
 
-    `unknown` kernels were not looked at before the time was over.
+    `unknown` is the number of other kernels, for which there was no time.
     """
     remedy = (
         ", or leave what does not fit to torch's own convolution by unplanned='torch'"
@@ -287,7 +288,7 @@ def _all_over_limit(
         (error,) = refused.values()
         return PlanError(f"{error}{remedy}", error.smallest_bytes)
     needs = [(error.smallest_bytes or 0, str(problem)) for problem, error in refused.items()]
-    # The largest first: its workspace is the limit that fits them all.
+    # The kernel that needs most comes first: its workspace is the limit that fits all of them.
     needs.sort(reverse=True)
     listed = ", ".join(f"{format_bytes(need)} for {name}" for need, name in needs)
     most = format_bytes(needs[0][0])
