@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-# As type checkers know it; loading `typing` takes longer than all other work of this import.
+# Type checkers know this name. Importing `typing` would take longer than the rest of this file.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The same names as above: type checkers read the imports, `__getattr__` reads this.
+# The names imported above, with their modules. Type checkers read the imports above, and
+# `__getattr__` reads this table.
 _MODULE_BY_NAME = {
     "Chunk": "plan",
     "Config": "config",
@@ -50,7 +51,7 @@ _MODULE_BY_NAME = {
     "tune": "tuning.model",
     "tune_": "convert",
 }
-# Reached as attributes without an import statement of their own.
+# Submodules that are attributes of `ucudnn` even if the user has not imported them.
 _SUBMODULES = ("cache", "distributed", "nn", "solvers")
 __all__ = list(_MODULE_BY_NAME)
 
@@ -66,8 +67,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """The version of the installed distribution, "0+unknown" in a source tree without one."""
-    # Only here: finding and reading the metadata of a distribution takes a while.
+    """The version of the installed distribution; "0+unknown" if no distribution is installed."""
+    # Only if `__version__` is read: finding and reading a distribution's metadata takes a while.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -82,14 +83,14 @@ def __dir__() -> list[str]:
 
 
 def _autoload() -> None:
-    """Follow UCUDNN_PLAN or UCUDNN_RECORD: torch calls this at the end of its import.
+    """Do what UCUDNN_PLAN or UCUDNN_RECORD asks for; torch calls this at the end of its import.
 
-    It is the entry point `torch.backends` of the distribution.
+    The distribution registers this function as an entry point of the group `torch.backends`.
     """
     files = import_module("ucudnn.config").startup()
     if not files:
         return
-    # A module of ucudnn that imports torch is not ready now, and others cannot import it.
+    # A module of ucudnn is still importing torch, so other modules cannot import that module yet.
     if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
         import_module("ucudnn.errors").warn(
             "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
@@ -100,7 +101,7 @@ def _autoload() -> None:
     try:
         import_module("ucudnn.convert").follow_startup(files)
     except errors.UcudnnError as error:
-        # As an exception it would stand far above torch's advice to disable its extensions.
+        # Exits, because a traceback would end with torch's advice to disable its extensions.
         if import_module("ucudnn.config").is_strict():
             sys.exit(f"ucudnn: {error}")
         errors.warn(f"torch's own convolutions run, without UCUDNN_PLAN: {error}")

@@ -1,7 +1,8 @@
 """The two axes along which a kernel is split, batch and rows, and the problem timed for a chunk.
 
-A batch of one or two, as in 3-D and high-resolution networks, leaves nothing to split along the
-batch. Rows are tried if the batch is that small and the workspace limit excludes an algorithm.
+A batch of one or two, as in 3-D and high-resolution networks, leaves little to split along the
+batch. Rows are tried if the batch has at most `MOST_SAMPLES` samples and the workspace limit
+excludes torch's own convolution.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
 from ucudnn.split import Chunk, Split
 
-# The largest batch that is split along rows, too: chunks of a larger one are small enough.
+# The largest batch that is also split along rows: micro-batches of larger ones are small enough.
 MOST_SAMPLES = 8
 
 
 class AbstractAxis(ABC):
-    """An axis of one kernel and the unit of its chunks; picklable, for workers.
+    """An axis of one kernel, and the unit in which chunk sizes are counted; picklable for workers.
 
     Law: chunks whose sizes add up to `extent` together compute the problem. `part` is the problem
-    of a chunk of some size, except for a chunk near an end.
+    of a chunk of a given size, unless the chunk is near an end of the axis.
     """
 
-    name: str  # as in `Split`
+    name: str  # the `axis` of the splits: "batch" or "spatial"
     problem: Problem  # the kernel at its largest batch
 
     @property
     @abstractmethod
     def extent(self) -> int:
-        """Sum of the sizes of all chunks."""
+        """Length of the axis: the sum of the sizes of all chunks of a split."""
 
     @abstractmethod
     def part(self, size: int) -> Problem:
@@ -39,7 +40,7 @@ class AbstractAxis(ABC):
 
     @abstractmethod
     def ends(self, size: int) -> tuple[Problem, ...]:
-        """The problems of the first and the last chunk if they differ from `part`."""
+        """The problems of the first and the last chunk of this size, if they differ from `part`."""
 
     @abstractmethod
     def sizes(self, policy: str) -> tuple[int, ...]:
@@ -47,11 +48,11 @@ class AbstractAxis(ABC):
 
     @abstractmethod
     def split(self, chunks: Iterable[Chunk]) -> Split:
-        """The split whose chunks have these sizes."""
+        """The split that consists of these chunks, whose sizes are in units of the axis."""
 
     @abstractmethod
     def size_of(self, chunk: Chunk) -> int:
-        """The size of the problem of a chunk; the last chunk may have fewer rows than that."""
+        """The size of a chunk of a split in units of the axis; its last unit may be incomplete."""
 
     def __str__(self) -> str:
         return f"the {self.name} axis"
@@ -59,7 +60,7 @@ class AbstractAxis(ABC):
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis(AbstractAxis):
-    """Chunks are samples.
+    """The batch axis: a chunk is a micro-batch, and the unit is one sample.
 
     >>> axis = BatchAxis(Problem("fprop", 6, 4, 4, (9,), (3,)))
     >>> axis.extent, axis.part(2).batch, axis.sizes("powers-of-two")
@@ -81,12 +82,12 @@ class BatchAxis(AbstractAxis):
         return ()
 
     def sizes(self, policy: str) -> tuple[int, ...]:
-        """The micro-batch sizes, and the whole batch."""
+        """The micro-batch sizes that a policy allows, including the whole batch."""
         if policy == "undivided":
             return (self.extent,)
         if policy == "all":
             return tuple(range(1, self.extent + 1))
-        # The undivided batch competes with every split, also where it is no power of two.
+        # The undivided batch competes with every split, even if it is not a power of two.
         return (*_powers_of_two_below(self.extent), self.extent)
 
     def split(self, chunks: Iterable[Chunk]) -> Split:
@@ -98,10 +99,10 @@ class BatchAxis(AbstractAxis):
 
 @dataclass(frozen=True, slots=True)
 class RowAxis(AbstractAxis):
-    """Chunks are slabs: rows of the result (of dy for wgrad), of all samples.
+    """The row axis: a chunk is a slab, with rows of the result (of dy for wgrad) in all samples.
 
-    A unit is one row; for dgrad it is as many rows as the stride, so that all inner slabs of one
-    size have equal problems.
+    The unit is one row. For dgrad the unit is as many rows as the stride, so that all inner slabs
+    of one size have equal problems.
 
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
     >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
@@ -113,7 +114,7 @@ class RowAxis(AbstractAxis):
 
     @property
     def extent(self) -> int:
-        """The units; the last one may have fewer rows."""
+        """Number of units; the last unit may have fewer rows than the others."""
         return -(-row_count(self.problem) // self._unit)
 
     @property
@@ -124,19 +125,19 @@ class RowAxis(AbstractAxis):
         return inner_problem(self.problem, size * self._unit)
 
     def ends(self, size: int) -> tuple[Problem, ...]:
-        """Problems of the first and the last slab, which have padding at one end."""
+        """The problems of the first and the last slab of this size, if they differ from `part`."""
         rows, inner = row_count(self.problem), self.part(size)
         first = slab(self.problem, 0, size * self._unit).problem
         last = slab(self.problem, (self.extent - size) * self._unit, rows).problem
-        # An end without padding is an inner slab; where only padding is read there is no problem.
+        # Left out: ends that equal an inner slab, and ends without a problem (the result is zero).
         ends = (end for end in (first, last) if end is not None and end != inner)
         return tuple(dict.fromkeys(ends))
 
     def sizes(self, policy: str) -> tuple[int, ...]:
-        """Powers of two and the remainders that they leave; none if slabs cannot matter.
+        """Powers of two and the remainders that they leave; none if rows are not to be split.
 
-        There are few of them, however many rows there are, with any policy. The tensors must have
-        room for an inner slab of each size, with all rows that it reads.
+        The policies other than "undivided" allow the same sizes, which are few even for many rows.
+        A size is left out if the tensors are too short for an inner slab with all rows it reads.
         """
         if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
             return ()
@@ -145,7 +146,7 @@ class RowAxis(AbstractAxis):
         return tuple(size for size in sorted(sizes) if self._is_inside(size))
 
     def _is_inside(self, size: int) -> bool:
-        # `inner_problem` takes the tensor to be endless; this one may be too short for the slab.
+        # `inner_problem` assumes an endless tensor; the real tensor may be too short for the slab.
         inner, whole = self.part(size), self.problem
         return (
             inner.input_size[0] <= whole.input_size[0]
@@ -162,7 +163,7 @@ class RowAxis(AbstractAxis):
         return Split("spatial", tuple(found))
 
     def size_of(self, chunk: Chunk) -> int:
-        """The number of units that its rows fill, rounded up."""
+        """The number of units that the rows of a chunk fill, rounded up."""
         return -(-chunk.size // self._unit)
 
 

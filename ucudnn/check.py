@@ -1,4 +1,4 @@
-"""Check that a plan still holds here: device, versions, what can be built, and some times."""
+"""Check that a plan still holds on this machine: device, versions, algorithms and some times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ucudnn.units import format_bytes, format_ns
 
 __all__ = ["Finding", "check"]
 
-# A canary may take this many times what the plan says, relative to torch's own convolution.
+# A canary fails if its gain over torch's own convolution has fallen by more than this factor.
 _SLOWER = 1.5
 
 
@@ -60,7 +60,7 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
 
 
 def _saved_ns(kernel: KernelPlan) -> int:
-    # Nothing is known to be saved where torch's own convolution was not measured.
+    # Without a time of torch's own convolution this is negative, so the kernel is chosen last.
     default_ns = kernel.default.time_ns if kernel.default else 0
     return (default_ns - kernel.timing.time_ns) * len(kernel.layers)
 
@@ -72,7 +72,7 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
         reason = "none was asked for" if planned else "every kernel is torch's own convolution"
         yield Finding("canary", None, f"not timed: {reason}")
         return
-    # An empty cache in memory: every canary is timed anew, and nothing outlives the check.
+    # The cache is empty and only in memory, so every canary is timed anew and no time is kept.
     session = Session(backend, MemoryCache())
     try:
         # The caller's autograd and autocast must not change what is timed.
@@ -85,11 +85,11 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
 
 def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Finding:
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
-    # A plan does not say which layers have a bias, but some algorithms exist only with one.
+    # A plan does not say whether layers have a bias. Algorithms that exist only with a bias do.
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
     has_bias = any(chunk.algorithm in fused for chunk in split.chunks)
     default = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
-    # Both in one call: only times that are taken side by side can be compared.
+    # Both splits are timed in one call, because only times that are taken together can be compared.
     splits = [split] if kernel.default is None else [split, default]
     try:
         wholes = session.bench(axis_of(problem, split)).whole(splits, has_bias)
@@ -99,7 +99,7 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
 
 
 def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
-    """Workspace that a call of a kernel may use; of a pool its part and what nobody has."""
+    """Workspace that a call of a kernel may use; with a pool, its part and a share of the rest."""
     limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is None:
         return limit
@@ -127,9 +127,9 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     planned = kernel.default.time_ns / kernel.timing.time_ns
-    # The plan may be right to split where this is another, so that alone is no reason to say no.
+    # If only this ratio has changed, the split may still be right, so the canary does not fail.
     said += f"; {planned:.2f} when it was tuned"
-    # Beyond the noise, and only where the plan's own limit would have let torch's run.
+    # Fails if torch's own convolution is faster beyond the noise and within the plan's own limit.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")
     if high * _SLOWER < planned:

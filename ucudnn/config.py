@@ -1,4 +1,4 @@
-"""Settings: one table of them, checked; the only module that reads UCUDNN_* variables."""
+"""One table of all settings, with their checks; only this module reads UCUDNN_* variables."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from ucudnn.errors import ConfigError, quoted, warn
 from ucudnn.problem import OPS
 from ucudnn.units import parse_bytes
 
-# A share of what a step by torch has allocated, such as 50%.
+# A memory budget as a share of the peak of a step by torch, such as 50%.
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*")
 
 Policy = Literal["undivided", "powers-of-two", "all"]
 Unplanned = Literal["torch", "error"]
-# The names in backends/registry.py, which this module must not import, and two more.
+# "auto", "recorded" and the names in backends/registry.py, which this module must not import.
 Backend = Literal["auto", "torch_cpu", "cudnn", "recorded"]
 Solver = Literal["auto", "exact", "highs", "cbc"]
 Effort = Literal["quick", "normal", "thorough"]
 Layout = Literal["keep", "auto"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-# Facts that `ucudnn launch` tells its ranks, no settings: how many share a device, which is part of
-# the conditions of every measurement, and where they count samples in a trial.
+# Variables that ucudnn sets for ranks, and that are not settings: the number of ranks that share a
+# device, which is a condition of every measurement, and the folder where ranks count their samples
+# during a trial of `ucudnn launch`.
 RANKS_PER_DEVICE, PROGRESS = "UCUDNN_RANKS_PER_DEVICE", "UCUDNN_PROGRESS"
 
-# Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
-# silently ignoring one would give a run that is not the one its user asked for.
+# Variables of the released mu-cuDNN (2018). A variable is mapped to our equal setting, or refused
+# if there is none: silently ignored, it would give another run than its user asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
 _MUCUDNN_BYTES = {
     "UCUDNN_DEFAULT_WORKSPACE_LIMIT": "workspace_limit",
@@ -46,30 +47,30 @@ _MUCUDNN_REFUSED = {
 }
 
 
-# Files that an unchanged script is run with: no settings of tuning, and no fields of `Config`.
+# Variables that name files for an unchanged script: no settings of tuning, no fields of `Config`.
 _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 
 class Setting(NamedTuple):
-    """A row of the table from which `Config`, its variables, flags and docs are made."""
+    """One setting: a row of the table that defines `Config`, its variables, flags and docs."""
 
     default: Any
-    check: Callable[[str, Any], Any]  # makes the value of a name and what was given for it
-    help: str  # whole sentences, of which `--help` says the first
+    check: Callable[[str, Any], Any]  # called with (name, given value); returns the checked value
+    help: str  # whole sentences; `--help` shows only the first
     metavar: str = ""  # "" for a switch
     choices: tuple[str, ...] = ()
-    is_of_plan: bool = True  # False for where a process looks, and for what tuning may cost
-    page: str = ""  # of the documentation
+    is_of_plan: bool = True  # False if plans do not keep it, such as the cache or the time budget
+    page: str = ""  # page of the documentation that explains the setting
 
     @property
     def summary(self) -> str:
-        """What it sets, in one sentence, with the words that it may be."""
+        """One sentence on what the setting does, with the values that it allows."""
         words = f": {', '.join(self.choices)}" if self.choices else ""
         return f"{self.help.partition('. ')[0].removesuffix('.')}{words}."
 
     @property
     def meaning(self) -> str:
-        """All that is to be said of it."""
+        """The full description of the setting."""
         return f"{self.summary} {self.help.partition('. ')[2]}".rstrip()
 
 
@@ -84,7 +85,7 @@ def _budget(name: str, value: Any) -> int | str | None:
 
 def _choice(name: str, value: Any) -> str:
     allowed = SETTINGS[name].choices
-    # An array compares with each word by its elements.
+    # The type is tested first, because `in` would compare the elements of an array with each word.
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {quoted(value)}")
     return value
@@ -108,7 +109,7 @@ def _passes(name: str, value: Any) -> tuple[str, ...]:
     is_list = isinstance(ops, (tuple, list)) and bool(ops)
     if not is_list or not all(isinstance(op, str) and op in OPS for op in ops):
         raise ConfigError(f"{name} must name some of {', '.join(OPS)}, got {quoted(value)}")
-    # Once each and in one order, so that equal settings are equal and plans hash alike.
+    # Each op once and in a fixed order, so that equal choices compare equal and plans hash alike.
     return tuple(op for op in OPS if op in ops)
 
 
@@ -123,7 +124,7 @@ def _positive(name: str, value: object) -> float | None:
     try:
         if value is None:
             return None
-        # True is an int of 1 for Python; nan is refused, because it is not above 0.
+        # True is refused, although Python treats it as 1; nan is refused, as it is not above 0.
         if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
             return float(value)
     except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
@@ -131,7 +132,7 @@ def _positive(name: str, value: object) -> float | None:
     raise ConfigError(f"{name} must be a number above 0 or None, got {quoted(value)}")
 
 
-# By name, in the order of the documentation; the environment variable is UCUDNN_<NAME>.
+# The settings by name, in the order of the documentation. Each has a variable UCUDNN_<NAME>.
 SETTINGS: dict[str, Setting] = {
     "workspace_limit": Setting(
         None,
@@ -309,14 +310,14 @@ class Config:
                 value = setting.check(name, getattr(self, name))
             except ConfigError as error:
                 raise self._with_source(error, name) from error
-            # The dataclass is frozen; this replaces what was given by its checked form.
+            # Replaces the given value by the checked one. A frozen dataclass allows no other way.
             object.__setattr__(self, name, value)
         if self.memory_budget is not None and self.total_workspace is not None:
             raise ConfigError(
                 "memory_budget is of convolutions that share their workspace, and total_workspace "
                 "of calls that each own a part; set one of them"
             )
-        # What no plan covers takes as much workspace as torch likes.
+        # A pass without a plan may take any amount of workspace, so no budget could be kept.
         if self.memory_budget is not None and self.ops not in (OPS, ("fprop",)):
             raise ConfigError(
                 f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop "
@@ -324,7 +325,7 @@ class Config:
             )
 
     def _with_source(self, error: ConfigError, name: str) -> ConfigError:
-        """The error of a field with the variable that its value is from, if it is from one."""
+        """The error of a field; it names the environment variable if the value came from one."""
         given = _settings().get(name)
         if given is None or given is not getattr(self, name):
             return error
@@ -344,7 +345,7 @@ class Config:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The memory budget in bytes, None for none, or where it is a share that is not known yet.
+        """The memory budget in bytes; None if there is none, or if it is a share of a step's peak.
 
         >>> Config(memory_budget="50%").with_budget_of(300).budget_bytes
         150
@@ -352,7 +353,7 @@ class Config:
         return None if isinstance(self.memory_budget, str) else self.memory_budget
 
     def with_budget_of(self, peak_bytes: int) -> Config:
-        """The settings with a memory budget in bytes, where it is a share of a peak."""
+        """The settings with the memory budget in bytes, if it was given as a share of this peak."""
         if not isinstance(self.memory_budget, str):
             return self
         share = float(self.memory_budget.removesuffix("%")) / 100
@@ -370,16 +371,16 @@ class Config:
         return self.backend == "recorded" or (self.backend == "cudnn" and self.device is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that describe a plan, as JSON values; without the cache folder."""
+        """The fields that a plan keeps, as JSON values; the cache folder, for example, is not."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values = {name: value for name, value in values.items() if SETTINGS[name].is_of_plan}
         return {**values, "ops": list(self.ops)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from JSON values, without the environment's defaults.
+        """Build a Config from JSON values; environment variables have no effect.
 
-        No file can name a folder to write to: the fields are those of `to_dict` and no others.
+        The fields must be exactly those of `to_dict`, so no file can name a folder to write to.
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
@@ -390,10 +391,10 @@ class Config:
         return cls(**{**{name: one.default for name, one in SETTINGS.items()}, **values})
 
 
-# With `python -OO` there is no docstring.
+# The docstring may be None, because `python -OO` removes docstrings.
 Config.__doc__ = cleandoc(Config.__doc__ or "") + "\n\nArgs:\n"
 Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTINGS.items())
-# With defaults, which as factories of fields would be unreadable.
+# Shows the defaults; the signature of the dataclass would show a factory for each of them.
 Config.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=SETTINGS[one.name].default)
@@ -403,7 +404,7 @@ Config.__signature__ = Signature(  # type: ignore[attr-defined]
 
 
 def require_config(config: object) -> Config:
-    """The settings that a public function was given, or the default ones."""
+    """The settings that a public function was given; the default settings if it was given None."""
     if config is None:
         return Config()
     if not isinstance(config, Config):
@@ -415,13 +416,13 @@ def require_config(config: object) -> Config:
 
 
 def settings_here(config: Config) -> Config:
-    """The settings to run a plan by: its own, but for UCUDNN_UNPLANNED where that is set."""
+    """The settings to run a plan with: its own, but UCUDNN_UNPLANNED overrides `unplanned`."""
     given = _settings().get("unplanned")
     return config if given is None else replace(config, unplanned=given)
 
 
 def is_strict() -> bool:
-    """True if UCUDNN_UNPLANNED asks for errors, whatever the other variables say."""
+    """True if UCUDNN_UNPLANNED asks for errors; the other variables are not read or checked."""
     return os.environ.get("UCUDNN_UNPLANNED") == "error"
 
 
@@ -443,12 +444,12 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_environment() -> None:
-    """Warn of UCUDNN_* variables that are not settings; refuse mu-cuDNN's without an equivalent."""
+    """Warn of unknown UCUDNN_* variables; refuse variables of mu-cuDNN without an equivalent."""
     _settings()
 
 
 class Startup(NamedTuple):
-    """Files that a process takes part in from its start, without a line of code."""
+    """The plan that a process follows from its start, or the file to which it records."""
 
     plan: str | None = None
     record: str | None = None
@@ -464,7 +465,7 @@ def startup() -> Startup:
 
 
 def set_startup(files: Startup) -> None:
-    """Hand files down to the processes that this one starts, and take others away from them."""
+    """Set UCUDNN_PLAN and UCUDNN_RECORD for processes that this one starts; no file: unset them."""
     for name, value in ((_PLAN, files.plan), (_RECORD, files.record)):
         os.environ.pop(name, None)
         if value is not None:
@@ -472,12 +473,12 @@ def set_startup(files: Startup) -> None:
 
 
 def environment_without_startup() -> dict[str, str]:
-    """The environment for a process that measures: what it times must be torch's own."""
+    """The environment for a process that measures: no plan may change what it times."""
     return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
 
 
 def ranks_per_device() -> int:
-    """Number of processes that share this one's device, as `ucudnn launch` tells them."""
+    """Number of ranks that share the device of this process; 1 if the variable is not set."""
     text = os.environ.get(RANKS_PER_DEVICE) or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {quoted(text)}")
@@ -485,7 +486,7 @@ def ranks_per_device() -> int:
 
 
 def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dict[str, str]:
-    """Variables that a launched rank gets from `ucudnn launch`.
+    """Environment variables that `ucudnn launch` sets for each rank.
 
     >>> rank_variables(2, limit_bytes=1024)
     {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}
@@ -495,23 +496,23 @@ def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dic
 
 
 def progress_folder() -> str | None:
-    """Folder where ranks count their samples, None outside of a trial."""
+    """Folder where ranks count their samples during a trial of `ucudnn launch`; else None."""
     return os.environ.get(PROGRESS)
 
 
 def share_device(ranks: int) -> None:
-    """Note, for this process and those that it starts, how many ranks share its device."""
+    """Set how many ranks share the device, for this process and for processes that it starts."""
     os.environ[RANKS_PER_DEVICE] = str(ranks)
 
 
 def _settings() -> dict[str, Any]:
-    # A sorted tuple is the same key of the cache below as long as no variable changes.
+    # Sorted, so that the key of the cache below stays equal as long as no variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
     return _settings_from(tuple(sorted(variables)))
 
 
-# Kept, because every field of every Config asks for it; a mistyped variable is warned of once, and
-# again only after a variable has changed.
+# Cached, because every field of every Config calls this. So a mistyped variable gives one warning,
+# and another one only after a variable has changed.
 @lru_cache(maxsize=1)
 def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     environment = dict(variables)

@@ -27,7 +27,7 @@ from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
 
 Model = TypeVar("Model", bound=nn.Module)
-# By exact class: a subclass may have a forward of its own, which a change of class would drop.
+# Only these exact classes: a subclass may have its own forward, which a change of class would drop.
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,
     nn.Conv2d: planned_nn.Conv2d,
@@ -38,7 +38,7 @@ _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
 }
 _TORCH_BY_PLANNED = {planned: torch for torch, planned in _PLANNED_BY_TORCH.items()}
 _SWAPPABLE = {*_PLANNED_BY_TORCH, *_TORCH_BY_PLANNED}
-# Descriptors that belong to one class; Python makes new ones for every class.
+# Attributes that must not be copied from class to class, because Python makes them for each class.
 _SLOTS = ("__dict__", "__weakref__")
 
 
@@ -48,12 +48,12 @@ class Conversion:
 
     Args:
         model: the model that was converted in place.
-        plan: the plan it follows now.
+        plan: the plan that the model follows now.
         swapped: names of the layers that follow the plan.
         left: names of the layers left unchanged, because their plan is torch's own convolution.
         unplanned: names of the convolution layers that the plan does not cover.
         not_swappable: names of planned layers that are not torch.nn convolutions: modules that call
-            a function, subclasses and parametrized modules. `ucudnn.installed` reaches them.
+            a function, subclasses and parametrized modules. `ucudnn.installed` applies to them.
         segments: names of the modules that run in micro-batches or are recomputed.
     """
 
@@ -66,7 +66,7 @@ class Conversion:
     segments: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        # The generated one would print the whole model and the whole plan.
+        # The generated `repr` would print the whole model and the whole plan.
         return f"<Conversion of {type(self.model).__name__}: {self}>"
 
     def _repr_html_(self) -> str:
@@ -105,15 +105,15 @@ def convert_(
     """Make the torch.nn convolutions of a model follow a plan, in place.
 
     The modules, their parameters, names, hooks and modes stay the same objects; only the class of
-    a convolution changes. A layer all of whose plans are torch's own convolution is left as it is.
-    Modules that the plan has as segments run in micro-batches from now on; the gradients are those
-    of the batch, up to rounding.
+    a convolution changes. A layer is left as it is if all its plans are torch's own convolution.
+    The segments of the plan run in micro-batches or are recomputed from now on; the gradients are
+    those of the whole batch, up to rounding.
 
     A plan for channels_last (`plan.memory_format`) converts the whole model to that layout:
     parameters, buffers, gradients and the state of optimisers keep their values and get other
-    strides. The inputs of the model are converted in its forward. Where memory is shared, as by
-    `share_memory`, or weights tied by `.data`, tensors keep it, and each convolution converts its
-    operands instead; a warning says so.
+    strides. The inputs of the model are converted in its forward. If tensors share memory, as by
+    `share_memory` or by weights tied through `.data`, all tensors keep their strides, and each
+    convolution converts its operands instead; a warning says so.
 
     Planned convolutions that cannot be swapped are listed in the result and in a warning. Under
     torch.compile a swapped layer is torch's plain convolution, which follows the plan inside
@@ -123,19 +123,19 @@ def convert_(
         model: any module, also a convolution itself.
         plan: a plan for this model, or for layers of the same shapes; or the path of its file.
         filter_fn: called with (module, name); False leaves the layer out.
-        parameters: False leaves the strides of parameters as they are, for FSDP2 and others that
-            need contiguous ones. With a plan for channels_last, each convolution then converts its
-            input.
+        parameters: False leaves the strides of parameters as they are, for FSDP2 and other
+            libraries that need contiguous parameters. With a plan for channels_last, each
+            convolution then converts its input.
 
     Raises:
         PlanError: the plan covers no convolution of the model and has no segments, or has segments
-            that the model lacks, or its file cannot be read; with
-            `unplanned="error"` also: something of it does not hold here, or a convolution of the
-            model has no plan.
+            that are no modules of the model, or its file cannot be read. With `unplanned="error"`
+            also if the plan does not hold on this machine, or if a convolution of the model has no
+            plan.
     """
     plan = _loaded(plan)
     config = settings_here(plan.config)
-    # Below the wrapper of torch.compile: there are the layers by the names in the plan.
+    # The model without the wrapper of torch.compile: the plan has the names of its layers.
     original = original_of(model)
     found = _find(original, plan, filter_fn or (lambda *_: True))
     if not is_followed(plan, config):
@@ -146,8 +146,8 @@ def convert_(
         _require_all(found)
     _warn_of(found.otherwise)
     changed, runner = _changed_layers(plan, config), Runner(plan, config)
-    # Nothing was changed so far. The layout, for which memory may not suffice, changes all or none.
-    # With "keep" the model may still be laid out by an earlier plan.
+    # Nothing was changed so far. The layout comes first, because memory may not suffice for it, and
+    # then no tensor changes. With "keep" the model may still have the layout of an earlier plan.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
     segment_(original, plan.segments)
     swapped, left = _swap(found, changed, runner)
@@ -159,8 +159,8 @@ class _Found(NamedTuple):
     """Convolutions of a model, by what a plan can do with them."""
 
     convolutions: Mapping[str, Any]  # modules that can be swapped, by name
-    matched: Mapping[str, Layer]  # the layers of those that the plan covers
-    unplanned: tuple[str, ...]  # names of the others
+    matched: Mapping[str, Layer]  # by name, the `Layer` of each of these modules with a plan
+    unplanned: tuple[str, ...]  # names of the modules in `convolutions` without a plan
     otherwise: tuple[str, ...]  # names of planned modules that cannot be swapped
 
 
@@ -191,7 +191,7 @@ def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, La
 
 
 def _changed_layers(plan: Plan, config: Config) -> set[Layer]:
-    # With unplanned="error" these are all layers, because torch's own refuse no shape.
+    # With unplanned="error" all layers change, because torch's own layers would accept any shape.
     return {
         Layer.of(kernel.problem)
         for kernel in plan.kernels
@@ -206,12 +206,12 @@ def _swap(
     swapped, left = [], []
     for name, layer in found.matched.items():
         module = found.convolutions[name]
-        # An earlier plan may have swapped what this one leaves to torch.
+        # An earlier plan may have swapped a layer that this plan leaves to torch.
         if layer not in changed:
             _unswap(module)
             left.append(name)
         else:
-            # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
+            # only __class__ changes: references to the module, its hooks and parameters stay valid
             planned_nn.follow(module, runner)
             # A module that is swapped already keeps its class and follows the new plan.
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
@@ -220,7 +220,7 @@ def _swap(
 
 
 def _require_some(plan: Plan, found: _Found) -> None:
-    """Refuse a plan for another model, unless it has segments, which are then looked for."""
+    """Refuse a plan that covers no convolution of the model, unless the plan has segments."""
     if not found.matched and not plan.segments:
         listed = _listed(found.otherwise)
         raise PlanError(
@@ -282,7 +282,7 @@ def _unswap(model: nn.Module) -> None:
         if planned is type(module):
             module.__class__ = _TORCH_BY_PLANNED[planned]
         elif planned is not None and parametrize.is_parametrized(module):
-            # parametrizing made a subclass, which other copies of the module share
+            # parametrizing made this class, which copies of the module share: a new one replaces it
             own = {name: value for name, value in vars(type(module)).items() if name not in _SLOTS}
             name, torchs = type(module).__name__, _TORCH_BY_PLANNED[planned]
             module.__class__ = type(name, (torchs,), own)
@@ -303,15 +303,15 @@ def tune_(
 
     The arguments are those of `tune`; `on_progress` gets a `ucudnn.types.Progress`.
     """
-    # Here, because following a plan loads nothing that makes one.
+    # Imported only here, because a process that only follows plans need not load the tuner.
     from ucudnn.tuning.model import tune
 
     return convert_(model, tune(model, example_inputs, config, on_progress, real=real))
 
 
 def _is_torchs_own(kernel: KernelPlan) -> bool:
-    """True if a kernel's plan is torch's own convolution, for smaller batches, too."""
-    # The last batch of an epoch is smaller, and may be split where the largest is not.
+    """True if a kernel's plan is torch's own convolution for every batch that it covers."""
+    # The last batch of an epoch is often smaller, and may be split even if the largest is not.
     batches = range(1, kernel.problem.batch + 1)
     return all(kernel.split(batch).is_default for batch in batches if kernel.covers(batch))
 
@@ -319,16 +319,16 @@ def _is_torchs_own(kernel: KernelPlan) -> bool:
 def _planned_otherwise(
     modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
 ) -> Iterator[str]:
-    """Names of modules that cannot be swapped and that a kernel of the plan names or fits."""
+    """Names of modules that cannot be swapped, although the plan names them or fits their shape."""
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:
-        # names tell nothing where the plan was made for another model
+        # if only the shape was matched, the plan is for another model and its names mean nothing
         is_known = any(name in matched for name in kernel.layers)
         if is_known or Layer.of(kernel.problem) not in matched.values():
             named.update(() if kernel.is_default else kernel.layers)
     for name, module in modules.items():
-        # Subclasses as well: by their shape the plan covers them, though they cannot be swapped.
+        # Also true for subclasses, which cannot be swapped although the plan covers their shape.
         fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
         if (name in named or fits) and type(module) not in _SWAPPABLE:
             yield name
@@ -338,8 +338,8 @@ def _planned_otherwise(
 def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
-    Acts inside a `with` statement, in all threads, including autograd's. If several plans are
-    installed for one kind of device, only the last one acts. Convolutions that are not in the plan
+    The plan acts inside a `with` statement, in all threads, including autograd's. If several plans
+    are installed for one kind of device, only the last one acts. Convolutions not in the plan
     are computed by torch. A CUDA graph keeps the kernels that it captured. No model is changed: if
     the plan is for channels_last (`plan.memory_format`) and a model is not in that layout, one
     warning says so. From the first installation until the process ends, torch's convolutions take
@@ -356,11 +356,11 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     True
 
     Args:
-        plan: made for this device, or the path of its file.
+        plan: a plan made for this device, or the path of its file.
 
     Raises:
-        PlanError: the plan's file cannot be read; with `unplanned="error"` also: something of the
-            plan does not hold here. Later a convolution of this process that has no plan raises it.
+        PlanError: the plan's file cannot be read. With `unplanned="error"` also if the plan does
+            not hold on this machine, and later at each convolution that has no plan.
     """
     plan = _loaded(plan)
     _warn_of_division(plan)
@@ -370,7 +370,7 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
 
 
 def _warn_of_division(plan: Plan) -> None:
-    """Warn that nothing but `convert_` and a training loop can divide a step."""
+    """Warn if a plan divides the step, which only `convert_` and a training loop can do."""
     if plan.division != WHOLE:
         warn(
             "this plan keeps its memory by modules in micro-batches or by the training loop, and "
@@ -378,7 +378,7 @@ def _warn_of_division(plan: Plan) -> None:
         )
 
 
-# What `follow_startup` has begun in this process: it lasts as long as the process does.
+# Installations that `follow_startup` has made in this process; they last until the process ends.
 _started: list[Installation] = []
 
 
@@ -386,8 +386,8 @@ _started: list[Installation] = []
 def follow_startup(files: Startup) -> None:
     """Install a plan, or record convolutions, until this process ends.
 
-    A plan is held against the device at the first convolution that it may be for: a script sets
-    its threads and picks its GPU after it has imported torch.
+    The plan is not compared with the device now, but at the first convolution that it may cover: a
+    script sets its threads and picks its GPU after it has imported torch.
     """
     if _started:
         return
@@ -403,7 +403,7 @@ def follow_startup(files: Startup) -> None:
     _started.extend(Installation(kind, recorder).__enter__() for kind in kinds)
     os.register_at_fork(after_in_child=recorder.clear)
     atexit.register(recorder.save, files.record)
-    # Forked processes of multiprocessing end without handlers at exit, but by its finalizers.
+    # Processes forked by multiprocessing run its finalizers when they end, but no atexit handlers.
     register_after_fork(
         recorder, lambda one: Finalize(None, one.save, (files.record,), exitpriority=0)
     )

@@ -1,7 +1,7 @@
 """The contract of backends: enumerate candidates, build and run them, identify the device.
 
 Everything that depends on hardware is behind these methods. Methods that are not abstract have a
-default that is safe for every backend, such as no bound of a time.
+default that is safe for every backend: for example, `cost` returns None.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ucudnn.problem import Problem
 
 
-# Built once per (problem, algorithm) and called in every training step, so that what is costly to
-# prepare is prepared in the constructor.
+# An executable is built once per (problem, algorithm) and called in every training step. So its
+# constructor does all costly preparation.
 class Executable(ABC):
     """A built candidate: the object that both the benchmark and training run.
 
@@ -32,7 +32,7 @@ class Executable(ABC):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute the result of these operands into a new tensor."""
 
-    # The defaults below are right for any algorithm, at the price of a temporary result and a copy.
+    # The defaults below are correct for any algorithm, but take a temporary result and a copy.
     # An algorithm that can compute in place overrides them.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Compute into a slice of an existing result (fprop, dgrad)."""
@@ -48,13 +48,13 @@ class Executable(ABC):
         add_bias(out, bias)
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result to which chunks are added; float32 for half precision (wgrad)."""
+        """Compute a new result to add further chunks to; float32 for half precision (wgrad)."""
         result = self.alone(a, b)
-        # Rounded to half precision after every chunk, the sum would get worse with each.
+        # A sum in half precision would be rounded after every chunk, and the errors would add up.
         return result.float() if result.dtype.itemsize < 4 else result
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Add the result to an existing one, in the existing one's precision (wgrad)."""
+        """Add the result to an existing tensor, in the precision of that tensor (wgrad)."""
         out.add_(self.alone(a, b))
 
 
@@ -82,8 +82,8 @@ class DeviceState(NamedTuple):
     """State of a device that may perturb times.
 
     Args:
-        load: processors that others use, 0 where they leave enough for this process.
-        notes: what else may be known, for people, such as clocks and temperature.
+        load: number of processors that other processes use; 0 if they leave enough for this one.
+        notes: further facts, such as clocks and temperature, for people to read.
     """
 
     load: float = 0.0
@@ -91,12 +91,14 @@ class DeviceState(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Lower bounds of what a candidate needs with any implementation that a library may pick.
+    """Lower bounds of the operations, traffic and workspace of a candidate.
+
+    They hold for every implementation that a library may pick.
 
     Args:
         operations: floating-point operations; a multiply-add is two.
-        traffic_bytes: bytes read from and written to memory: operands, result, and temporaries
-            that hold the whole chunk, once per pass over them.
+        traffic_bytes: bytes read from and written to memory in all passes over operands, result,
+            and temporaries that hold the whole chunk.
         workspace_bytes: peak of temporary memory, beyond the result.
     """
 
@@ -118,7 +120,7 @@ class Roofline(NamedTuple):
     Args:
         operations_per_s: floating-point operations per second, on all cores in use together.
         bytes_per_s: bytes read from and written to memory per second.
-        cached_bytes: traffic of one candidate that caches may absorb.
+        cached_bytes: bytes of one candidate's traffic that caches may absorb.
     """
 
     operations_per_s: float
@@ -128,10 +130,11 @@ class Roofline(NamedTuple):
     def time_ns(self, cost: Cost) -> int:
         """Lower bound of the time of a candidate with this cost on this machine.
 
-        The ratio of two such times may exceed that of the batches, because caches absorb more of
-        the smaller batch: a caller that extrapolates must limit it to the ratio of the batches.
+        The bounds of two batches may differ by a larger factor than the batches do, because caches
+        absorb a larger share of the smaller batch's traffic. A caller that extrapolates by the
+        ratio of two bounds must limit it to the ratio of the batches.
         """
-        # At best arithmetic and memory traffic overlap completely; then the longer one is the time.
+        # At best arithmetic and memory traffic overlap completely: the longer of them is the time.
         computing = cost.operations / self.operations_per_s
         # Traffic that a cache absorbs may take no time at all; a lower bound has to leave it out.
         moving = max(0, cost.traffic_bytes - self.cached_bytes) / self.bytes_per_s
@@ -142,8 +145,8 @@ class Span(NamedTuple):
     """Allocated memory between two marks of a run, beyond what was allocated when the run began.
 
     Args:
-        peak_bytes: the most at any moment of the span.
-        end_bytes: at its end; negative where memory of before the run was freed.
+        peak_bytes: largest amount at any moment of the span.
+        end_bytes: amount at the end of the span; negative if memory from before the run was freed.
     """
 
     peak_bytes: int
@@ -154,10 +157,10 @@ class AbstractBackend(ABC):
     """Convolution algorithms of one kind of device.
 
     Args:
-        name: as in the registry and in plan files.
+        name: name of the backend in the registry and in plan files.
         in_worker: measure candidates in a process of their own, because a candidate may crash; the
             backend must then be picklable.
-        candidate_timeout_s: how long a run of one candidate may take there.
+        candidate_timeout_s: longest time in seconds that a run may take in that process.
     """
 
     name: str
@@ -166,7 +169,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def device(self) -> Device:
-        """The device this process would use."""
+        """The device on which this process would run convolutions."""
 
     @abstractmethod
     def software(self) -> Software:
@@ -174,11 +177,11 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def conditions(self) -> Conditions:
-        """Conditions under which the only chunk of a call would run in this process now."""
+        """Conditions under which a call of one chunk would run in this process now."""
 
     @abstractmethod
     def algorithms(self) -> tuple[str, ...]:
-        """Names of all algorithms that are known without a problem, torch's own first."""
+        """Names of all algorithms known without a problem, torch's own convolution first."""
 
     @abstractmethod
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
@@ -188,20 +191,21 @@ class AbstractBackend(ABC):
         """Reason why an algorithm does not compute a slab, as a clause; None if it does.
 
         torch's own convolution of a whole problem is never refused, because it runs without a plan,
-        too. Its convolution of a slab may be refused, because without a plan torch computes no
-        slabs.
+        too. torch's own convolution of a slab may be refused, because without a plan torch computes
+        no slabs.
         """
         return self.refusal(problem, algorithm)
 
     @abstractmethod
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """The distinct candidates of a problem, torch's own first.
+        """The distinct candidates of a problem, torch's own convolution first.
 
         Raises:
             UnsupportedError: no algorithm computes the problem.
         """
 
-    # Listed apart, because cuDNN's fused pattern has engines that the plain convolution has not.
+    # Listed separately, because cuDNN has other engines for the fused pattern than for the plain
+    # convolution.
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates that compute a convolution and add a bias in one kernel.
 
@@ -214,9 +218,9 @@ class AbstractBackend(ABC):
     def kernel(self, problem: Problem, algorithm: str) -> str:
         """Name of the implementation that an algorithm runs; it may depend on the batch."""
 
-    # A bound rules candidates out without running them. Without one they are all timed.
+    # Lower bounds rule candidates out without running them. Candidates without bounds are timed.
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
-        """Lower bounds of what a candidate needs; None if none are known."""
+        """Lower bounds of a candidate's operations, traffic and workspace; None if unknown."""
         del problem, algorithm
         return None
 
@@ -237,9 +241,9 @@ class AbstractBackend(ABC):
             UnsupportedError: the algorithm does not compute the problem.
         """
 
-    # Apart from `refusal`, which is asked for every batch size and must not build anything.
+    # Separate from `refusal`, which is called for every batch size and so must not build anything.
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason, found only by building it, why a candidate cannot run; None if it can."""
+        """Reason why a candidate cannot run, found by building it; None if it can run."""
         del problem, algorithm
         return None
 
@@ -248,7 +252,7 @@ class AbstractBackend(ABC):
         """Random operands in the problem's dtype and layout, with this many samples."""
 
     @abstractmethod
-    # Measured, because torch's own convolution does not say what it allocates.
+    # Workspace is measured, because torch's own convolution does not report what it allocates.
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
@@ -256,12 +260,12 @@ class AbstractBackend(ABC):
 
         Args:
             run: the call.
-            parts: each (problem at its chunk's batch, algorithm) that the call runs.
+            parts: pairs (problem at the batch of a chunk, algorithm), for all chunks of the call.
         """
 
-    # A memory budget for whole steps needs it; nothing else does.
+    # Used to measure the peaks of whole steps and of their modules.
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span] | None:
-        """Run once; what was allocated between its marks, or None if the allocator cannot say.
+        """Run once and return the allocated memory between marks; None if it cannot be counted.
 
         Args:
             run: called with a function that makes a mark; n marks make n + 1 spans.
@@ -283,14 +287,14 @@ class AbstractBackend(ABC):
         return False
 
     def state(self) -> DeviceState:
-        """Conditions that may perturb times now: other processes, clocks, temperature."""
+        """State of the device that may perturb times: other processes, clocks, temperature."""
         return DeviceState()
 
     def activity(self) -> Activity | None:
         """CPU time of this process so far; None if times on the device do not depend on it."""
         return None
 
-    # Tuning times these batches first where it divides a gap between two timed batches.
+    # Between two timed batches, tuning prefers to time a batch from this list next.
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
         """Batches up to the problem's that load all processors equally; () if not known."""
         del problem
@@ -298,7 +302,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Size of the last-level cache, which a steady-state benchmark must exceed."""
+        """Size of the last-level cache; the operands of a benchmark must be larger."""
 
     @abstractmethod
     def memory_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """torch's own convolution, also while `ucudnn.installed` redirects the operator to a plan.
 
-Code that times or runs torch's own convolution calls these functions, so that no plan acts.
+Code that times or runs torch's own convolution calls these functions, which never run a plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Kernels(NamedTuple):
     convolution_backward: Callable[..., Any]
 
 
-# Filled once something stands in for torch's operators; until then they can be called directly.
+# Filled by `keep_kernels`. Until then torch's operators are called directly.
 _kept: dict[str, Kernels] = {}
 
 
@@ -45,7 +45,7 @@ def convolution_backward(
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of x, w and the bias as torch does; None for those not requested.
 
-    The last argument is the mask of those that are requested.
+    The last argument is the mask of the requested gradients.
     """
     kernels = _kept.get(dy.device.type)
     function = _aten.convolution_backward.default if kernels is None else kernels[1]
@@ -54,9 +54,9 @@ def convolution_backward(
 
 
 def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:
-    """Keep the kernels of a kind of device, before others are registered in their place.
+    """Keep torch's kernels for a kind of device, before other kernels are registered there.
 
-    `convolution` and `convolution_backward` call them from now on.
+    From then on, `convolution` and `convolution_backward` call the kept kernels.
     """
     _kept[device_type] = Kernels(
         _forward_kernel(device_type, dispatch_key),
@@ -67,11 +67,11 @@ def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:
 
 def _forward_kernel(device_type: str, dispatch_key: str) -> Callable[..., Any]:
     name = "aten::convolution"
-    # A kernel for this very device is another library's.
+    # A kernel that is registered for this dispatch key itself belongs to another library.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
         return _boxed(name, dispatch_key)
     # On every device `aten::convolution` only calls `aten::_convolution` with four more flags.
-    # Calling that directly takes half as long as the boxed call.
+    # Calling `_convolution` directly takes half as long as the boxed call.
     return _cuda_convolution if device_type == "cuda" else _cpu_convolution
 
 
@@ -92,8 +92,8 @@ def tf32_allowed() -> bool:
     >>> torch.backends.cudnn.conv.fp32_precision == ("tf32" if tf32_allowed() else "ieee")
     True
     """
-    # `torch.backends.cudnn.allow_tf32` raises once `fp32_precision` was set, which is right
-    # whichever was set. Read in C++: from Python it takes a microsecond of every call.
+    # `torch.backends.cudnn.allow_tf32` raises once `fp32_precision` was set. `fp32_precision` is
+    # right whichever was set. It is read in C++, because from Python every read takes 1 us.
     return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
 
 

@@ -1,6 +1,6 @@
 """Backend that replays the measurements of a device: it lists candidates and runs nothing.
 
-It makes plans for a fleet of GPUs on a laptop, and tests decisions without a GPU.
+It makes it possible to plan for a fleet of GPUs on a laptop, and to test decisions without a GPU.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class _Group(NamedTuple):
 
 
 class RecordedBackend(AbstractBackend):
-    """Measurements of one device behind the interface of a backend for it.
+    """A backend whose candidates and times are those of the measurements of one device.
 
-    Of measurements of several devices, part of a name picks one; its measurements must have one set
-    of versions and conditions.
+    If there are measurements of several devices, `device` is a part of the name of one of them. All
+    measurements of this device must have the same versions and conditions.
 
     >>> from ucudnn.measurement import MeasurementKey
     >>> device, software = Device("cuda", "NVIDIA H200"), Software("2.13.0")
@@ -70,23 +70,23 @@ class RecordedBackend(AbstractBackend):
         if len(groups) != 1:
             raise ConfigError(_not_one(list(groups), device))
         (self._group,) = groups
-        # A plan names the backend that runs it, which is not this one.
+        # The name is that of the device's own backend, because a plan names the backend to run it.
         self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
         # A chunk that writes into a slice may take another time than one that allocates its result,
         # so a chunk has a measurement per role. Some recordings have role `ALONE` only.
         self._has_roles = any(entry.key.conditions.role != Role.ALONE for entry in listed)
-        # Measurements by problem, algorithm and role; and the batches that there are, in order.
+        # `_entries` has measurements by problem, algorithm and role; `_sizes` the measured batches.
         self._entries: dict[Problem, dict[str, dict[Role, Measurement]]] = {}
         self._sizes: dict[tuple[Problem, str], list[int]] = {}
         for entry in listed:
             problem, algorithm = entry.key.problem, entry.key.algorithm
-            # A whole call is no candidate for a chunk.
+            # Measurements of whole calls are skipped, because only chunks are candidates.
             if entry.key.subject != Subject.CHUNK:
                 continue
             by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
             if not by_role:
-                # Batch 1 stands for the problem at any batch.
+                # As a key, the problem at batch 1 stands for the problem at any batch.
                 geometry = problem.with_batch(1)
                 self._sizes.setdefault((geometry, algorithm), []).append(problem.batch)
             by_role[entry.key.conditions.role] = entry
@@ -94,7 +94,7 @@ class RecordedBackend(AbstractBackend):
             sizes.sort()
 
     def _find_twin(self) -> AbstractBackend | None:
-        """The CPU backend if this machine was recorded: it also knows unmeasured candidates."""
+        """The CPU backend if the recording is of this machine: it knows unmeasured candidates."""
         # Opening the cuDNN backend needs a GPU, and replaying must work without one.
         if self.name != "torch_cpu":
             return None
@@ -115,7 +115,7 @@ class RecordedBackend(AbstractBackend):
         return _default_first({name for by_name in self._entries.values() for name in by_name})
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why there is no candidate; None if one has this batch or a larger one."""
+        """Reason why an algorithm is no candidate; None if it computed this or a larger batch."""
         if self._twin is not None:
             return self._twin.refusal(problem, algorithm)
         if self._computes(problem, algorithm):
@@ -125,11 +125,12 @@ class RecordedBackend(AbstractBackend):
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         if self._twin is not None:
             return self._twin.slab_refusal(problem, algorithm)
-        # A recording has one slab of each height, and nothing of those at the ends.
+        # No slab is refused, because a recording says nothing about slabs at the ends: it has
+        # measurements of only one slab of each height.
         return None
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """Candidates measured at exactly this batch, torch's own first."""
+        """Candidates measured at exactly this batch, torch's own convolution first."""
         by_name = self._entries.get(problem)
         if by_name is None:
             raise UnsupportedError(f"the recording of {self.device()} has nothing of {problem}")
@@ -150,8 +151,8 @@ class RecordedBackend(AbstractBackend):
         """Measurements of a kernel's chunks, in the roles that they have in a split.
 
         If the recording has measurements in role `ALONE` only, they count for the other roles as
-        well, because on a GPU the same implementation runs in all of them. The kernel, at its
-        largest batch, is one of the parts.
+        well, because on a GPU the same implementation runs in every role. The parts include
+        `problem`, which is the kernel at its largest batch.
         """
         found = []
         for part in parts:
@@ -170,8 +171,8 @@ class RecordedBackend(AbstractBackend):
         if self._twin is not None:
             return self._twin.kernel(problem, algorithm)
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
-        # A batch between two recorded ones surely runs the same implementation only if both of
-        # them do; else it gets a name of its own, so that nothing is inferred from it.
+        # If both recorded batches around this batch run the same implementation, this batch surely
+        # runs it, too. Otherwise it gets a name of its own, so that nothing is inferred from it.
         at = bisect_left(sizes, problem.batch)
         kernels = {
             self._implementation(problem, algorithm, size)
@@ -223,7 +224,7 @@ class RecordedBackend(AbstractBackend):
 
 def _group(entry: Measurement) -> _Group:
     key = entry.key
-    # The role belongs to the chunk, not to the machine, so it must not tell recordings apart.
+    # The role belongs to the chunk, not to the machine, so roles do not make different groups.
     return _Group(key.device, key.software, replace(key.conditions, role=Role.ALONE), key.protocol)
 
 
@@ -246,7 +247,7 @@ def _not_one(groups: Sequence[_Group], device: str | None) -> str:
 
 
 def _default_first(names: Iterable[str]) -> tuple[str, ...]:
-    # By name after torch's own, so that a replayed plan does not depend on the order of the rows.
+    # Sorted, so that a replayed plan does not depend on the order of the recorded measurements.
     return tuple(sorted(names, key=lambda name: (name != DEFAULT_ALGORITHM, name)))
 
 
@@ -254,8 +255,9 @@ def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[Role, ...]:
     if part == problem:
         return (Role.ALONE,)
     roles = {role_of(problem, position) for position in (Role.FIRST, Role.LATER)}
-    # No split of fprop or dgrad holds a smaller batch alone. Only torch's own was run so, where two
-    # batches extrapolate the workspace of the undivided call.
+    # In a split of fprop or dgrad, no part of the batch has the role `ALONE`. Only torch's own
+    # convolution was measured so, because the workspace of the undivided call is extrapolated from
+    # the workspace of two smaller batches.
     if problem.op == "wgrad" or algorithm == DEFAULT_ALGORITHM:
         roles.add(Role.ALONE)
     return tuple(role for role in Role if role in roles)

@@ -1,7 +1,7 @@
 """Registry of the backends: one entry for each, and the functions that look them up.
 
-An entry holds what is known of a backend without importing it. `Config.backend` allows the same
-names, and "auto" and "recorded".
+An entry holds what is known of a backend without importing it. `Config.backend` allows the names of
+the entries, and also "auto" and "recorded".
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
-    """A backend before it is imported."""
+    """What is known of a backend before it is imported."""
 
-    name: str  # as in `Config.backend` and in plan files
-    device_type: str  # as torch calls it
-    dispatch_key: str  # of torch's kernels for that type
+    name: str  # the name in `Config.backend` and in plan files
+    device_type: str  # torch's name of the type of device
+    dispatch_key: str  # torch's dispatch key for that type of device
     open: Callable[[], AbstractBackend]  # imports the backend and starts it
 
 
-# Imported inside: importing this module must load neither torch nor cuDNN.
+# These functions import the backends, because this module must load neither torch nor cuDNN.
 def _open_torch_cpu() -> AbstractBackend:
     from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 
@@ -49,7 +49,7 @@ BACKENDS = {entry.name: entry for entry in _ENTRIES}
 
 
 def backend_entry(name: str = "auto") -> BackendEntry:
-    """The entry of a backend; "auto": the backend of the best device present.
+    """The entry of a backend; "auto" stands for the backend of the best device present.
 
     >>> backend_entry("cudnn").device_type
     'cuda'
@@ -73,20 +73,20 @@ def entry_for_device(device_type: str) -> BackendEntry:
 
 
 def open_backend(name: str = "auto") -> AbstractBackend:
-    """Start a backend by name; "auto": the backend of the best device present.
+    """Start a backend by name; "auto" stands for the backend of the best device present.
 
     >>> open_backend("torch_cpu").name
     'torch_cpu'
 
     Raises:
         ConfigError: there is no backend of that name.
-        UnsupportedError: its device or its libraries are not on this machine.
+        UnsupportedError: the backend's device or libraries are not on this machine.
     """
     return backend_entry(name).open()
 
 
 def identify(name: str = "auto") -> tuple[Device, Software]:
-    """The device and the versions of a backend, of which as little as possible is imported.
+    """The device and the library versions of a backend, found with as few imports as possible.
 
     >>> identify("torch_cpu")[0].type
     'cpu'
@@ -104,5 +104,5 @@ def sees_a_gpu() -> bool:
     """True if torch has an NVIDIA GPU in this process."""
     import torch
 
-    # A build for AMD GPUs answers is_available, too, and has no CUDA version.
+    # In a build for AMD GPUs, `is_available` can be true, too, but the CUDA version is None.
     return torch.cuda.is_available() and torch.version.cuda is not None

@@ -1,4 +1,4 @@
-"""Tensors and problems: the problem of a call; dtype, layout, strides and paddings in torch."""
+"""Conversions of calls to problems, and of problems to torch's dtypes, layouts and strides."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# `suggest_memory_format` imports this module on its first call, which takes seconds. If another
-# thread forks meanwhile, the child inherits the lock of that import and waits for it for ever.
+# `suggest_memory_format` would import `symbolic_shapes` on its first call, which takes seconds. If
+# another thread forked meanwhile, the child would inherit the import's lock and wait forever.
 import torch.fx.experimental.symbolic_shapes
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
@@ -20,9 +20,9 @@ from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
-# By number of spatial axes; torch has no such layout in 1-D.
+# Keys are numbers of spatial axes. torch has no channels-last layout in 1-D.
 CHANNELS_LAST_BY_RANK = {2: torch.channels_last, 3: torch.channels_last_3d}
-# A transposed convolution is the gradient of one: its forward pass computes dgrad, and so on.
+# A transposed convolution is the gradient of a convolution: its forward pass is a dgrad problem.
 _TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
 
 
@@ -38,13 +38,13 @@ def memory_format(problem: Problem) -> torch.memory_format:
 
 
 def in_channels_last(tensor: Tensor) -> Tensor:
-    """The same values with channels innermost, for 4-D and 5-D tensors; others unchanged.
+    """Convert a 4-D or 5-D tensor to channels-last; return any other tensor unchanged.
 
     >>> in_channels_last(torch.empty(8, 4, 1, 1)).stride(), in_channels_last(torch.ones(3)).stride()
     ((4, 1, 4, 4), (1,))
     """
     layout = CHANNELS_LAST_BY_RANK.get(tensor.dim() - 2)
-    # `contiguous` would leave the strides of a 1x1 filter, by which torch picks a layout
+    # `contiguous` would not change the strides of a 1x1 filter, but torch picks a layout by them.
     return tensor if layout is None else tensor.to(memory_format=layout)
 
 
@@ -88,9 +88,9 @@ def problem_of(
 ) -> Problem | None:
     """The problem that one pass of an aten convolution with these arguments computes.
 
-    None if it cannot be planned: it is empty, impossible, or of a dtype that no backend computes.
-    For a transposed convolution, forward is the dgrad problem of a convolution, and the gradient of
-    x is its fprop. Without a device type, the device of x computes it.
+    None if the pass cannot be planned: it is empty, impossible, or of a dtype that no backend
+    computes. For a transposed convolution, the forward pass is a dgrad problem, and the gradient of
+    x is an fprop problem. Without a device type, the problem is computed on the device of x.
 
     >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     >>> print(problem_of("wgrad", x, w, [1, 1], [0, 0], [1, 1]))
@@ -101,14 +101,14 @@ def problem_of(
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
         return None
-    # Filters are (K, C / groups, ...), and those of a transposed convolution (C, K / groups, ...).
+    # Filters have the shape (K, C / groups, ...); if transposed, they have (C, K / groups, ...).
     channels = w.shape[0] if transposed else w.shape[1] * groups
     if x.dim() != w.dim() or x.shape[1] != channels or x.device != w.device:
         return None
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     try:
         return _problem(which, x, w, geometry, device_type or x.device.type)
-    # A geometry that no convolution has: torch raises its own error when the call is made.
+    # No convolution has this geometry: torch raises its own error when the call is made.
     except ProblemError:
         return None
 
@@ -134,7 +134,7 @@ def _problem(which: str, x: Tensor, w: Tensor, geometry: Any, where: str) -> Pro
         layout="nhwc" if rank > 1 and uses_channels_last(x, w, geometry, where) else "nchw",
         math="tf32" if where == "cuda" and dtype == "float32" and tf32_allowed() else "strict",
     )
-    # With an output_padding of a stride or more, no convolution has this one as its gradient.
+    # If output_padding is not below the stride, no convolution has this call as its gradient.
     return problem if not transposed or problem.output_size == x_size else None
 
 
@@ -147,15 +147,15 @@ def _transposed_size(
     output_padding: tuple[int, ...],
 ) -> tuple[int, ...]:
     axes = zip(size, kernel, stride, padding, dilation, output_padding, strict=True)
-    # Solves the output size of a convolution, n = (size + 2p - d(k-1) - 1) // s + 1, for its input;
-    # o chooses one of the s sizes that the division maps to the same n.
+    # A convolution has the output size n = (size + 2p - d(k-1) - 1) // s + 1. Here it is solved for
+    # the input size. The division gives s input sizes the same n, and o chooses one of them.
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in axes)
 
 
 def uses_channels_last(
     x: Tensor, w: Tensor, geometry: Sequence[Any], device_type: str = "cpu"
 ) -> bool:
-    """True if torch computes a convolution in channels-last and returns such a result.
+    """True if torch computes a convolution in channels-last and returns its result so.
 
     The geometry is that of `aten.convolution`. In 1-D the filter alone decides.
 
@@ -166,7 +166,7 @@ def uses_channels_last(
     (False, True)
     """
     if x.dim() == 3:
-        # torch computes it in 2-D, on a contiguous copy of x.
+        # torch computes a 1-D convolution as 2-D, on a contiguous copy of x.
         x, w = x.new_empty(x.shape).unsqueeze(2), w.unsqueeze(2)
         stride, padding, dilation, transposed, output_padding, groups = geometry
         geometry = (
@@ -187,7 +187,7 @@ def uses_channels_last(
         return x.dtype != torch.float64
     if device_type != "cpu" or x.numel() == 0 or w.numel() == 0:
         return True
-    # On a CPU the layout depends on the kernel: oneDNN keeps channels-last, some others do not.
+    # On a CPU the layout depends on the kernel: oneDNN keeps channels-last, some kernels do not.
     backend = torch._C._select_conv_backend(x, w, None, *geometry)
     form = torch._C._conv_determine_backend_memory_format(x, w, backend)
     return bool(form == CHANNELS_LAST_BY_RANK[x.dim() - 2])
@@ -199,11 +199,11 @@ def _per_axis(values: Sequence[int], rank: int) -> tuple[int, ...]:
     return sizes * rank if len(sizes) == 1 else sizes
 
 
-# aten's operators pad both ends equally. Where the paddings of a problem differ, the excess of one
-# end is written out as zeros, as torch does for `padding="same"`. The copy that this takes is
-# counted as workspace and timed with the algorithm.
+# aten's operators pad both ends equally. If the paddings of a problem differ, the excess of one end
+# is written out as zeros, as torch does for `padding="same"`. This takes a copy, which counts as
+# workspace and is timed with the algorithm.
 def symmetric(problem: Problem) -> Problem:
-    """The problem on a larger input, with the smaller padding of each axis at both ends.
+    """An equivalent problem with equal padding at both ends, whose input includes the excess.
 
     >>> p = symmetric(Problem("fprop", 1, 4, 4, (8,), (3,), padding=((2, 1),)))
     >>> p.input_size, p.padding
@@ -221,7 +221,7 @@ def symmetric(problem: Problem) -> Problem:
 
 
 def padded(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
-    """Build an executable from one that pads both ends equally."""
+    """Build an executable for any padding; `build` only needs to handle equal padding."""
     like = symmetric(problem)
     return build(problem) if like == problem else _Padded(problem, build(like))
 
@@ -244,7 +244,7 @@ class _Padded(Executable):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         return self._run(a, b).contiguous(memory_format=memory_format(self._problem))
 
-    # These take what dgrad cuts out of a larger dx without another copy in between.
+    # `write` and `add` read the part that dgrad cuts out of a larger dx, without copying it first.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(self._run(a, b))
 
@@ -252,8 +252,8 @@ class _Padded(Executable):
         out.add_(self._run(a, b))
 
     def _run(self, a: Tensor, b: Tensor) -> Tensor:
-        # The inner gradient is that of the padded input; gradients of the zeros are cut away.
+        # The inner dgrad is the gradient of the padded input; gradients of the zeros are cut away.
         if self._problem.op == "dgrad":
             return self._inner.alone(a, b)[self._inside]
-        # The first operand is x for fprop and wgrad, the only ones to get here.
+        # Only fprop and wgrad get here, and their first operand is x.
         return self._inner.alone(pad(a, self._excess), b)

@@ -19,20 +19,20 @@ from ucudnn.errors import UcudnnError, UnsupportedError
 
 # cuDNN cuts its last error message off at the size of the buffer that it is given.
 _MESSAGE_BYTES = 4096
-# The major version is part of the name: cuDNN keeps its C interface within one.
+# The name has the major version, because cuDNN keeps its C interface within a major version.
 _FILE = "libcudnn.so.9"
-# Where the nvidia-cudnn wheels put it, and torch wheels that bring their own.
+# Folders of libcudnn in the nvidia-cudnn wheels, and in torch wheels that bring their own libcudnn.
 _WHEEL_FOLDERS = ("nvidia/cudnn/lib", "torch/lib")
 
 
 class CudnnError(UcudnnError):
-    """A call that cuDNN refused or failed.
+    """A call of cuDNN that returned a status other than success.
 
     Attributes:
-        status: its number, such as 3000.
-        name: its name, such as "CUDNN_STATUS_NOT_SUPPORTED".
+        status: number of the status, such as 3000.
+        name: name of the status, such as "CUDNN_STATUS_NOT_SUPPORTED".
         detail: cuDNN's own last message, which may be empty.
-        doing: what was attempted.
+        doing: what the call was to do, such as "execute a plan".
     """
 
     def __init__(self, status: int, name: str, detail: str, doing: str) -> None:
@@ -46,7 +46,7 @@ class CudnnError(UcudnnError):
         # The first digit is the category of a status in cuDNN 9; 4xxx and 5xxx are failures.
         return 2000 <= self.status < 4000
 
-    # By default an exception is pickled with its message alone, which does not suffice to make it.
+    # By default an exception is pickled with only its message, but `__init__` takes four arguments.
     def __reduce__(self) -> tuple[type[CudnnError], tuple[int, str, str, str]]:
         return type(self), (self.status, self.name, self.detail, self.doing)
 
@@ -54,9 +54,9 @@ class CudnnError(UcudnnError):
 def find_library() -> Path:
     """Find the libcudnn that torch has loaded or would load, without loading it.
 
-    It is the file that this process has mapped. If there is none and no CUDA build of torch is
-    loaded, it is the one of the nvidia-cudnn wheel beside torch, or of the environment's library
-    folder.
+    This is the libcudnn that the process has mapped. If it has mapped none and no CUDA build of
+    torch is loaded, it is the first libcudnn in the folders of installed wheels or in the library
+    folder of the environment.
     """
     mapped = _mapped_library()
     if mapped is not None:
@@ -94,8 +94,8 @@ class Cudnn:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         try:
-            # RTLD_GLOBAL lets cuDNN's sub-libraries find each other's symbols, and a later load of
-            # the same name find this copy.
+            # RTLD_GLOBAL lets cuDNN's sub-libraries find each other's symbols. A later load of a
+            # library with the same name then finds this copy.
             library = ctypes.CDLL(self.path, mode=ctypes.RTLD_GLOBAL)
             self._declare(library)
         except (OSError, AttributeError) as error:
@@ -103,8 +103,8 @@ class Cudnn:
         self.version = int(library.cudnnGetVersion())
 
     def _declare(self, library: ctypes.CDLL) -> None:
-        # Without these declarations ctypes takes results and arguments for C ints and cuts pointers
-        # and sizes to 32 bits. The other functions return a status, which is an int.
+        # Without these declarations ctypes treats results and arguments as C ints, and cuts
+        # pointers and sizes to 32 bits. Functions without a restype here return a status, an int.
         library.cudnnGetVersion.restype = c_size_t
         library.cudnnGetErrorString.restype = c_char_p
         library.cudnnGetErrorString.argtypes = [c_int]
@@ -159,7 +159,7 @@ class Cudnn:
         tensor.set_int64(Attribute.TENSOR_UNIQUE_ID, uid)
         # cuDNN trusts the claimed alignment: engines that load several elements at once need it.
         tensor.set_int64(Attribute.TENSOR_BYTE_ALIGNMENT, alignment_bytes)
-        # The attribute is false by default; only the sum of a fused pattern needs it.
+        # The attribute is false by default. Only the tensor between convolution and bias needs it.
         if virtual:
             tensor.set_bool(Attribute.TENSOR_IS_VIRTUAL, True)
         return tensor.finalize()
@@ -167,7 +167,7 @@ class Cudnn:
     def variant_pack(
         self, uids: tuple[int, ...], pointers: tuple[int, ...], workspace: int
     ) -> Descriptor:
-        """Addresses to run a plan on, which can be reused as long as they stay the same."""
+        """Describe the addresses that a plan runs on; reusable while the addresses are the same."""
         # A finalized pack cannot be changed, so other addresses need another pack.
         pack = Descriptor(self, DescriptorKind.VARIANT_PACK)
         pack.set_int64(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
@@ -177,7 +177,8 @@ class Cudnn:
 
     def execute(self, handle: Handle, plan: Descriptor, pack: Descriptor) -> None:
         """Enqueue a plan on the handle's stream."""
-        # Called for every chunk of a training step: `check` is entered only after an error.
+        # This runs for every chunk of a training step. To save time, `check` is only called after
+        # an error.
         status = self.functions.cudnnBackendExecute(handle.pointer, plan.pointer, pack.pointer)
         if status:
             self.check(status, "execute a plan")
@@ -186,12 +187,12 @@ class Cudnn:
 class AbstractClosable(ABC):
     """An object to close, by a `with` statement or by `close`; closing twice does nothing."""
 
-    # Without it even subclasses with slots would have a `__dict__`.
+    # Without this line even subclasses with slots would have a `__dict__`.
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Free its resources; a second call does nothing."""
+        """Free the resources of the object; a second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -201,20 +202,20 @@ class AbstractClosable(ABC):
 
 
 class Descriptor(AbstractClosable):
-    """One cuDNN object: attributes are set, it is finalized, and then attributes can be read.
+    """A cuDNN object, whose attributes are set before it is finalized and can be read afterwards.
 
-    Leaving its context destroys the object, and so does garbage collection. It keeps the objects
-    alive that it was made from.
+    Leaving its context destroys the object, and so does garbage collection. A descriptor keeps
+    alive the descriptors that it was made from.
     """
 
     __slots__ = ("_cudnn", "_parts", "kind", "pointer")
 
     def __init__(self, cudnn: Cudnn, kind: DescriptorKind) -> None:
         self._cudnn = cudnn
-        # cuDNN refers to the parts by pointer, so they must not be destroyed first.
+        # cuDNN refers to the parts by pointer, so they must not be destroyed before this object.
         self._parts: tuple[Descriptor, ...] = ()
         self.kind = kind
-        # Null until it is created: `close` and `__del__` also run where creation failed.
+        # Null until the object is created: `close` and `__del__` also run after a failed creation.
         self.pointer = c_void_p()
         status = cudnn.functions.cudnnBackendCreateDescriptor(kind, byref(self.pointer))
         if status:
@@ -228,7 +229,8 @@ class Descriptor(AbstractClosable):
             self._parts = ()
 
     def __del__(self) -> None:
-        # At exit the driver may already be unloaded; PyTorch, too, leaves its plans to the system.
+        # When Python exits, the driver may already be unloaded. So the operating system frees the
+        # object then, as it does for PyTorch's plans.
         if not sys.is_finalizing():
             self.close()
 
@@ -269,17 +271,17 @@ class Descriptor(AbstractClosable):
         self._set(attribute, Type.VOID_PTR, len(addresses), (c_void_p * len(addresses))(*addresses))
 
     def set_handle(self, attribute: Attribute, handle: Handle) -> None:
-        """Set the handle it belongs to."""
+        """Set the handle that the object belongs to."""
         self._set(attribute, Type.HANDLE, 1, byref(handle.pointer))
 
     def set_descriptors(self, attribute: Attribute, *parts: Descriptor) -> None:
-        """Set the descriptors that it is made from; they live as long as it does."""
+        """Set descriptors that the object is made from; they live as long as the object."""
         array = (c_void_p * len(parts))(*(part.pointer for part in parts))
         self._set(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)
         self._parts += parts
 
     def finalize(self) -> Self:
-        """Finalize it, so that it can be used and read."""
+        """Finalize the object, so that it can be used and read."""
         status = self._cudnn.functions.cudnnBackendFinalize(self.pointer)
         if status:
             self._cudnn.check(status, f"finalize {self.kind.name}")
@@ -308,7 +310,7 @@ class Descriptor(AbstractClosable):
 
     def get_enums(self, attribute: Attribute, kind: Type) -> list[int]:
         """Read a list of values of one of cuDNN's enumerations."""
-        # cuDNN's protocol for lists: asked with a capacity of 0 it returns their number.
+        # A call with a capacity of 0 returns the number of values in the list.
         values = (c_int * self._get(attribute, kind, 0, None))()
         self._get(attribute, kind, len(values), values)
         return list(values)
@@ -322,14 +324,14 @@ class Descriptor(AbstractClosable):
     def get_descriptors(self, attribute: Attribute, kind: DescriptorKind) -> list[Descriptor]:
         """Read a list of descriptors."""
         count = self._get(attribute, Type.BACKEND_DESCRIPTOR, 0, None)
-        # Descriptors to be read must be made by the caller; cuDNN fills them.
+        # The caller must make the descriptors, which cuDNN then fills.
         return self.read_into([Descriptor(self._cudnn, kind) for _ in range(count)], attribute)
 
     def read_into(self, parts: list[Descriptor], attribute: Attribute) -> list[Descriptor]:
-        """Read a list of descriptors into existing ones; return those that were filled.
+        """Read a list of descriptors into existing descriptors; return those that were filled.
 
-        cuDNN tells the number of knob choices only while it reads them, so there must be enough
-        descriptors for any engine.
+        cuDNN returns the number of knob choices only together with them, so the caller must give
+        enough descriptors for any engine.
         """
         array = (c_void_p * len(parts))(*(part.pointer for part in parts))
         return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]
@@ -338,7 +340,7 @@ class Descriptor(AbstractClosable):
 class Handle(AbstractClosable):
     """cuDNN's context on the current device of this thread; only one thread may use it at a time.
 
-    A context manager: leaving it destroys the handle.
+    The handle is a context manager: leaving the context destroys the handle.
     """
 
     __slots__ = ("_cudnn", "pointer")
@@ -349,7 +351,7 @@ class Handle(AbstractClosable):
         cudnn.check(cudnn.functions.cudnnCreate(byref(self.pointer)), "open the device")
 
     def set_stream(self, stream: int) -> None:
-        """Enqueue what follows on a CUDA stream."""
+        """Set the CUDA stream on which later calls enqueue their kernels."""
         self._cudnn.check(
             self._cudnn.functions.cudnnSetStream(self.pointer, stream), "set the stream"
         )

@@ -27,15 +27,15 @@ from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
 
-_MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
-# Problems whose engines are remembered. Listing them takes milliseconds, and tuning asks for the
-# same problem many times.
+_MOST_ELEMENTS = 2**31 - 1  # per tensor, because engines index elements with 32 bits
+# Number of problems whose engines are remembered. Listing the engines of a problem takes
+# milliseconds, and tuning asks for the same problem many times.
 _MOST_PROBLEMS = 4096
-_torch: Any = torch.backends.cudnn  # a module that is replaced by an object when it is imported
+_torch: Any = torch.backends.cudnn  # `Any`, because torch replaces this module by an object
 
 
 class _Settings(NamedTuple):
-    """Settings that torch's own choice of a convolution depends on, in every process."""
+    """Settings of torch on which its own choice of a kernel depends."""
 
     benchmark: bool
     deterministic: bool
@@ -43,7 +43,7 @@ class _Settings(NamedTuple):
 
     @classmethod
     def read(cls) -> _Settings:
-        # The measuring worker is a process of its own, in which torch starts with its defaults.
+        # In the measuring worker, which is another process, torch starts with its default settings.
         return cls(_torch.benchmark, _is_deterministic(), _torch.conv.fp32_precision)
 
     def apply(self) -> None:
@@ -62,10 +62,10 @@ def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
 
 @lru_cache
 def _runtime(library: Path) -> Runtime:
-    """The runtime of a library, one for all backends of the process.
+    """The runtime of a library, which all backends of the process share.
 
-    Backends are opened again and again, also whenever a shape without a plan is tuned. A handle
-    takes memory of the GPU, and is never closed.
+    Backends are opened often, for example whenever an unplanned shape is tuned. If each had a
+    runtime of its own, it would open further handles, which take GPU memory and are never closed.
     """
     return Runtime(Cudnn(library))
 
@@ -79,14 +79,14 @@ def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) ->
 
 
 class CudnnBackend(AbstractBackend):
-    """cuDNN's precompiled engines, and torch's own convolution, on the GPU that is current.
+    """cuDNN's precompiled engines, and torch's own convolution, on the current GPU of torch.
 
-    Engines that compile their kernel when they are built are left out, because each would take up
-    to two seconds in every process.
+    Engines that compile a kernel when they are built are left out, because building one would take
+    up to two seconds in every process.
     """
 
     name = "cudnn"
-    in_worker = True  # a kernel that faults makes the GPU useless to its process
+    in_worker = True  # after a fault in a kernel, its process can no longer use the GPU
     candidate_timeout_s = 60.0
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class CudnnBackend(AbstractBackend):
                 "backend 'cudnn' runs on an NVIDIA GPU and torch sees none; plan for one that is "
                 "elsewhere by its measurements, with backend='recorded'"
             )
-        # Fixed here: a later `torch.cuda.set_device` must not mix two GPUs in one plan.
+        # The GPU is fixed here, so that a later `torch.cuda.set_device` mixes no GPUs in one plan.
         self._index = torch.cuda.current_device()
-        _torch.version()  # loads torch's cuDNN, which is then found
+        _torch.version()  # loads torch's cuDNN, so that `find_library` finds it
         self.runtime = _runtime(find_library())
         self._candidates = lru_cache(_MOST_PROBLEMS)(self._enumerate)
 
@@ -117,12 +117,13 @@ class CudnnBackend(AbstractBackend):
         return Conditions(
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
             ranks_per_device=ranks,
-            # Without MPS, which `ucudnn launch` always gives a percentage, ranks take turns.
+            # Ranks share the GPU at once only with MPS, and `ucudnn launch` sets the percentage
+            # whenever it uses MPS. 0 means that ranks take turns.
             mps_percent=int(percent) if percent else 100 if ranks == 1 else 0,
         )
 
     def is_broken(self) -> bool:
-        """True if a kernel has faulted: CUDA then refuses everything until the process ends."""
+        """True if a kernel has faulted: CUDA then refuses every call until the process ends."""
         try:
             torch.cuda.synchronize(self._index)
         except RuntimeError:
@@ -133,14 +134,14 @@ class CudnnBackend(AbstractBackend):
         return DeviceState(notes=gpu.gpu_notes(self._index))
 
     def algorithms(self) -> tuple[str, ...]:
-        """torch's own only: engines are enumerated for each problem."""
+        """Only the name of torch's own convolution: engines are enumerated for each problem."""
         return (DEFAULT_ALGORITHM,)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None if it does, or may.
+        """Reason why an algorithm does not compute a problem; None if it does, or may do so.
 
-        Whether an engine computes a batch that was never enumerated is only known after building
-        it.
+        For a batch that was never enumerated, only building an engine shows whether the engine
+        computes it.
         """
         if problem.layout == "nhwc" and problem.rank == 1:
             return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
@@ -158,14 +159,14 @@ class CudnnBackend(AbstractBackend):
         return None
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """torch's own, then what cuDNN proposes, best first, as PyTorch's settings allow."""
+        """torch's own convolution, then the engines that PyTorch's settings allow, best first."""
         engines = self._candidates(problem, _is_deterministic(), False)
-        # torch picks among all of cuDNN's engines, unless it is told to be deterministic.
+        # torch may pick a nondeterministic engine, unless it is set to be deterministic.
         default = Candidate(problem, DEFAULT_ALGORITHM, is_deterministic=_is_deterministic())
         return default, *engines
 
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """cuDNN's proposals for the fused pattern convolution + bias, which fprop alone has."""
+        """cuDNN's engines for the fused pattern (convolution + bias), which only fprop has."""
         if problem.op != "fprop":
             return ()
         return self._candidates(problem, _is_deterministic(), True)
@@ -178,7 +179,7 @@ class CudnnBackend(AbstractBackend):
             raise UnsupportedError(f"no algorithm of {self.name} computes {problem}: {reason}")
         try:
             proposed = self.runtime.configurations(self._index, problem, bias=bias)
-        except UnsupportedError:  # cuDNN has nothing; torch has kernels of its own
+        except UnsupportedError:  # cuDNN has no engine, but torch has kernels of its own
             proposed = []
         return tuple(
             Candidate(
@@ -196,16 +197,16 @@ class CudnnBackend(AbstractBackend):
         )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm: an engine is one implementation, and torch does not show its choice."""
+        """The algorithm's name: an engine is one implementation, and torch hides its choice."""
         del problem
         return algorithm
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate, for any number of samples.
 
-        If cuDNN does not compute a problem by this engine, `build_refusal` or a run shows it.
+        Only `build_refusal` or a run shows whether the engine computes the problem.
         """
-        # operands beyond 32 bits may be met in chunks that are not
+        # Checked at batch 1: a problem may be too large for 32 bits while its chunks are not.
         reason = self.refusal(problem.with_batch(1), algorithm)
         if reason is not None:
             raise UnsupportedError(f"{algorithm} does not compute {problem}: {reason}")
@@ -214,11 +215,11 @@ class CudnnBackend(AbstractBackend):
         return EngineExecutable(self.runtime, problem, algorithm)
 
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Build an engine's plans for this batch, also the one that adds to a gradient."""
+        """Build all plans of an engine for this batch; return why one fails, or None."""
         if algorithm == DEFAULT_ALGORITHM:
             return None
-        # beta=1 is a plan of its own, with more workspace. In half precision chunks are added in
-        # float32 by torch instead, so that no such plan is needed.
+        # Adding to a gradient (beta=1) needs another plan, with more workspace. In half precision
+        # no such plan is needed, because torch adds the chunks in float32.
         adds = problem.op == "wgrad" and problem.bytes_per_element >= 4
         try:
             for beta in (0.0, 1.0) if adds else (0.0,):
@@ -243,10 +244,12 @@ class CudnnBackend(AbstractBackend):
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
         if _torch.benchmark and DEFAULT_ALGORITHM in {name for _, name in parts}:
-            # cudnn.benchmark first tries all engines of a shape, however much memory they take.
+            # At the first call with a shape, cudnn.benchmark tries all engines, whatever memory
+            # they take. That must not count as workspace.
             run()
         native = torch.cuda.get_allocator_backend() == "native"
-        # what was asked for, where it is known: what is handed out is rounded up to 512 bytes
+        # Allocated sizes are rounded up to 512 bytes. Requested sizes are exact, but only the
+        # native allocator counts them.
         count = "requested_bytes" if native else "allocated_bytes"
         torch.cuda.reset_peak_memory_stats(self._index)
         before = torch.cuda.memory_stats(self._index)[f"{count}.all.current"]
@@ -258,7 +261,7 @@ class CudnnBackend(AbstractBackend):
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
         found, before = list[Span](), self.allocated_bytes()
 
-        # The allocator counts when the host calls it, so that nothing need be waited for.
+        # The allocator counts at the time of the host's call, so no mark has to wait for the GPU.
         def mark() -> None:
             peak = torch.cuda.max_memory_allocated(self._index)
             found.append(Span(peak - before, self.allocated_bytes() - before))
@@ -286,8 +289,8 @@ class CudnnBackend(AbstractBackend):
         return int(torch.cuda.get_device_properties(self._index).L2_cache_size)
 
     def memory_bytes(self) -> int:
-        """Half of the memory that is free or cached by torch's allocator."""
+        """Half of the memory that is free, or unused in torch's allocator."""
         free, _ = torch.cuda.mem_get_info(self._index)
         kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
-        # torch's allocator keeps blocks that CUDA does not count as free, though they can be used.
+        # CUDA does not count unused blocks of torch's allocator as free, though torch can use them.
         return int(free + kept) // 2

@@ -1,7 +1,7 @@
 """Numbers of the header cudnn_graph.h that are used here, under their names in the header.
 
-cuDNN 9 keeps them fixed (its C interface is versioned by libcudnn.so.9), and tests compare each
-with the headers of two releases.
+cuDNN 9 keeps the numbers fixed, because its C interface is versioned by libcudnn.so.9. Tests
+compare each number with the headers of two releases.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 # cuDNN 9.8.0, the first release that plans for a device which is not present.
 DEVICELESS_SINCE = 90800
-# An engine has at most one knob of each type, and the header has no more types than this.
+# Upper bound of an engine's number of knobs (its parameters), which are all of different types.
 KNOB_TYPES = 64
 
 
@@ -148,8 +148,8 @@ class PointwiseMode(IntEnum):
 class HeuristicMode(IntEnum):
     """Sources of engine configurations: CUDNN_HEUR_MODE_*."""
 
-    # In the order in which they are asked, not by number. FALLBACK lists engines that work, with no
-    # claim about their speed.
+    # The members are in the order in which cuDNN is asked for them, not in the order of their
+    # numbers. FALLBACK lists engines that work, with no claim about their speed.
     A = 3
     B = 1
     FALLBACK = 2

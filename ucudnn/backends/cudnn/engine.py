@@ -1,10 +1,10 @@
 """Engine configurations of a problem: list them, name them exactly, build one by its name.
 
-An identity such as "eng67_k2=20_k13=0" is an engine's global index and every knob's value, in
-cuDNN's numbers. It names the same implementation at any batch size, which a position in a
-heuristic's list does not. No knob is left out, because cuDNN would silently use its default.
-"bias_eng41_k2=3" is an engine of the fused pattern convolution + bias, whose engines are numbered
-apart.
+An identity such as "eng67_k2=20_k13=0" is an engine's global index and the values of all its knobs
+(parameters), in cuDNN's numbers. It names the same implementation at any batch size; a position in
+a heuristic's list would not. No knob is left out, because cuDNN would silently use the default of
+that knob. "bias_eng41_k2=3" is an engine of the fused pattern (convolution + bias). cuDNN numbers
+the engines of this pattern separately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPERAND_UIDS = {
     "dgrad": (Y_UID, W_UID, X_UID),
     "wgrad": (X_UID, Y_UID, W_UID),
 }
-# A few knobs have the value -1, so a sign is read, too.
+# A few knobs have the value -1, so the pattern allows a sign.
 _IDENTITY = re.compile(r"(?P<bias>bias_)?eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=-?\d+)*)")
 
 
@@ -43,8 +43,8 @@ class Configuration:
     """An engine with all its knobs, as proposed by a heuristic."""
 
     identity: str
-    # At the problem's batch, to write the result. To add to a gradient (beta 1), it may need the
-    # size of the gradient and 16 bytes more.
+    # Workspace to write the result at the problem's batch. Adding to a gradient (beta 1) may need
+    # more workspace: the size of the gradient and 16 bytes.
     workspace_bytes: int
     mode: str  # the first heuristic that proposes it: "A", "B" or "FALLBACK"
     rank: int  # its position among all configurations of the problem, in the order of the modes
@@ -64,9 +64,9 @@ class Configuration:
         """True if PyTorch's rules allow it for a problem.
 
         float32 is never converted to a narrower type. A tensor core multiplies float32 as TF32,
-        which `problem.math` may rule out. `deterministic` rules out results that vary.
+        which `problem.math` may rule out. `deterministic` rules out nondeterministic engines.
         """
-        # The rules follow the notes, because no attribute of a convolution switches TF32 off.
+        # The engine's notes decide, because no attribute of a convolution switches TF32 off.
         if deterministic and not self.is_deterministic:
             return False
         ruled_out: set[str] = set()
@@ -84,7 +84,7 @@ class ExecutionPlan:
     descriptor: Descriptor
     identity: str
     workspace_bytes: int
-    # For a variant pack: of (x, w, y), (dy, w, dx) or (x, dy, dw); the bias, if any, comes last.
+    # Numbers of the tensors (x, w, y), (dy, w, dx) or (x, dy, dw), then that of the bias, if any.
     uids: tuple[int, ...]
 
 
@@ -93,14 +93,15 @@ def configurations(
 ) -> list[Configuration]:
     """All distinct configurations that the heuristics A, B and FALLBACK propose, best first.
 
-    With `bias`, those of the fused pattern that also adds a bias (fprop only).
+    With `bias`, these are the configurations of the fused pattern that adds a bias (fprop only).
     """
     found: dict[str, Configuration] = {}
-    notes: dict[int, tuple[str, ...]] = {}  # within a graph they depend on the engine alone
+    notes: dict[int, tuple[str, ...]] = {}  # by engine: in a graph, knobs do not change the notes
     reader = _Reader(target.cudnn)
     said = f"cuDNN {target.cudnn.version_text} has no engine for {problem}"
     with _refusals(said), graph_of(target, problem, views, bias=bias) as graph:
-        # All three are asked: in strict float32, the list of A may hold tensor-core engines only.
+        # All three heuristics are asked, because the list of A may hold only tensor-core engines,
+        # which strict float32 rules out.
         for mode in HeuristicMode:
             for config in _proposals(target, graph, mode):
                 engine = reader.engine(config)
@@ -133,7 +134,7 @@ def _proposals(target: Target, graph: Descriptor, mode: HeuristicMode) -> list[D
             heuristic.finalize()
             return heuristic.get_descriptors(Attribute.ENGINEHEUR_RESULTS, DescriptorKind.ENGINECFG)
         except CudnnError as error:
-            if error.is_refusal:  # this heuristic knows nothing; another may
+            if error.is_refusal:  # this heuristic proposes nothing, but another one may
                 return []
             raise
 
@@ -147,7 +148,7 @@ class _Reader:
         self._knobs = [Descriptor(cudnn, DescriptorKind.KNOB_CHOICE) for _ in range(KNOB_TYPES)]
 
     def engine(self, config: Descriptor) -> Descriptor:
-        """The engine, which is valid until the next one is read."""
+        """The engine of a configuration, which is valid until the next call."""
         (engine,) = config.read_into(self._engine, Attribute.ENGINECFG_ENGINE)
         return engine
 
@@ -173,7 +174,7 @@ def _notes(engine: Descriptor) -> tuple[str, ...]:
 
 
 def _name(notes: type[NumericalNote | BehaviorNote], kind: str, value: int) -> str:
-    """Name of a note; an unknown note of a newer cuDNN is named by its number."""
+    """Name of a note; a note that only newer releases of cuDNN have is named by its number."""
     return notes(value).name if value in list(notes) else f"{kind}_{value}"
 
 
@@ -194,8 +195,8 @@ def build(
     index, knobs, bias = parse_identity(identity)
     said = f"cuDNN {target.cudnn.version_text} does not compute {problem} by {identity}"
     with _refusals(said):
-        # An engine belongs to a graph, and the graph to a batch size, strides and alignments: hence
-        # all are made anew for each plan.
+        # An engine belongs to one graph, and a graph to one batch size, strides and alignments. So
+        # each plan gets a new graph and a new engine.
         graph = graph_of(target, problem, views, bias=bias, alpha=alpha, beta=beta)
         config = Descriptor(target.cudnn, DescriptorKind.ENGINECFG)
         config.set_descriptors(Attribute.ENGINECFG_ENGINE, _engine(target, graph, index))
@@ -205,7 +206,8 @@ def build(
         plan = Descriptor(target.cudnn, DescriptorKind.EXECUTION_PLAN)
         # `finalize` is where cuDNN decides whether the engine takes these knobs for this graph.
         plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
-        # A plan for a device that is not here can be finalized, which checks it, but not executed.
+        # Without a handle, for a device of another machine, `finalize` only checks the plan: it
+        # cannot be executed.
         if target.handle is not None:
             plan.set_handle(Attribute.EXECUTION_PLAN_HANDLE, target.handle)
         plan.finalize()
@@ -220,7 +222,7 @@ def _refusals(said: str) -> Iterator[None]:
     try:
         yield
     except CudnnError as error:
-        # Any other status is a failure of the library or of the device, not the engine's.
+        # Any other status is a failure of the library or of the device, not of the engine.
         if not error.is_refusal:
             raise
         raise UnsupportedError(f"{said}: {error}") from error

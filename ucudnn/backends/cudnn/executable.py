@@ -1,4 +1,4 @@
-"""Algorithms of the cuDNN backend as executables: an engine by its identity, torch's own default.
+"""Executables of the cuDNN backend: engines, by their identities, and torch's own convolution.
 
 No function here waits for the device. Results, workspace and temporary copies come from torch's
 allocator on the current stream.
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from ucudnn.backends.cudnn.engine import ExecutionPlan
     from ucudnn.backends.cudnn.runtime import Runtime
 
-# Sets of addresses for which a variant pack is kept. Training steps repeat the same addresses; a
-# program that never does would otherwise keep one pack per call.
+# Most variant packs (sets of addresses) that a plan keeps. Training steps repeat their addresses. A
+# program that never repeats any would otherwise keep one pack per call.
 _MOST_PACKS = 256
-# The gradient of a chunk may be larger than that of all: a sum that float16 holds, up to 65504, can
-# be more in between. Chunks are written as a sixteenth, so that only a million and more becomes an
-# infinity; full precision then begins at 2**-10 instead of 2**-14.
+# The gradient of a chunk may exceed the largest float16 number, 65504, even if the sum of all
+# chunks does not. So each chunk writes a sixteenth of its gradient, which overflows only from a
+# million on. In exchange, float16 has its full precision from 2**-10 on instead of from 2**-14.
 FLOAT16_HEADROOM = 16.0
-_cudnn: Any = torch.backends.cudnn  # a module that is replaced by an object when it is imported
+_cudnn: Any = torch.backends.cudnn  # `Any`, because torch replaces this module by an object
 # aten's output mask: gradients of x, w and bias
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
 
-# Both bases: tuning treats an UnsupportedError as a miss, and a training step expects of an
-# operator the RuntimeError that torch raises.
+# Two base classes, because tuning expects an UnsupportedError if a candidate cannot run, and a
+# training step expects a RuntimeError, which torch's own operators raise.
 class RefusedError(UnsupportedError, RuntimeError):
     """An engine's first run has shown that it does not compute these operands."""
 
@@ -47,9 +47,9 @@ class RefusedError(UnsupportedError, RuntimeError):
 class EngineExecutable(Executable):
     """A cuDNN engine for operands with any number of samples, strides and alignment.
 
-    A plan is for certain numbers of samples, strides and alignments, and is built when these first
-    occur. If cuDNN does not support the strides or the alignment, operands are copied to supported
-    ones.
+    A plan is for one number of samples, strides and alignments, and is built when these first
+    occur. If cuDNN does not support the strides or alignments, the engine runs on copies of the
+    tensors.
     """
 
     def __init__(self, runtime: Runtime, problem: Problem, identity: str) -> None:
@@ -96,7 +96,7 @@ class EngineExecutable(Executable):
         if out.dtype == a.dtype:
             self._run(a, b, out, beta=1.0)
             return
-        # no engine writes a float32 gradient of half-precision operands
+        # torch adds the chunk, because no engine writes a float32 gradient of half operands.
         scale = _headroom(a)
         out.add_(self._new(a, b, alpha=1.0 / scale), alpha=scale)
 
@@ -110,8 +110,8 @@ class EngineExecutable(Executable):
         bias: Tensor | None = None,
     ) -> None:
         pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
-        # All that a plan depends on. The alignment counts modulo 16 bytes, the most that an engine
-        # asks for, so that other addresses share a plan.
+        # `place` is all that a plan depends on. Of an address only the remainder modulo 16 bytes
+        # counts, the largest alignment that an engine asks for: many addresses share a plan.
         kinds = (a.shape, b.shape, a.dtype, b.dtype, a.get_device())
         strides = (a.stride(), b.stride(), out.stride())
         offsets = tuple(pointer % ALIGNMENT_BYTES for pointer in pointers)
@@ -119,11 +119,11 @@ class EngineExecutable(Executable):
         try:
             built = self._built[place]
         except KeyError:
-            # None is remembered, too: a refused layout is not tried again in every step.
+            # None is remembered, too, so that a refused layout is not tried again in every step.
             built = self._built[place] = self._build(a, b, out, alpha, beta)
         if built is None:
             # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
-            # raises, so that this is never entered a second time.
+            # raises, so that the nested call never gets to this branch.
             layout = memory_format(self._problem)
             inner = torch.empty_like(out, memory_format=layout)
             # With beta = 0 cuDNN does not read the old result.
@@ -140,8 +140,8 @@ class EngineExecutable(Executable):
 
     def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
         """A contiguous, aligned bias on the operands' device; zeros if there is none."""
-        # Made anew for each call: zeros that were kept could be read by a stream that does not wait
-        # for the one that wrote them, or be memory of a CUDA graph in whose capture they were made.
+        # Zeros are made anew for each call. Kept zeros could be read by a stream that does not wait
+        # for the stream that wrote them. If made in a capture, they would belong to a CUDA graph.
         if bias is None:
             return like.new_zeros(self._problem.out_channels)
         if (bias.device, bias.dtype) != (like.device, like.dtype):
@@ -163,7 +163,7 @@ class EngineExecutable(Executable):
             plan = self._runtime.build(device, problem, self._identity, alpha, beta, views)
         except UnsupportedError as error:
             if views == Views(*(View(view.strides) for view in views_of(problem))):
-                raise RefusedError(str(error)) from error  # a copy would lie no better
+                raise RefusedError(str(error)) from error  # a copy would have the same layout
             return None
         return _Built(self._runtime, device, plan)
 
@@ -175,9 +175,9 @@ def _headroom(like: Tensor) -> float:
 class _Built:
     """A plan with the variant packs of its launches; only one thread launches it at a time.
 
-    cuDNN does not guarantee for all engines that two threads may execute one plan at once. PyTorch
-    keeps plans per thread. A lock gives the same guarantee for a tenth of a microsecond, while
-    plans per thread would be built again in each thread, even during a capture.
+    cuDNN does not guarantee for all engines that two threads may execute one plan at once. So
+    PyTorch keeps plans per thread. Here a lock is used instead, which costs a tenth of a
+    microsecond: plans per thread would be built again in each thread, even during a graph capture.
     """
 
     def __init__(self, runtime: Runtime, device: int, plan: ExecutionPlan) -> None:
@@ -190,14 +190,14 @@ class _Built:
     def launch(self, like: Tensor, pointers: tuple[int, ...]) -> None:
         size, workspace, address = self._plan.workspace_bytes, None, 0
         if size:
-            # freed as soon as the launch is enqueued: the next on this stream may have it again
+            # Freed once the launch is enqueued: later launches on this stream may reuse the memory.
             workspace = torch.empty(size, dtype=torch.uint8, device=like.device)
             address = workspace.data_ptr()
         key = (*pointers, address)
         with self._launching:
             pack = self._packs.get(key)
             if pack is None:
-                # Cleared as a whole: keeping an order of use would cost time on every launch.
+                # All packs are dropped: finding the least recently used would slow every launch.
                 if len(self._packs) >= _MOST_PACKS:
                     self._packs.clear()
                 pack = self._packs[key] = self._runtime.pack(self._plan, pointers, address)
@@ -229,8 +229,8 @@ def _as_xwy(problem: Problem, a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor
 def _view(tensor: Tensor, layout: str) -> View:
     """Layout of a tensor in memory.
 
-    torch does not define the stride of an axis of size 1, but cuDNN derives the layout from it, so
-    it is set here.
+    torch does not define the stride of an axis of size 1, but cuDNN derives the layout from that
+    stride. So this function sets it.
     """
     axes = range(tensor.dim())
     inward = [1, *reversed(axes[2:]), 0] if layout == "nhwc" else [*reversed(axes)]
@@ -243,12 +243,13 @@ def _view(tensor: Tensor, layout: str) -> View:
 
 
 class DefaultExecutable(Executable):
-    """torch's own convolution, with the engine that it picks, in the problem's float32 math."""
+    """torch's own convolution, with the engine that torch picks, in the problem's float32 math."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         none = [0] * problem.rank
-        # Only problems with even padding get here; `padded` writes the rest out as zeros.
+        # Only problems with equal padding at both ends get here: `padded` writes an excess at one
+        # end out as zeros.
         begins = [begin for begin, _ in problem.padding]
         stride, dilation = list(problem.stride), list(problem.dilation)
         self._geometry = (stride, begins, dilation, False, none, problem.groups)
@@ -265,7 +266,7 @@ class DefaultExecutable(Executable):
         problem, precision = self._problem, _cudnn.conv
         if problem.dtype != "float32" or aten.tf32_allowed() == (problem.math == "tf32"):
             return self._torchs(a, b, bias)
-        # Only where it is measured: a layer's problem has the math that torch uses when it runs.
+        # Only a measurement gets here: in training, a layer's problem has the math of torch.
         before = precision.fp32_precision
         precision.fp32_precision = "tf32" if problem.math == "tf32" else "ieee"
         try:

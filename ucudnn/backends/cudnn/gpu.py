@@ -1,12 +1,12 @@
-"""GPUs beside cuDNN: their names, state and software, and memory for measuring.
+"""What is known of GPUs without cuDNN: names, state and software; and memory for measuring.
 
 Names and state have two sources: CUDA through torch, and the driver's management library (NVML). If
 NVML is missing, as in some containers, fields that only NVML knows are empty.
 
-Memory for measuring is from CuPy: torch's caching allocator neither holds nor counts it. Operands
-of a benchmark are larger than the GPU's cache. From torch's allocator, they would change how its
-blocks are split, and would count as workspace if they are allocated during a run. Without CuPy (the
-extras cuda12 and cuda13) they come from torch.
+Memory for measuring comes from CuPy, so that torch's caching allocator neither holds nor counts it.
+The operands of a benchmark are larger than the GPU's cache. If they came from torch's allocator,
+they would change how it splits its blocks, and would count as workspace if they were allocated
+during a run. Without CuPy (the extras cuda12 and cuda13), the operands come from torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ucudnn.measurement import Device, Software
 
 T = TypeVar("T")
 
-# Reasons for a lower clock that come and go with load, heat and power: they disturb a measurement.
-# The others - idle, clocks set by an administrator, synchronised boards - are how the GPU is.
+# NVML's reasons for a lower clock that come and go with load, heat and power, and so disturb a
+# measurement. NVML's other reasons are normal: idle, clocks set by an administrator, synchronised
+# boards.
 _SLOWDOWNS = {
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
@@ -52,8 +53,8 @@ def cuda_device(index: int) -> Device:
     gpu = _gpu(index)
     limit, name = 0, ""
     if gpu is not None:
-        # The power limit decides the clock under load; it belongs to the board, not to a slice. A
-        # whole GPU is its own board.
+        # The power limit decides the clock under load. It belongs to the board, so for a MIG slice
+        # the board is looked up; for a whole GPU, `board` is the GPU itself.
         board = _ask(partial(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, gpu), gpu)
         limit = _ask(partial(pynvml.nvmlDeviceGetEnforcedPowerLimit, board), 0)
         name = _ask(partial(pynvml.nvmlDeviceGetName, gpu), "")
@@ -72,7 +73,7 @@ def cuda_device(index: int) -> Device:
 
 
 def cuda_software(cudnn: str) -> Software:
-    """Versions of torch, CUDA and the driver, beside that of cuDNN."""
+    """Versions of torch, CUDA and the driver, together with the given version of cuDNN."""
     driver = _ask(pynvml.nvmlSystemGetDriverVersion, "") if _nvml() else ""
     return Software(
         torch=str(torch.__version__), cudnn=cudnn, cuda=torch.version.cuda or "", driver=driver
@@ -80,9 +81,9 @@ def cuda_software(cudnn: str) -> Software:
 
 
 def gpu_notes(index: int) -> tuple[str, ...]:
-    """Clock, temperature, power, throttling and other processes of a GPU now, as far as known.
+    """Clock, temperature, power, throttling and processes of a GPU now, as far as known.
 
-    It does not wait for kernels.
+    Reading them does not wait for kernels.
     """
     gpu = _gpu(index)
     if gpu is None:
@@ -93,17 +94,17 @@ def gpu_notes(index: int) -> tuple[str, ...]:
         "temperature_c": _ask(partial(pynvml.nvmlDeviceGetTemperature, gpu, sensor), 0),
         "power_w": round(_ask(partial(pynvml.nvmlDeviceGetPowerUsage, gpu), 0) / 1000),
     }
-    # 0 stands for a number that NVML does not tell.
+    # 0 stands for a number that NVML does not report.
     said = [f"{name}={value}" for name, value in numbers.items() if value]
     reasons = _ask(partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu), 0)
     said += [f"throttled={reason}" for reason in slowdowns(reasons)]
     processes = len(_ask(partial(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu), ()))
-    # One of them is this process.
+    # This process is counted, too: alone it needs no note.
     return (*said, f"processes={processes}") if processes > 1 else tuple(said)
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:
-    """The answer of NVML, or `unknown`: on a MIG slice or in a container some queries fail."""
+    """NVML's answer to a query; `unknown` if the query fails, as on MIG slices or in containers."""
     try:
         return question()
     except pynvml.NVMLError:
@@ -123,7 +124,7 @@ def _nvml() -> bool:
 @cache
 def _gpu(index: int) -> Any:
     """NVML's handle, found by UUID, because CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
-    # torch gives the UUID without the prefix by which NVML tells a whole GPU from a slice.
+    # torch gives the UUID without NVML's prefix, which is "GPU" for a whole GPU, "MIG" for a slice.
     for kind in ("GPU", "MIG") if _nvml() else ():
         uuid = f"{kind}-{torch.cuda.get_device_properties(index).uuid}"
         found = _ask(partial(pynvml.nvmlDeviceGetHandleByUUID, uuid), None)
@@ -142,17 +143,17 @@ def _cupy() -> Any:
 
 
 def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new contiguous tensor in separate memory, which is freed with the tensor."""
+    """A new contiguous tensor, in memory from CuPy if it is installed, else from torch."""
     cupy = _cupy()
     if cupy is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    # Without CuPy's pool: memory that a pool keeps could not be allocated by torch.
+    # CuPy's pool is switched off, because torch could not allocate the memory that the pool keeps.
     with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):
         size = prod(shape) * dtype.itemsize  # bytes, because CuPy has no bfloat16
         try:
             owner = cupy.empty(size, dtype=cupy.uint8)
         except (RuntimeError, MemoryError):
-            # Blocks that torch's allocator keeps and nothing uses are given back to torch alone.
+            # torch's allocator keeps unused blocks, which only torch can use. They are freed here.
             torch.cuda.empty_cache()
             owner = cupy.empty(size, dtype=cupy.uint8)
     return torch.utils.dlpack.from_dlpack(owner).view(dtype).view(shape)

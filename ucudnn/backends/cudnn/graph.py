@@ -19,9 +19,10 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 
 ALIGNMENT_BYTES = 16  # the most that any engine asks for
-# 32-bit indices. cuDNN lists engines for larger tensors, too, but none was tested on a device.
+# The limit of 32-bit indices. cuDNN also lists engines for larger tensors, but none of those
+# engines was tested on a device.
 _MOST_ELEMENTS = 2**31 - 1
-# Any distinct numbers: a variant pack names the tensors by them.
+# A variant pack refers to tensors by these numbers, which only have to be distinct.
 X_UID, W_UID, Y_UID, BIAS_UID, _SUM_UID = 1, 2, 3, 4, 5
 _DATA_TYPES = {
     "float64": DataType.DOUBLE,
@@ -32,7 +33,7 @@ _DATA_TYPES = {
 
 
 class _Operation(NamedTuple):
-    """The descriptor of an op and its attributes."""
+    """The kind of descriptor for an op, and the attributes of that descriptor."""
 
     kind: DescriptorKind
     convolution: Attribute
@@ -43,7 +44,7 @@ class _Operation(NamedTuple):
     beta: Attribute
 
 
-# Each of the three operations has numbers of its own in cuDNN for the same attributes.
+# cuDNN numbers the same attributes differently in each of the three operations.
 _OPERATIONS = {
     "fprop": _Operation(
         DescriptorKind.OPERATION_CONVOLUTION_FORWARD,
@@ -77,11 +78,11 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Device to plan for: one of this machine, or one that a profile describes."""
+    """The device to plan for: a device of this machine, or a device that a profile describes."""
 
     cudnn: Cudnn
-    handle: Handle | None = None  # of a device of this machine
-    device: Descriptor | None = None  # the device properties of a profile
+    handle: Handle | None = None  # set for a device of this machine
+    device: Descriptor | None = None  # device properties, set for a device from a profile
 
 
 class View(NamedTuple):
@@ -100,10 +101,10 @@ class Views(NamedTuple):
 
 
 def views_of(problem: Problem, whole: Problem | None = None) -> Views:
-    """Layouts of a problem's tensors, as a chunk of a batch or a slab of a larger problem.
+    """Layouts of a problem's tensors, as a micro-batch, or as a slab of the whole problem if given.
 
-    A chunk begins at a multiple of its own size after the start of its tensor, and a slab at any
-    row of the whole problem's tensors. This determines the alignment of the view.
+    A micro-batch begins at a multiple of its own size in the whole tensor, and a slab begins at any
+    row. Where a view may begin determines its alignment.
 
     >>> views_of(Problem("fprop", 2, 3, 8, (5, 5), (3, 3))).x
     View(strides=(75, 25, 5, 1), alignment_bytes=8)
@@ -113,8 +114,8 @@ def views_of(problem: Problem, whole: Problem | None = None) -> Views:
     x, w, y = (_strides(shape, problem.layout) for shape in (of.x_shape, of.w_shape, of.y_shape))
 
     def view(strides: tuple[int, ...]) -> View:
-        # A view may begin at any multiple of these strides. torch aligns the tensor itself, so the
-        # greatest common divisor is what every view is aligned to.
+        # A view may begin at any multiple of these offsets. torch aligns the whole tensor, so every
+        # view is aligned to the greatest common divisor.
         offsets = [problem.batch * strides[0], *([strides[0], strides[2]] if whole else [])]
         alignment = gcd(ALIGNMENT_BYTES, *(problem.bytes_per_element * count for count in offsets))
         return View(strides, alignment)
@@ -155,12 +156,13 @@ def graph_of(
     y = cudnn.tensor(Y_UID, dtype, problem.y_shape, *views.y)
     operations = []
     if bias:
-        # Only a sum of at least float32 has precompiled engines.
+        # The tensor between the convolution and the addition has at least float32, because cuDNN
+        # has no precompiled engines for a narrower one.
         total = cudnn.tensor(
             _SUM_UID, _arithmetic(problem), problem.y_shape, *views.y, virtual=True
         )
         operations.append(_bias_addition(cudnn, problem, total, y))
-        # The convolution writes the sum, which the addition reads; the addition writes y.
+        # The convolution writes `total`, which the addition reads; the addition writes y.
         y = total
     operations.insert(0, _convolution(cudnn, problem, (x, w, y), alpha, beta))
     graph = Descriptor(cudnn, DescriptorKind.OPERATIONGRAPH)
@@ -171,7 +173,7 @@ def graph_of(
 
 
 def _require_small(problem: Problem, name: str, shape: tuple[int, ...], view: View) -> None:
-    # The distance from the first to the last element: a strided view spans more than it holds.
+    # The distance from first to last element, because a strided view spans more than it holds.
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
     if span > _MOST_ELEMENTS:
         raise UnsupportedError(
@@ -181,12 +183,12 @@ def _require_small(problem: Problem, name: str, shape: tuple[int, ...], view: Vi
 
 
 def _views_as_2d(problem: Problem, views: Views) -> Views:
-    """Views of 1-D tensors as those of height 1: cuDNN takes no tensor of three dimensions."""
+    """2-D views of the tensors of a 1-D problem: cuDNN takes no tensor of three dimensions."""
 
     def lifted(view: View) -> View:
         batch, channel, width = view.strides
-        # An axis of size 1 may have any stride; this is the one that the layout would give it, and
-        # cuDNN reads the layout from the strides.
+        # An axis of size 1 may have any stride. cuDNN derives the layout from the strides, so the
+        # height gets the stride that the layout would give it.
         height = channel if problem.layout == "nchw" else batch
         return View((batch, channel, height, width), view.alignment_bytes)
 

@@ -1,10 +1,10 @@
-"""cuDNN that plans for the device of another machine, in a child process.
+"""Planning by cuDNN for the device of another machine, in a child process.
 
 The child imports no framework. cuDNN loads libcuda and libcublasLt even if it runs nothing. On a
-machine without an NVIDIA driver, stubs of both are built once with the system's C compiler in the
-user's cache folder (as Triton builds its launcher), and loaded before cuDNN. A process with the
-stubs cannot use a GPU, and frameworks that try would fail with misleading errors. So importing them
-is blocked there.
+machine without an NVIDIA driver, stubs of these libraries are built once with the system's C
+compiler in the user's cache folder (as Triton builds its launcher). The stubs are loaded before
+cuDNN. A process with stubs cannot use a GPU, and a framework that tried would fail with a
+misleading error. So importing frameworks is blocked in such a process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DRIVER = "libcuda.so.1"
 _USERS_OF_A_DRIVER = ("torch", "cupy", "jax", "tensorflow")
 # Any C compiler will do: the stubs are plain C without headers.
 _COMPILERS = ("cc", "gcc", "clang")
-# A file format that users read: names and order must stay.
+# Columns of a file that users read: their names and order must not change.
 COLUMNS = (
     *("name", "op", "dtype", "layout", "batch"),
     *("algorithm", "workspace_bytes", "mode", "rank", "notes"),
@@ -49,7 +49,7 @@ COLUMNS = (
 
 
 class Listing(NamedTuple):
-    """cuDNN's configurations of a problem, best first, or why there is none."""
+    """cuDNN's configurations of a problem, best first, or the reason why there are none."""
 
     problem: Problem
     configurations: tuple[Configuration, ...]
@@ -63,7 +63,7 @@ def list_configurations(
     library: Path | None = None,
     views: Mapping[Problem, Views] | None = None,
 ) -> Iterator[Listing]:
-    """List every problem's configurations on a device that need not be here, in order."""
+    """List the configurations of each problem, in order, on a device that need not be here."""
     request = {
         "library": str(library or find_library()),
         "profile": {"text": profile.text, "source": profile.source},
@@ -81,7 +81,8 @@ def list_configurations(
 
 def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Start the child, send it a request and yield its answers."""
-    # A file, not a pipe: a child that writes more than a pipe holds would wait for a reader.
+    # stderr goes to a file, because nobody reads a pipe meanwhile: a child that wrote more than a
+    # pipe holds would wait forever.
     with tempfile.TemporaryFile("w+") as said:
         child = start_python(
             _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
@@ -90,7 +91,7 @@ def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             try:
                 yield from _answers(child, request)
             finally:
-                child.kill()  # does nothing where it has ended
+                child.kill()  # does nothing if the child has ended
         said.seek(0)
         if child.returncode:
             raise UnsupportedError(
@@ -102,11 +103,12 @@ def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _answers(child: subprocess.Popen[str], request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     assert child.stdin is not None
     assert child.stdout is not None
-    with suppress(BrokenPipeError), child.stdin as stream:  # its exit status says why
+    with suppress(BrokenPipeError), child.stdin as stream:  # the child's exit status says why
         json.dump(request, stream)
     for line in child.stdout:
         answer: dict[str, Any] = json.loads(line)
-        # The child's expected errors; anything else ends it with a traceback on stderr.
+        # The child sends expected errors as an answer. Any other error ends the child with a
+        # traceback on stderr.
         if "error" in answer:
             raise UnsupportedError(answer["error"])
         yield answer
@@ -114,8 +116,8 @@ def _answers(child: subprocess.Popen[str], request: dict[str, Any]) -> Iterator[
 
 
 def main() -> None:
-    """Main function of the child: read a request, answer one line per problem."""
-    # What libraries print must not get between the answers.
+    """Main function of the child: read a request, and write one line of answer per problem."""
+    # What libraries print on stdout goes to stderr, so that it does not get between the answers.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         try:
@@ -125,7 +127,7 @@ def main() -> None:
 
 
 def _serve(request: dict[str, Any], answers: IO[str]) -> None:
-    # With a real driver no stub is needed, and cuDNN works on the profile all the same.
+    # A real driver needs no stubs: with it, too, cuDNN plans for the device of the profile.
     if not has_driver():
         load_stubs()
     cudnn = Cudnn(request["library"])
@@ -149,7 +151,7 @@ def _serve(request: dict[str, Any], answers: IO[str]) -> None:
 
 
 class _Stub(NamedTuple):
-    """A library to build: its file name, its source and what the source asks for."""
+    """A library to build: its file name, its source file and the compiler options of the source."""
 
     file: str
     source: str
@@ -158,13 +160,13 @@ class _Stub(NamedTuple):
 
 _CUBLASLT = tuple(
     _Stub(f"libcublasLt.so.{major}", "libcublasLt.c", (f"-DVERSION={major}0000",))
-    for major in (12, 13)  # of CUDA; cuDNN asks for the one that it was built for
+    for major in (12, 13)  # versions of CUDA; cuDNN loads the one that it was built for
 )
 _STUBS = (_Stub(_DRIVER, "libcuda.c"), *_CUBLASLT)
 
 
 def has_driver() -> bool:
-    """True if this machine has an NVIDIA driver; it is loaded, but not started."""
+    """True if this machine has an NVIDIA driver; the driver is loaded, but not started."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:
@@ -173,9 +175,9 @@ def has_driver() -> bool:
 
 
 def load_stubs(cache: Path | None = None) -> None:
-    """Load the stub libraries into this process, which must only plan.
+    """Load the stub libraries into this process, which can then plan but not run.
 
-    From then on importing torch, CuPy, JAX or TensorFlow fails here.
+    From then on, importing torch, CuPy, JAX or TensorFlow fails in this process.
     """
     loaded = [name for name in _USERS_OF_A_DRIVER if sys.modules.get(name) is not None]
     if loaded:
@@ -198,15 +200,15 @@ def build_stubs(cache: Path | None = None) -> Path:
         cache = user_cache_path("ucudnn", appauthor=False)
     sources = files("ucudnn.backends.cudnn") / "stubs"
     texts = {stub.source: (sources / stub.source).read_text() for stub in _STUBS}
-    # A folder per content and architecture: a new version of the package, or a home folder shared
-    # by machines of two architectures, builds its own.
+    # Each content and architecture has a folder of its own, for new versions of the package and for
+    # home folders that machines of two architectures share.
     digest = hashlib.sha256(repr((texts, _STUBS, os.uname().machine)).encode()).hexdigest()
     folder = cache / "stubs" / digest[:16]
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the final folder, because a rename is atomic only within a file system.
+        # Built beside the final folder, because a rename is atomic only within a file system.
         building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     except OSError as error:
         raise UnsupportedError(
@@ -218,13 +220,13 @@ def build_stubs(cache: Path | None = None) -> Path:
             _compile(stub, texts[stub.source], building)
         _publish(building, folder)
     finally:
-        # After a rename there is nothing left to remove; after a failure there is half a build.
+        # This removes what a failed build leaves. After a rename there is nothing to remove.
         shutil.rmtree(building, ignore_errors=True)
     return folder
 
 
 def _publish(building: Path, folder: Path) -> None:
-    """Rename a complete folder into place, unless another process was first."""
+    """Rename a complete folder to its final name, unless another process has built it first."""
     try:
         building.rename(folder)
     except OSError:
@@ -258,9 +260,9 @@ def _compile(stub: _Stub, source: str, folder: Path) -> None:
 class Enumeration:
     """Counts of the listed configurations."""
 
-    rows: int  # equal layers have a row each
+    rows: int  # rows of the file, where equal layers have rows of their own
     candidates: int  # distinct pairs of problem and algorithm
-    problems: int  # each micro-batch is a problem
+    problems: int  # distinct problems, where each micro-batch is a problem
     refused: tuple[str, ...]  # a sentence for each problem without configurations
     cudnn: str
     library: str
@@ -282,17 +284,17 @@ def enumerate_candidates(
 ) -> Enumeration:
     """List every configuration of every layer, op and micro-batch, and write a CSV file.
 
-    It needs no GPU: cuDNN's own heuristics answer for the profile's device, in a child process.
+    This needs no GPU: cuDNN's own heuristics answer for the profile's device, in a child process.
     Configurations that PyTorch's rules on float32 forbid are left out (`Configuration.is_allowed`).
     """
     target = Path(output)
-    # Checked first: listing a whole network takes a while, and would be lost.
+    # The output is checked first: listing a whole network takes a while, and would be lost.
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"candidates are written to a file in a folder that exists, got {target}")
     chunks = _chunks(layers, None if batches is None else tuple(batches))
-    # Networks repeat layers, and layers share micro-batches: cuDNN is asked once for each problem.
+    # Networks repeat layers, so cuDNN is asked only once for each distinct problem.
     distinct = list(dict.fromkeys(chunk for _, chunk in chunks))
-    # Found once, so that the summary names the library that answered.
+    # The library is looked up once, so that the summary names the library that answered.
     library = find_library()
     listings = _allowed_listings(distinct, profile, library, on_progress)
     rows = _write(target, ((name, listings[chunk]) for name, chunk in chunks))
@@ -324,7 +326,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
 def _chunks(
     layers: Iterable[tuple[str, Problem]], sizes: tuple[int, ...] | None
 ) -> list[tuple[str, Problem]]:
-    """Every micro-batch of every layer, by the layer's name; a layer that is listed twice once."""
+    """Pairs (name, micro-batch) of every layer; a layer that is listed twice appears once."""
     return [
         (name, problem.with_batch(size))
         for name, problem in dict.fromkeys(layers)
@@ -348,7 +350,7 @@ def _allowed_listings(
 
 
 def _powers(batch: int) -> list[int]:
-    """All powers of two below a batch, and the batch.
+    """All powers of two below a batch, and the batch itself.
 
     >>> _powers(6), _powers(8)
     ([1, 2, 4, 6], [1, 2, 4, 8])
@@ -361,7 +363,7 @@ def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
     """Write the table, replacing an existing one; return the number of rows."""
     rows = 0
     try:
-        # Written beside the file and renamed, so that an interrupted run leaves the old table.
+        # The table is written beside the file and renamed, so that an interruption keeps the old.
         with replacing(path) as stream:
             table = csv.writer(getwriter("utf-8")(stream), lineterminator="\n")
             table.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""Device profile: a JSON file from which cuDNN can plan for a GPU without having it."""
+"""Device profile: a JSON file from which cuDNN can plan for a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.system.files import parse_json
 from ucudnn.units import Count
 
-# Fields that cuDNN requires; it may write further ones.
+# Fields that cuDNN requires; a profile that cuDNN writes may have further fields.
 _COUNTS = (
     *("cudaDeviceId", "deviceVer", "driverVer", "isTccDriver", "l2CacheSize", "maxCtasPerSM"),
     *("maxRegistersPerSM", "maxSharedMemoryPerBlock", "maxSharedMemoryPerBlockOptin"),
@@ -29,7 +29,7 @@ _KINDS = {
     "deviceName": str,
 }
 REQUIRED_FIELDS = tuple(_KINDS)
-# Some release after 9.20 began to ask for it; a profile that an older one wrote may lack it.
+# A release after 9.20 began to require these fields; profiles of older releases may lack them.
 NEWER_FIELDS = ("memoryBusWidth",)
 _Properties = defstruct(
     "_Properties", [*_KINDS.items(), *((name, Count | None, None) for name in NEWER_FIELDS)]
@@ -40,7 +40,7 @@ _OWN = Path(__file__).parent / "profiles"
 
 
 def own_profiles() -> list[str]:
-    """Names of the profiles that the package has.
+    """Names of the profiles that are part of the package.
 
     >>> own_profiles()
     ['h200']
@@ -59,12 +59,12 @@ class DeviceProfile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
-        """Read a profile, as `ucudnn doctor --save-device-profile` writes it.
+        """Read a profile that `ucudnn doctor --save-device-profile` wrote, or one of the package.
 
         >>> DeviceProfile.load("h200").name
         'NVIDIA H200'
         """
-        # A file of the user goes before one of the package.
+        # A file at this path takes precedence over a profile of the package.
         name = os.fspath(path)
         is_own = name in own_profiles() and not Path(path).exists()
         try:
@@ -79,12 +79,12 @@ class DeviceProfile:
 
     @classmethod
     def parse(cls, text: str, source: str) -> DeviceProfile:
-        """Check the JSON of a profile."""
+        """Check the JSON text of a profile, and make the profile."""
         try:
             fields = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"the device profile {source} is no JSON: {error}") from None
-        # Checked here, so that the error names the field and the file.
+        # The fields are checked here and not by cuDNN, so that the error names field and file.
         try:
             convert(fields, _Properties)
         except ValidationError as error:
@@ -120,7 +120,7 @@ class DeviceProfile:
         """Make the descriptor with which cuDNN plans for the device."""
         _require_deviceless(cudnn)
         device = Descriptor(cudnn, DescriptorKind.DEVICEPROP)
-        # The text as it was read: cuDNN may use fields that this module does not know.
+        # cuDNN gets the text as it was read, because it may use fields that are unknown here.
         device.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, self.text)
         try:
             return device.finalize()

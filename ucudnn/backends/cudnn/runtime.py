@@ -1,8 +1,8 @@
 """cuDNN on the GPUs of this process: handles, plans, launches.
 
-A launch waits for nothing and allocates only through torch. So it can be captured in a CUDA graph,
-and it runs on the current stream of torch. Handles and loaded modules, which cuDNN keeps per
-context, are made at the first launch of a thread, so a call must run once before capture.
+A launch runs on torch's current stream, waits for nothing and allocates only through torch. So it
+can be captured in a CUDA graph. But the first launch of a thread makes a handle, and cuDNN loads
+modules for its context. So a call must run once before it is captured.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from ucudnn.system.processes import ForkSafeLock
 
 
 class Handles:
-    """One handle per thread and device, on the stream that is current there.
+    """One handle per thread and device, set to torch's current stream.
 
-    cuDNN forbids two threads in one handle. Setting the stream costs microseconds, so it is set
-    only when it changes. A new thread may get the number of a thread that has ended, and then gets
-    its handle, too. So there are never more handles than threads that ran at the same time.
+    cuDNN forbids two threads to use one handle at once. Setting the stream of a handle costs
+    microseconds, so it is set only when it changes. A new thread may get the number of a thread
+    that has ended, and then also gets the handle of that thread. So there are never more handles
+    per device than threads that ran at the same time.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class Handles:
     ) -> None:
         self._open = open_handle
         self._current_stream = current_stream
-        # Needs no lock: each thread reads and writes only keys with its own number.
+        # This dict needs no lock: each thread reads and writes only keys with its own number.
         self._held: dict[tuple[int, int], tuple[Handle, int]] = {}
 
     def get(self, device: int) -> Handle:
-        """This thread's handle on a device, whose stream is torch's current one."""
+        """This thread's handle on a device, set to torch's current stream."""
         # Autograd runs backward in threads of its own, which get handles at their first launch.
         key = (threading.get_ident(), device)
         stream = self._current_stream(device)
@@ -67,7 +68,7 @@ class Runtime:
     def configurations(
         self, device: int, problem: Problem, views: Views | None = None, bias: bool = False
     ) -> list[Configuration]:
-        """cuDNN's proposals for a problem on a device, or for one with a bias."""
+        """Engine configurations that cuDNN proposes for a problem, with or without a fused bias."""
         with self._building, torch.cuda.device(device):
             return configurations(self._target(device), problem, views=views, bias=bias)
 
@@ -80,9 +81,9 @@ class Runtime:
         beta: float,
         views: Views,
     ) -> ExecutionPlan:
-        """A plan of alpha * convolution + beta * (old value of the result).
+        """Build a plan that computes alpha * convolution + beta * (old value of the result).
 
-        Threads may launch it one at a time.
+        Only one thread at a time may launch the plan.
         """
         with self._building, torch.cuda.device(device), _failures():
             target = self._target(device)
@@ -92,18 +93,18 @@ class Runtime:
         return Target(self.cudnn, handle=self._handles.get(device))
 
     def pack(self, plan: ExecutionPlan, pointers: tuple[int, ...], workspace: int) -> Descriptor:
-        """Addresses for a launch: of operands, result and perhaps bias, and of the workspace."""
+        """Describe the addresses for a launch: operands, result, bias if any, and workspace."""
         with _failures():
             return self.cudnn.variant_pack(plan.uids, pointers, workspace)
 
     def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
         """Enqueue a plan on the current stream of a device."""
-        # Nearly all launches are on the current device; entering `torch.cuda.device` costs time.
+        # Nearly all launches are on the current device. Entering `torch.cuda.device` takes time.
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():
                 self.cudnn.execute(self._handles.get(device), plan.descriptor, pack)
-        except CudnnError as error:  # without `_failures`, whose generator takes a microsecond
+        except CudnnError as error:  # not by `_failures`, whose generator takes a microsecond
             raise RuntimeError(str(error)) from error
 
 
@@ -120,6 +121,6 @@ def _failures() -> Iterator[None]:
 
 
 def _current_stream(device: int) -> int:
-    # `torch.cuda.current_stream(device).cuda_stream` makes two objects for the same number
+    # `torch.cuda.current_stream(device).cuda_stream` gives the same number, but makes two objects.
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream

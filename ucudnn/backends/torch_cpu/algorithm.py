@@ -1,4 +1,4 @@
-"""What the CPU backend's algorithms share: base classes, tensors, filter positions and costs."""
+"""Shared code of the CPU backend's algorithms: base classes, tensors, filter positions, costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ucudnn.problem import Problem
 from ucudnn.units import format_bytes
 
 Slices = tuple[slice, ...]
-# Implementations that are oneDNN's, and those of aten that multiply matrices of columns (im2col).
+# Names of oneDNN's kernels, and of aten's kernels that multiply matrices of columns (im2col).
 ONEDNN_KERNELS = frozenset({"onednn", "onednn_nhwc"})
 COLUMN_KERNELS = frozenset(
     {"slow_conv2d", "slow_conv3d", "slow_conv_dilated2d", "slow_conv_dilated3d"}
@@ -28,7 +28,7 @@ COLUMN_KERNELS = frozenset(
 
 
 class AbstractAlgorithm(ABC):
-    """A way to compute fprop, dgrad and wgrad; stateless, it builds executables."""
+    """A way to compute fprop, dgrad and wgrad: it has no state and builds executables."""
 
     name: str
     # True if products and sums have the same order in every run.
@@ -36,7 +36,7 @@ class AbstractAlgorithm(ABC):
 
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
-        """Reason why this algorithm does not apply, as a clause; None if it does."""
+        """Reason why this algorithm does not compute a problem, as a clause; None if it does."""
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:
@@ -57,7 +57,7 @@ class AbstractAlgorithm(ABC):
 
 
 class OpsExecutable(Executable):
-    """Base of executables with one method per op; `alone` calls the one of the problem's op."""
+    """Base of executables with one method per op; `alone` calls the method of the problem's op."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -69,15 +69,15 @@ class OpsExecutable(Executable):
 
     @abstractmethod
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        """y from x and w."""
+        """Compute y from x and w."""
 
     @abstractmethod
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
-        """dx from dy and w."""
+        """Compute dx from dy and w."""
 
     @abstractmethod
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dw from x and dy."""
+        """Compute dw from x and dy."""
 
 
 def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
@@ -89,13 +89,13 @@ def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
 
 def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
-    """A shape-only tensor of zeros that takes no memory and must not be written.
+    """A tensor of zeros that only stands for a shape: it takes no memory and must not be written.
 
-    aten's backward operators need only the shape of x (dgrad) or w (wgrad), but take a tensor.
+    aten's backward operators read only the shape of x (dgrad) or w (wgrad), but expect a tensor.
     """
     # mmap refuses a length of 0.
     size = max(prod(shape) * problem.bytes_per_element, 1)
-    # The kernel backs an anonymous page with memory only when it is first written.
+    # The operating system backs an anonymous page with memory only when it is first written.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         pages = mmap.mmap(-1, size, flags=flags)
@@ -104,7 +104,7 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
             f"{problem} has tensors of {format_bytes(size)}, more than this machine can address; "
             f"use a smaller batch"
         ) from error
-    # The tensor holds a reference to the mapping, which ends with it.
+    # The tensor holds a reference to the mapping, so that the mapping lives as long as the tensor.
     flat = torch.frombuffer(pages, dtype=torch_dtype(problem), count=prod(shape))
     if problem.layout == "nchw":
         return flat.view(shape)
@@ -115,7 +115,7 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
 
 def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
-    """For each filter position: its index, the outputs it reaches and the inputs they read.
+    """Index of each filter position, the outputs that use it, and the inputs that these read.
 
     >>> p = Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),))
     >>> for index, outputs, inputs in taps(p): print(index, outputs, inputs)
@@ -133,8 +133,8 @@ def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
 def direct_cost(problem: Problem) -> Cost:
     """Cost of multiplying each input by each tap that reads it, without temporaries.
 
-    Products with padding are left out, and so are operands that are multiplied only with padding or
-    not at all.
+    Products with padding are not counted. Operands that are multiplied only with padding, or not at
+    all, are not counted either.
 
     >>> direct_cost(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     Cost(operations=10, traffic_bytes=32, workspace_bytes=0)
@@ -143,7 +143,7 @@ def direct_cost(problem: Problem) -> Cost:
     met = [_met(_Axis.of(problem, axis)) for axis in range(problem.rank)]
     pairs, inputs, outputs, positions = (prod(counts) for counts in zip(*met, strict=True))
     channels = problem.in_channels // problem.groups
-    # Elements of each tensor that take part in any product; only these must be read.
+    # Number of elements of each tensor that take part in a product; the others need not be read.
     read = {
         "x": problem.batch * problem.in_channels * inputs,
         "w": problem.out_channels * channels * positions,
@@ -152,12 +152,12 @@ def direct_cost(problem: Problem) -> Cost:
     first, second = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[problem.op]
     operands = (read[first] + read[second]) * problem.bytes_per_element
     products = problem.batch * problem.out_channels * channels * pairs
-    # The result is written whole, zeros included.
+    # The whole result is written, including its zeros.
     return Cost(2 * products, operands + problem.result_bytes, 0)
 
 
 def columns_bytes(problem: Problem) -> int:
-    """Bytes of the columns of a whole batch: for each output the inputs that its filter covers.
+    """Bytes of the im2col columns of a whole batch: for each output, the inputs that it reads.
 
     >>> columns_bytes(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     24
@@ -186,9 +186,9 @@ class _Axis(NamedTuple):
         )
 
     def tap(self, position: int) -> tuple[slice, slice] | None:
-        """The outputs that a filter position reaches and the inputs they read, if there are any."""
-        # Output i reads input i * stride + offset at this position. Outputs are kept whose input
-        # lies in 0 .. size - 1; -(offset // stride) is -offset / stride, rounded up.
+        """Outputs that use a filter position and inputs that these read; None if there are none."""
+        # At this position, output i reads input i * stride + offset. The tap has those outputs
+        # whose input is in 0 .. size - 1. -(offset // stride) is -offset / stride, rounded up.
         offset = position * self.dilation - self.begin
         first = max(0, -(offset // self.stride))
         last = min(self.places - 1, (self.size - 1 - offset) // self.stride)
@@ -199,7 +199,7 @@ class _Axis(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """Counts along one axis: pairs of an output and a tap that read an input, and each alone."""
+    """Counts along one axis: pairs (output, tap) that read an input; inputs, outputs and taps."""
 
     pairs: int
     inputs: int
@@ -207,11 +207,12 @@ class _Met(NamedTuple):
     positions: int
 
 
-# Cached, because a model has few distinct axes and each is asked for at every batch size.
+# Cached, because a model has few distinct axes, and each is counted again for every batch size.
 @lru_cache(maxsize=4096)
 def _met(axis: _Axis) -> _Met:
     pairs = positions = 0
-    # One byte per place marks what some position meets: strided slices of bytes are set by C code.
+    # One byte per input and output marks those that a tap connects. Bytes are used because Python
+    # sets strided slices of bytes fast, in C code.
     inputs, outputs = bytearray(axis.size), bytearray(axis.places)
     for position in range(axis.kernel):
         met = axis.tap(position)
