@@ -85,7 +85,7 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
 
 def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Finding:
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
-    # A plan does not say whether layers have a bias. Algorithms that exist only with a bias do.
+    # A plan does not say whether layers have a bias, but some algorithms exist only with a bias.
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
     has_bias = any(chunk.algorithm in fused for chunk in split.chunks)
     default = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))

@@ -23,18 +23,18 @@ class Diagnosis:
     device: Device
     software: Software
     conditions: Conditions
-    load: float  # of the last minute
-    fresh_ns: int  # to fill a newly allocated block of 64 MiB, median of five
-    reused_ns: int  # to fill it again
-    cudnn: str  # version and file of the libcudnn for a GPU, or why there is none
+    load: float  # processes that were ready to run, on average of the last minute
+    fresh_ns: int  # time to fill a newly allocated block of 64 MiB, median of five
+    reused_ns: int  # time to fill an equal block that is in use already, median of five
+    cudnn: str  # version and path of libcudnn, or the reason why there is none
     cache_path: str
     cache_writable: bool
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Advice on faster convolutions or steadier times, one sentence each."""
+        """Advice on faster convolutions, steadier times and the cache; one text per problem."""
         sentences = []
-        # Plain "glibc": where a threshold was set, the name contains it.
+        # Exactly "glibc": if a threshold was set, the name of the allocator contains it.
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc returns large blocks to the operating system: a fresh 64 MiB "
@@ -75,8 +75,8 @@ def diagnose(cache: str | None = None) -> Diagnosis:
 
 
 def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
-    """Write the profile of this machine's GPU, for `ucudnn enumerate` on machines without it."""
-    # cuDNN itself loads without a driver, as `ucudnn enumerate` needs it.
+    """Write the profile of this machine's GPU, for `ucudnn enumerate` on other machines."""
+    # Without this test cuDNN would load even without a driver, as it does in `ucudnn enumerate`.
     if not has_driver():
         raise UnsupportedError(
             "a device profile is of the GPU here, and this machine has no NVIDIA driver; "
@@ -86,7 +86,7 @@ def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     try:
         with Handle(cudnn) as handle:
             profile = DeviceProfile.of_handle(cudnn, handle)
-    # A driver alone is no GPU that cuDNN can use.
+    # There may be a driver, but no GPU that cuDNN can use.
     except CudnnError as error:
         raise UnsupportedError(f"there is no GPU here to describe: {error}") from error
     profile.save(path)
@@ -102,7 +102,7 @@ def _describe_cudnn() -> str:
 
 
 def _writable(path: os.PathLike[str]) -> bool:
-    """True if the folder, or its nearest existing parent, can be written."""
+    """True if the folder can be written; if it does not exist, its nearest existing parent."""
     # The cache makes its folder when it first writes, so it may not exist yet.
     folder = os.path.abspath(path)
     while not os.path.exists(folder):

@@ -1,6 +1,6 @@
 """Errors and warnings; each message is a sentence with the rule, the value and the remedy.
 
-There is one base class for each, and all of them are importable from here.
+`UcudnnError` is the base class of errors, and `UcudnnWarning` is the base class of warnings.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def shortened(sentence: str, longest: int = 300) -> str:
-    """Cut the middle out of a text that may be of any length, as a damaged file may hold one.
+    """Cut the middle out of a text if it is too long, such as a text from a damaged file.
 
     >>> len(shortened("got " + "9" * 5000)), shortened("got 9")
     (300, 'got 9')
     """
     if len(sentence) <= longest:
         return sentence
-    # 5 characters are the dots and the blanks around them; both ends tell where the text is from.
+    # The dots and the blanks around them take 5 characters. Both ends stay, to recognise the text.
     half = (longest - 5) // 2
     return f"{sentence[: half + 1]} ... {sentence[-half:]}"
 
@@ -29,7 +29,7 @@ def quoted(value: object) -> str:
     >>> quoted("64MB"), quoted(10**9999)
     ("'64MB'", 'an int of 33216 bits')
     """
-    # Python writes no int of more than 4300 digits.
+    # Python refuses to write an int of more than 4300 digits as text.
     if isinstance(value, int) and value.bit_length() > 9999:
         return f"an int of {value.bit_length()} bits"
     return shortened(" ".join(repr(value).split()), 120)
@@ -73,15 +73,15 @@ class PlanError(UcudnnError):
 
 
 class PlanFileError(PlanError):
-    """A file that cannot be read as a plan: it is not there, no plan, damaged, or too new."""
+    """A file that cannot be read as a plan: missing, not a plan, damaged, or of another version."""
 
 
 class OutputError(PlanError):
-    """A file that cannot be written; what was there before still is."""
+    """A file that cannot be written; an older file of the same name stays as it was."""
 
 
 class TableError(CacheError):
-    """A file that cannot be read as a table of measurements, or cannot become one."""
+    """A file or folder that cannot be read as measurements, or to which they cannot be written."""
 
 
 class RankError(UcudnnError):
@@ -114,7 +114,7 @@ class UcudnnWarning(UserWarning):
 
 
 class CacheWarning(UcudnnWarning):
-    """Something is wrong with a cache; it goes on with what is sound."""
+    """Something is wrong with a cache; it continues with its sound entries."""
 
 
 class NoiseWarning(UcudnnWarning):
@@ -137,7 +137,7 @@ class MismatchWarning(UcudnnWarning):
     """A plan was made for another device, other versions, threads or another layout."""
 
 
-# Their frames are not where a user can change anything.
+# Packages to whose frames no warning points, because users do not change their code.
 _NOT_THE_USERS = frozenset(
     {"ucudnn", "torch", "typing_extensions", "contextlib", "concurrent", "threading"}
 )
@@ -155,7 +155,7 @@ def warn(sentence: str, category: type[UcudnnWarning] = UcudnnWarning) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _package(frame.f_globals) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
-    # In a thread of torch's own there is no such line, and the outermost one is shown.
+    # A thread of torch has no line of the user's code; then the outermost line is shown.
     warnings.warn(sentence, category, stacklevel=level)
 
 

@@ -19,9 +19,9 @@ COLUMNS = (
     *("name", "n", "c", "d", "h", "w", "k", "kd", "kh", "kw", "pad_d", "pad_h", "pad_w"),
     *("stride_d", "stride_h", "stride_w", "dil_d", "dil_h", "dil_w", "groups"),
 )
-# What tables of a real model or run have besides; a table may have any of them.
+# Further columns, which tables of a real model or run have; every other table may have them, too.
 OPTIONAL_COLUMNS = ("rank", "dtype", "layout", "math", "ops", "bias", "count")
-# A step with more calls of one convolution is taken for one with so many.
+# The most calls of a row that `as_calls` returns for a step.
 _MOST_CALLS = 1000
 
 
@@ -29,10 +29,10 @@ class Row(NamedTuple):
     """One convolution of a table.
 
     Attributes:
-        name: of its layer.
-        problem: to compute.
-        calls: how often it is computed, relative to other rows.
-        has_bias: a bias is added to its result.
+        name: name of the layer.
+        problem: the convolution.
+        calls: number of its calls, relative to other rows.
+        has_bias: whether a bias is added to its result.
     """
 
     name: str
@@ -65,9 +65,9 @@ def read_rows(
 ) -> list[Row]:
     """Read the convolutions of a table with their counts.
 
-    Without a column `rank` a layer whose depth and kernel depth are 1 is two-dimensional, any
-    other three-dimensional. `has_tf32` is for float32 problems of which neither an argument nor the
-    table says anything.
+    Without a column `rank` a layer is two-dimensional if its depth and its kernel depth are 1, and
+    three-dimensional otherwise. If neither `math` nor the table gives the math of float32 problems,
+    it is "tf32" if `has_tf32` is true, else "strict".
     """
     lines = _lines(path)
     given = {"dtype": dtype, "layout": layout, "math": math}
@@ -81,10 +81,10 @@ def read_rows(
 
 
 def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
-    """The rows of a file with their lines."""
+    """The rows of a file with their line numbers."""
     try:
-        # Spreadsheets begin UTF-8 files with a byte order mark, which would be part of the first
-        # name; newline="" leaves line ends to the csv module, which knows quoted ones.
+        # "utf-8-sig" drops the byte order mark that spreadsheets write, which would be part of the
+        # first name. newline="" leaves line ends to the csv module, which knows quoted line ends.
         with Path(path).open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
@@ -113,7 +113,7 @@ def _refuse_twice(path: object, columns: Collection[str], given: Mapping[str, st
 
 
 def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str]) -> list[Row]:
-    # A row that is too short has None for what it lacks.
+    # A row that is too short has None in the columns that are missing.
     listed = _split(row.get("ops")) or OPS
     biased = _split(row.get("bias"))
     for name, values in (("ops", listed), ("bias", biased)):
@@ -188,17 +188,17 @@ def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
 
 def _int(text: str | None) -> int | None:
     try:
-        # A row that is too short has None.
+        # The text is None if the row is too short.
         return int(text or "")
     except ValueError:
         return None
 
 
 def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
-    """Each problem as often as a step calls it, by the counts of a table.
+    """List each problem as often as one step calls it, computed from the counts of a table.
 
-    The counts of a recorded run are those of all its steps. The most frequent count is taken for
-    one call in a step, the others are rounded, and what is rarer counts as one.
+    The counts of a recorded run are sums over all its steps. The most frequent count is assumed to
+    mean one call per step. The other counts are divided by it and rounded, to at least one call.
 
     >>> one, two = Problem("fprop", 2, 3, 4, (9,), (3,)), Problem("fprop", 2, 4, 4, (9,), (3,))
     >>> rows = [Row("a", one, 500), Row("b", two, 1000), Row("c", one, 500), Row("last", two, 1)]
@@ -207,18 +207,18 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
     """
     kept = list(rows)
     frequency = Counter(row.calls for row in kept)
-    # Of counts that are equally frequent the smaller one: rounding loses least by it.
+    # If several counts are equally frequent, the smallest is the unit: rounding then loses least.
     unit = min(frequency, key=lambda count: (-frequency[count], count), default=1)
     return [
         (row.name, row.problem)
         for row in kept
-        # In integers, because counts may be larger than any float.
+        # Computed in integers, because counts may be larger than any float.
         for _ in range(min(max(1, (2 * row.calls + unit) // (2 * unit)), _MOST_CALLS))
     ]
 
 
 def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()) -> list[Row]:
-    """Rows of a list of calls: equal ones are one row with their count."""
+    """Rows of a list of calls; equal calls become one row with their count."""
     counts = Counter(layers)
     return [
         Row(name, problem, count, problem in biased) for (name, problem), count in counts.items()
@@ -226,7 +226,7 @@ def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] =
 
 
 def format_rows(rows: Iterable[Row]) -> str:
-    """The text of a table with all columns, which `read_rows` reads."""
+    """The rows as the text of a CSV table with all columns, which `read_rows` can read."""
     # The passes of one layer that are called equally often share a line.
     lines: dict[tuple[str, Problem, int], list[Row]] = {}
     for row in rows:
@@ -259,7 +259,7 @@ def _cells(problem: Problem) -> dict[str, object]:
         "layout": problem.layout,
         "math": problem.math,
     }
-    # Axes that the problem does not have are of one element.
+    # Axes that the problem does not have are written as axes of one element.
     absent = 3 - problem.rank
     columns = {
         "": ((1,) * absent, problem.input_size),

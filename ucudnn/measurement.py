@@ -18,11 +18,11 @@ class FailureKind(StrEnum):
     """Kind of a candidate's failure; `Measurement.reason` says more, for people.
 
     Attributes:
-        OUT_OF_MEMORY: there was too little memory, of which there may be more at another time.
-        CRASH: it ended its process, or made the device useless to it.
-        HANG: it did not end in time.
-        WRONG: its result is not that of the convolution.
-        ERROR: it raised any other error.
+        OUT_OF_MEMORY: there was too little memory; at another time there may be enough.
+        CRASH: the candidate ended its process, or the process can no longer use the device.
+        HANG: the candidate did not end in time.
+        WRONG: the result of the candidate is not that of the convolution.
+        ERROR: the candidate raised another error.
     """
 
     OUT_OF_MEMORY = "out of memory"
@@ -33,15 +33,16 @@ class FailureKind(StrEnum):
 
 
 class Subject(StrEnum):
-    """Subject of a measurement.
+    """Subject of a measurement: what was timed.
 
     Attributes:
         CHUNK: a candidate, in one role.
-        FIRST_RUN: a candidate when it was run first, kept apart from later, more precise times.
-        CALL: a whole call by the split of the key, in a race with others.
-        OPERATIONS: 10^12 operations at the machine's peak rate, by the dtype of the problem.
-        TRAFFIC: 10^12 bytes at the machine's peak rate; the workspace is what its caches hold.
-        OVERHEAD: what a planned layer's call takes on the host in addition to its kernel.
+        FIRST_RUN: the first run of a candidate, kept apart from its later, more precise times.
+        CALL: a whole call by the split of the key, in a race with other splits.
+        OPERATIONS: 10^12 operations at the machine's peak rate, in the dtype of the problem.
+        TRAFFIC: moving 10^12 bytes at the machine's peak rate; `workspace_bytes` is the size of the
+            machine's caches.
+        OVERHEAD: what the host does for a call of a planned layer in addition to its kernel.
     """
 
     CHUNK = "chunk"
@@ -56,9 +57,9 @@ class Role(StrEnum):
     """Position of a chunk in the split of a call, and the kind of call by which it is computed.
 
     Attributes:
-        ALONE: the only chunk; its call returns the result, to which others may be added.
-        FIRST: the first of several; its call begins a sum in float32.
-        LATER: any other; its call writes into, or adds to, a result that exists.
+        ALONE: the only chunk; its call returns the result, as the call of a first chunk may, too.
+        FIRST: the first of several chunks; its call begins a sum in float32.
+        LATER: any other chunk; its call writes into, or adds to, an existing result.
     """
 
     ALONE = "alone"
@@ -74,11 +75,11 @@ def role_of(problem: Problem, position: Role) -> Role:
     """
     if position != Role.FIRST:
         return position
-    # Each chunk of fprop and dgrad is written into its own part of the result, also the first.
+    # Each chunk of fprop and dgrad, even the first, is written into its own part of the result.
     if problem.op != "wgrad":
         return Role.LATER
-    # In half precision the first chunk begins a sum in float32; in full precision the result of an
-    # ordinary call is what the others are added to.
+    # In half precision the first chunk begins a sum in float32. In full precision the first chunk
+    # is an ordinary call, and the later chunks are added to its result.
     return Role.ALONE if problem.bytes_per_element >= 4 else Role.FIRST
 
 
@@ -102,8 +103,8 @@ class Candidate:
     Args:
         problem: the problem at the micro-batch size.
         algorithm: the algorithm's stable name.
-        workspace_bytes: temporary memory in bytes; None if only a run can tell.
-        notes: what else is known, for people.
+        workspace_bytes: temporary memory in bytes; None if it is not known before a run.
+        notes: further facts, for people.
         implementation: what the library runs, such as "onednn"; "" if the algorithm's name says it.
         is_deterministic: whether it computes the same bits each time.
         adds_bias: whether it also adds a bias, in the kernel that computes the convolution.
@@ -120,16 +121,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The hardware a time belongs to; one cache file per device.
+    """The hardware on which a time was measured; measurements are kept per device.
 
     Args:
         type: "cpu" or "cuda".
         name: the model, as the processor or driver reports it.
-        isa: vector instruction set the framework uses, "" on a GPU.
+        isa: vector instruction set that torch uses, "" on a GPU.
         cores: physical processors, or streaming multiprocessors on a GPU.
         compute_capability: such as "9.0", "" on a CPU.
-        memory_bytes: of a GPU, 0 on a CPU (its size does not change a time).
-        power_limit_w: of a GPU, 0 on a CPU.
+        memory_bytes: memory of a GPU; 0 on a CPU, where the size of the memory changes no time.
+        power_limit_w: power limit of a GPU in watts; 0 on a CPU.
         mig: the MIG profile of a GPU, "" if there is none.
     """
 
@@ -172,12 +173,12 @@ class Conditions:
     """Conditions of a run of a candidate.
 
     Args:
-        role: of the chunk in its call.
+        role: role of the chunk in its call.
         threads: torch's intra-operator threads on a CPU, 0 on a GPU.
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
         ranks_per_device: processes that share the device.
         mps_percent: share of a GPU's processors that MPS grants; 100 for a process that has the
-            GPU to itself, 0 where several take turns on it without MPS.
+            GPU to itself, 0 if several processes take turns on the GPU without MPS.
     """
 
     role: Role = Role.ALONE
@@ -192,15 +193,15 @@ class MeasurementKey:
     """Everything a time depends on, and nothing else: no limit, solver, policy or candidate list.
 
     Args:
-        problem: with the micro-batch as its batch.
-        algorithm: the stable name; "" if the subject is no candidate.
+        problem: the problem, with the micro-batch size as its batch.
+        algorithm: stable name of the algorithm; "" if the subject is no candidate.
         device: the hardware.
-        software: the versions.
-        conditions: how it was run.
+        software: versions of the software.
+        conditions: conditions of the run.
         protocol: version number of the timing loop.
         subject: what was timed.
-        split: of a whole call.
-        race: identity of the race of a whole call: samples of different races are no pairs.
+        split: split of a whole call; None for other subjects.
+        race: identity of the race of a whole call; samples of different races cannot be paired.
 
     Raises:
         UcudnnError: the subject does not go with the algorithm or the split.
@@ -239,14 +240,15 @@ class Measurement:
         samples: times of one chunk in ns, in the order taken.
         workspace_bytes: peak that the allocator saw beyond the result; None if it failed.
         error: relative error (L2) against a float64 reference; None if it was not measured.
-        reason: why it failed, for people, else "".
-        notes: what else is known, for people, such as "max_ulp=2".
-        failure: kind of the failure; None if it did not fail, or if nobody knows.
+        reason: why the candidate failed, for people; "" if it did not fail.
+        notes: further facts, for people, such as "max_ulp=2".
+        failure: kind of the failure; None if it did not fail, or if the kind is not known.
         lost_to: the algorithm that it lost its race against, if it was eliminated; else "".
         implementation: as in `Candidate`.
         is_deterministic: as in `Candidate`.
         adds_bias: as in `Candidate`.
-        load: processors that others used meanwhile; 0 if enough were left for this process.
+        load: number of processors that other processes used meanwhile; 0 if enough were left for
+            this process.
 
     Raises:
         UcudnnError: an unknown status, a time that does not go with the status, or a negative
@@ -271,14 +273,14 @@ class Measurement:
 
     @property
     def is_perturbed(self) -> bool:
-        """True if other processes used the processors while it was timed."""
+        """True if other processes used the processors during the measurement."""
         return self.load > 0
 
     def may_replace(self, known: Measurement) -> bool:
-        """False for one taken under load where a quiet one of the same key says as much."""
+        """False if this was measured under load, and `known` says as much without load."""
         if known.is_perturbed or not self.is_perturbed:
             return True
-        # That something fails, or no longer does, is news whatever else is known.
+        # A candidate that fails now and did not before, or the reverse, always replaces `known`.
         if "failed" in (self.status, known.status):
             return self.status != known.status
         return _SAYING_MORE.index(self.status) > _SAYING_MORE.index(known.status)

@@ -1,7 +1,7 @@
 """Layers with the constructors of torch.nn whose convolutions follow a plan.
 
 They are adapters without logic, with the same parameters and the same state_dict. A layer that was
-made here, and not converted by a plan, follows `Config.unplanned`.
+constructed from one of these classes has no plan, and does what `Config.unplanned` says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ucudnn.execution.autograd import Geometry, convolution
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.runner import Layer, Runner
 
-if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attributes they read
+if TYPE_CHECKING:  # the mixins below read attributes of the torch.nn class with which they combine
 
     class _Convolution(nn.modules.conv._ConvTransposeNd):
         def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -30,7 +30,7 @@ else:
 
 
 class AbstractPlanned(_Convolution):
-    """The addition to torch's layers: the plan that they follow.
+    """Mixin that lets a layer of torch follow a plan.
 
     Args:
         config: what to do with shapes that have no plan, keyword only; all other arguments are
@@ -42,13 +42,13 @@ class AbstractPlanned(_Convolution):
     def __init__(
         self, *args: Any, device: Any = None, config: Config | None = None, **kwargs: Any
     ) -> None:
-        if device is not None:  # a parameter because torch.nn.utils.skip_init looks for one
+        if device is not None:  # in the signature, because torch.nn.utils.skip_init looks for it
             kwargs["device"] = device
         super().__init__(*args, **kwargs)
         follow(self, Runner(None, config))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # With this attribute torch's quantisation, eager and by FX, begins with each layer.
+        # Setting this attribute is the first thing that torch's quantisation does with a layer.
         if name == "qconfig" and value is not None:
             warn(
                 "torch.ao.quantization looks layers up by their type and leaves those that follow "
@@ -57,21 +57,21 @@ class AbstractPlanned(_Convolution):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """torch's own, and what the layer follows."""
+        """torch's own `extra_repr`, and the plan that the layer follows."""
         plan = self._ucudnn_runner.plan
         said = "no plan" if plan is None else f"plan {plan.hash[:8]}"
         return f"{super().extra_repr()}, {said}"
 
 
 class AbstractConvolution(AbstractPlanned):
-    """Forward of a convolution by its plan; under torch.compile, torch's own convolution."""
+    """Mixin whose forward follows the plan; under torch.compile it is torch's own convolution."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
             plain: Tensor = super()._conv_forward(input, weight, bias)
             return plain
         surplus, geometry = geometry_of(self)
-        # aten's convolution pads with zeros, the same at both ends; the rest is added before it.
+        # aten's convolution pads with zeros only, equally at both ends; the rest is added here.
         if surplus is not None:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             input = functional.pad(input, surplus, mode=mode)
@@ -79,7 +79,7 @@ class AbstractConvolution(AbstractPlanned):
 
 
 class AbstractTransposed(AbstractPlanned):
-    """Forward of a transposed convolution by its plan; under torch.compile, torch's own."""
+    """Like `AbstractConvolution`, for transposed convolutions."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Compute the output by the plan; arguments as in torch."""
@@ -88,7 +88,7 @@ class AbstractTransposed(AbstractPlanned):
             return plain
         rank = len(self.kernel_size)
         arguments = (self.stride, self.padding, self.kernel_size, rank, self.dilation)
-        # `output_size` of this call decides, and the module's own padding is only the default.
+        # `output_size` decides; the module's own `output_padding` is only the default.
         output_padding = self._output_padding(input, output_size, *arguments)  # type: ignore[arg-type]
         _, geometry = geometry_of(self)
         geometry = geometry._replace(output_padding=tuple(output_padding))
@@ -147,10 +147,10 @@ class ConvTranspose3d(AbstractTransposed, nn.ConvTranspose3d):
 def follow(module: nn.Module, runner: Runner) -> None:
     """Give a layer the attributes that planned classes need.
 
-    One of them is `__module__`: tracers of torch.fx take modules from torch.nn for leaves, which
-    they do not look into. On the class it would break pickling.
+    One of them is `__module__`, which names torch.nn: tracers of torch.fx do not trace into modules
+    from there. On the class, this attribute would break pickling.
     """
-    # In the instance: all layers share the class, and `unfollow` can remove it again here.
+    # Set on the instance, because all layers share the class and `unfollow` must remove it again.
     vars(module).update(_ucudnn_runner=runner, __module__=nn.Conv2d.__module__)
 
 
@@ -162,17 +162,17 @@ def unfollow(module: nn.Module) -> None:
 
 @untraced
 def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geometry]:
-    """Padding of the input before the convolution, as torch does it, and the geometry of the rest.
+    """The padding to add to the input before a convolution, and the geometry of the convolution.
 
     The padding is for `torch.nn.functional.pad`: (begin, end) per axis, last axis first; None if
-    torch does not pad.
+    torch would not call `pad` for this module either.
 
     >>> geometry_of(nn.Conv2d(1, 1, (3, 2), padding="same"))[0]
     [0, 1, 0, 0]
     >>> geometry_of(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"))[1].padding
     (0, 0)
     """
-    # Tuples, which can be hashed, whatever was assigned to the module's attributes.
+    # The cached function needs hashable arguments, and the module's attributes may be lists.
     return _geometry(
         module.padding if isinstance(module.padding, str) else tuple(module.padding),
         module.padding_mode,
@@ -185,7 +185,7 @@ def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geom
     )
 
 
-# Every forward of a layer asks for this, and models have few different geometries.
+# Cached, because every forward of a layer calls it and models have few different geometries.
 @lru_cache(maxsize=1024)
 def _geometry(
     amounts: str | tuple[int, ...],
@@ -199,15 +199,15 @@ def _geometry(
 ) -> tuple[list[int] | None, Geometry]:
     if amounts == "same":
         spans = zip(dilation, kernel_size, strict=True)
-        # As torch does it: of an odd total the larger half comes last.
+        # As in torch, the larger half of an odd total is added at the end.
         totals = [step * (kernel - 1) for step, kernel in spans]
         pairs = [(total // 2, total - total // 2) for total in totals]
     elif isinstance(amounts, str):
-        # The only other text is "valid", which means none.
+        # The only other text is "valid", which means no padding.
         pairs = [(0, 0)] * len(kernel_size)
     else:
         pairs = [(amount, amount) for amount in amounts]
-    # Zeros that are equal at both ends are left to the convolution, which needs no padded copy.
+    # The convolution itself adds equal zeros at both ends, without a padded copy of the input.
     inner = tuple(0 if mode != "zeros" else min(pair) for pair in pairs)
     surplus = [
         amount - kept
@@ -215,19 +215,19 @@ def _geometry(
         for amount in pair
     ]
     geometry = Geometry(stride, inner, dilation, transposed, output_padding, groups)
-    # torch calls its pad for every other mode, which may change the layout even where it adds none
+    # for other modes torch always calls `pad`, which may change the layout even if it adds nothing
     return surplus if mode != "zeros" or any(surplus) else None, geometry
 
 
 def layer_of(module: nn.modules.conv._ConvNd) -> Layer:
-    """The `Layer` of the kernels of a module.
+    """The `Layer` of a module: the fields that all its kernels have in common.
 
     >>> layer_of(nn.ConvTranspose1d(2, 5, 3)).in_channels
     5
     """
     _, geometry = geometry_of(module)
     channels = (module.in_channels, module.out_channels)
-    # A transposed convolution is the gradient of the one that has its channels exchanged.
+    # A transposed convolution is the dgrad of a convolution with the channel counts exchanged.
     in_channels, out_channels = reversed(channels) if module.transposed else channels
     return Layer(
         in_channels,

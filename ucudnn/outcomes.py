@@ -11,34 +11,34 @@ from ucudnn.errors import PlanError
 from ucudnn.units import Count, Ratio, format_bytes, format_ns
 
 MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
-# As a fraction of a step's time: a smaller difference, either way, decides nothing.
+# Fraction of a step's time: a smaller gain or loss decides nothing.
 TOLERATED = 0.01
-# Fewer rounds do not show how large the noise is; then only a loss of more than this counts.
+# With fewer rounds the noise is unknown, and only a loss of more than `_CLEAR_LOSS` counts.
 LEAST_ROUNDS = 3
 _CLEAR_LOSS = 0.1
-# As a fraction of a step's time: a smaller difference of the medians of a hint's few rounds is
-# noise.
+# Fraction of a step's time: a smaller gain in a hint counts as noise, because a hint has few
+# rounds.
 _HINTED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a plan came about, for whoever finds its file; no part of what it decides.
+    """How a plan came about, for people who find its file; it has no effect on what runs.
 
     >>> print(Origin("net.py:net", made="2026-01-31", ucudnn="1.2", effort="quick", load="0.5"))
     net.py:net, made 2026-01-31, ucudnn 1.2, protocol 0, effort quick, tuned in 0 s, load 0.5
 
     Args:
-        model: its class, or its name on the command line; "" where layers were tuned without one.
+        model: class of the model, or its name on the command line; "" if there was no model.
         inputs: shapes and dtypes, such as "8x3x224x224 float32".
         made: date and time in UTC, as 2026-01-31T12:00:00Z.
         ucudnn: version of this package.
-        protocol: number of the way in which times were taken.
-        effort: setting.
-        budget: seconds that tuning might take, "" without an end.
-        seconds: that it took, rounded.
-        load: of the machine at the end: processes that were ready to run, on average of a minute.
-        left_out: kernels without a plan, or without one of a smaller batch, because the time was
+        protocol: version number of the timing loop.
+        effort: the setting `effort`.
+        budget: the most seconds that tuning was allowed to take; "" if there was no limit.
+        seconds: seconds that tuning took, rounded.
+        load: processes that were ready to run at the end of tuning, on average of a minute.
+        left_out: kernels that have no plan, or no plan of a smaller batch, because the time was
             over.
         over_limit: kernels without a plan, because nothing fits the workspace limit.
     """
@@ -72,16 +72,16 @@ class StepRace:
     Args:
         torch_ns: median time of a step by torch's own convolutions.
         plan_ns: median time of a step by the plan.
-        ratio: median over the rounds of the plan's time over torch's.
-        low: lower end of its 95 % interval.
-        high: upper end.
+        ratio: median over the rounds of the plan's time divided by torch's time.
+        low: lower end of the 95 % interval of the ratio.
+        high: upper end of that interval.
         rounds: pairs of steps that were timed.
         torch_peak_bytes: peak of what a step by torch's own convolutions allocates.
         plan_peak_bytes: peak of what a step by the plan allocates.
         dropped: kernels given back to torch, because steps were not faster with their plans.
         reason: why no step was run; "" if steps were run.
-        inside: ratio, low and high of the kernels that the plan changes, timed inside the steps of
-            both, all of them together; None where they were not timed.
+        inside: ratio, low and high for the sum of all kernels that the plan changes, timed inside
+            steps by the plan and by torch; None if kernels were not timed there.
     """
 
     torch_ns: Count = 0
@@ -99,7 +99,7 @@ class StepRace:
     @property
     def is_loss(self) -> bool:
         """True if steps are slower by the plan, beyond the noise."""
-        # The whole interval must lie above: noise is no reason to give a plan up.
+        # The whole interval must be above 1 + `least`: noise is no reason to give a plan up.
         least = TOLERATED if self.rounds >= LEAST_ROUNDS else _CLEAR_LOSS
         return self.rounds > 0 and self.low > 1 + least
 
@@ -136,7 +136,7 @@ class StepRace:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """Steps by torch.compile that judged a plan, or the reason why they were not compiled.
+    """How the steps that judged a plan were compiled, or the reason why they were not compiled.
 
     >>> print(Compilation(seconds=34))
     the steps that judged it were compiled by torch.compile, which took 34 s beside the time budget
@@ -144,10 +144,10 @@ class Compilation:
     False
 
     Args:
-        seconds: of compiling and of the first compiled steps, which no time of a step includes.
-        reason: why steps of a compiled model were not compiled; "" if they were.
-        relaid: convolutions of a compiled step in another layout than the plan has them in, which
-            do not follow it.
+        seconds: duration of compiling and of the first compiled steps; no time of a step has it.
+        reason: why steps of a compiled model were not compiled; "" if they were compiled.
+        relaid: number of convolutions of a compiled step that do not follow the plan, because their
+            layout is not the layout for which the plan was made.
     """
 
     seconds: Count = 0
@@ -187,10 +187,10 @@ class Contestant:
         memory_format: "keep", as the model was, or "channels_last".
         is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
         time_ns: median time of a step; if no step was run, the sum of its kernels.
-        ratio: median over the rounds of its time over torch's in the model's own layout.
-        low: lower end of its 95 % interval.
-        high: upper end.
-        peak_bytes: peak of allocated memory in a step; 0 if none was run.
+        ratio: median over the rounds of its time divided by that of torch in the model's layout.
+        low: lower end of the 95 % interval of the ratio.
+        high: upper end of that interval.
+        peak_bytes: peak of allocated memory in a step; 0 if no step was run.
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
     """
@@ -222,7 +222,8 @@ class LayoutRace:
     the model keeps its layout: it has no tensors of four or five axes
 
     Args:
-        contestants: the contestants; empty if there was nothing to compare.
+        contestants: the contestants, torch in the model's own layout first; empty if there was
+            nothing to compare.
         winner: index of the contestant that won.
         rounds: number of rounds, in each of which every contestant ran one step; 0: the sums of the
             kernels' times were compared.
@@ -262,7 +263,7 @@ class LayoutRace:
                 f"the layout is {chosen} by the sums of kernels, because no steps were compared "
                 f"({self.reason}): {', '.join(sums)}"
             )
-        # Torch in the model's own layout comes first: all ratios are to it.
+        # All ratios are to the first contestant, which is torch in the model's own layout.
         first = self.contestants[0]
         if winner is first:
             least = format_ns(first.time_ns)
@@ -276,7 +277,7 @@ class LayoutRace:
 
 @dataclass(frozen=True, slots=True)
 class LayoutHint:
-    """Steps in channels_last beside those of a plan that keeps the model's layout.
+    """Steps by torch in channels_last, compared with steps by a plan in the model's own layout.
 
     >>> LayoutHint(channels_last_ns=80, plan_ns=100, rounds=2).ratio
     0.8
@@ -285,9 +286,9 @@ class LayoutHint:
 
     Args:
         channels_last_ns: median time of a step by torch's own convolutions in channels_last.
-        plan_ns: the same by the plan, in the model's own layout.
-        rounds: in which both ran one step.
-        reason: why they did not, "" where they did.
+        plan_ns: median time of a step by the plan, in the model's own layout.
+        rounds: number of rounds, each with one step by torch and one step by the plan.
+        reason: why no such steps were timed; "" if they were timed.
     """
 
     channels_last_ns: Count = 0
@@ -297,7 +298,7 @@ class LayoutHint:
 
     @property
     def ratio(self) -> float:
-        """Time of a step in channels_last over that by the plan; 1 where neither was run."""
+        """Time of a step in channels_last divided by that of a step by the plan; 1 if not timed."""
         return self.channels_last_ns / self.plan_ns if self.plan_ns else 1.0
 
     def __str__(self) -> str:
@@ -318,11 +319,11 @@ class Way:
     """One way to run a step, with the peak of its memory and its time.
 
     Args:
-        kind: "torch" as it is, "segments", "loop" over micro-batches, or "plan".
-        name: in tables.
+        kind: "torch" (undivided), "segments", "loop" (over micro-batches) or "plan".
+        name: name of the way in tables.
         peak_bytes: the most that is allocated at any moment.
-        time_ns: of the step; 0 where it was not timed.
-        is_estimated: computed from what was measured of parts of a step; else it was run.
+        time_ns: time of the step; 0 if the step was not timed.
+        is_estimated: True: estimated from measurements of parts of a step; False: a step was run.
     """
 
     kind: Literal["torch", "segments", "loop", "plan"]
@@ -334,24 +335,24 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory of a whole step: the budget, what is live all along, and peaks.
+    """Memory of a whole step: the budget, what is allocated during the whole step, and peaks.
 
     >>> memory = StepMemory(100, 20, 0, 40, 10, 90, 130, 98, is_training=True)
     >>> memory.activations_bytes, memory.workspace_bytes
     (20, 40)
 
     Args:
-        budget_bytes: that the step may have allocated at any moment.
+        budget_bytes: the memory budget: bytes that the step may have allocated at any moment.
         parameters_bytes: parameters of the model.
         gradients_bytes: gradients that existed when tuning began.
-        optimizer_bytes: state of the optimisers that existed then.
+        optimizer_bytes: state that the optimisers had when tuning began.
         other_bytes: buffers and inputs; on a GPU also what else the process had allocated.
-        own_peak_bytes: peak by torch without any workspace of its convolutions.
-        torch_peak_bytes: peak by torch's own convolutions, of a step that is not divided.
-        plan_peak_bytes: peak by the plan; 0 where it was not taken yet.
-        is_training: of forward and backward; else of forward without a graph.
-        calls: (index of a kernel in the plan, bytes live beside its workspace) of each of its
-            convolutions in a step by the plan, in order.
+        own_peak_bytes: peak of an undivided step by torch, without workspace of convolutions.
+        torch_peak_bytes: peak of an undivided step by torch, with workspace.
+        plan_peak_bytes: peak of a step by the plan; 0 if it was not measured yet.
+        is_training: True: the step is forward and backward; False: forward without a graph.
+        calls: for each planned convolution of a step by the plan, in order: (index of its kernel in
+            the plan, bytes that are live beside its workspace).
         ways: steps that were run or estimated, torch's first.
         whole: modules that cannot run in micro-batches, each with the reason.
     """
@@ -371,7 +372,7 @@ class StepMemory:
 
     @property
     def activations_bytes(self) -> int:
-        """What is allocated during a step by torch at its peak, without workspace."""
+        """What a step by torch itself has allocated at its peak, without workspace."""
         held = self.parameters_bytes + self.gradients_bytes
         return max(0, self.own_peak_bytes - held - self.optimizer_bytes - self.other_bytes)
 

@@ -59,28 +59,28 @@ class Plan:
     Args:
         kernels: one per distinct problem.
         device: the hardware it was measured on.
-        software: the versions.
+        software: versions of torch and of the libraries under it.
         conditions: threads, allocator and so on.
         config: the settings it was made with.
         backend: name of the backend that runs it.
         step_race: race of whole training steps with the plan and without it; None if the plan was
             made without a model.
-        memory_format: layout of the model that it was made for: "keep", as the model was, or
+        memory_format: layout for which the plan was made: "keep" (the layout that the model had) or
             "channels_last" (channels_last_3d for 5-D tensors).
-        layout_race: how the memory format was decided; None if the settings did not ask for it.
-        layout_hint: gain to expect of channels_last, if the settings did not ask for it; None if it
-            would change nothing, or if no steps were run.
+        layout_race: how the memory format was decided; None if the settings keep the layout.
+        layout_hint: steps in channels_last, timed although the settings keep the layout; None if
+            channels_last would change nothing, or if no steps can be run.
         memory: memory of a whole step; None if there was no memory budget.
-        origin: how it came about; None if the plan was put together by hand.
+        origin: how the plan came about; None if the plan was put together by hand.
         compilation: how steps of a compiled model were compiled before they judged the plan; None
             if the model was not compiled, or if no steps were run.
-        segments: modules that run in micro-batches; one inside another is recomputed in each
-            micro-batch of that.
+        segments: modules that run in micro-batches or are recomputed; a segment inside another
+            segment is recomputed in each micro-batch of the outer segment.
         micro_batch: samples that a training loop should run at once; None: the whole batch.
 
     Raises:
-        PlanError: a module is a segment twice, or a micro-batch is no size, or larger than any
-            batch of a kernel.
+        PlanError: a module is a segment twice, or a micro-batch is not an int of at least 1, or is
+            larger than the batches of all kernels.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -111,7 +111,8 @@ class Plan:
                 f"a module can be a segment once, got {twice} more often; leave one out"
             )
         most = max((kernel.problem.batch for kernel in self.kernels), default=None)
-        # What was found by tuning may have more samples than any convolution, such as windows.
+        # Segments that tuning found (with `training`) may have more samples than any convolution,
+        # such as windows, so they are not checked.
         sizes = {one.module: one.micro_batch for one in self.segments if one.training is None}
         for name, size in [*sizes.items(), ("of a loop", self.micro_batch)]:
             if most is not None and size is not None and size > most:
@@ -122,11 +123,11 @@ class Plan:
 
     @property
     def division(self) -> StepDivision:
-        """How a step by this plan is divided."""
+        """The division of a step by this plan: its segments, and the micro-batch of a loop."""
         return StepDivision(self.segments, self.micro_batch)
 
     def micro_batches(self, *batch: Any) -> Iterator[MicroBatch]:
-        """Cut a batch as a training loop should, along the first axis of its tensors.
+        """Cut a batch into micro-batches for a training loop, along the first axis of its tensors.
 
         >>> plan = Plan((), Device("cpu", ""), Software(""), Conditions(), Config(), micro_batch=2)
         >>> for images, labels in plan.micro_batches(["a", "b", "c"], [0, 1, 2]):
@@ -134,20 +135,20 @@ class Plan:
         ['a', 'b'] [0, 1]
         ['c'] [2]
 
-        A mean over a part, times its `weight`, is its share of the mean over the batch: of a loss,
-        `(loss(model(part[0]), part[1]) * part.weight).backward()` for each part adds up to the
-        gradients of the batch.
+        The mean over a part, times the `weight` of the part, is its share of the mean over the
+        batch. So `(loss(model(part[0]), part[1]) * part.weight).backward()` for each part adds the
+        gradients of the batch up.
 
         Args:
             batch: tensors, arrays, lists of samples, and tuples and mappings of these.
 
         Raises:
-            ConfigError: the batch is empty, or its parts differ in their number of samples.
+            ConfigError: the batch is empty, or its tensors differ in their number of samples.
         """
         return micro_batches(self.micro_batch, batch)
 
     def __repr__(self) -> str:
-        # The generated one would print every table of every kernel.
+        # The generated `repr` would print every table of every kernel.
         return f"<Plan {self.hash[:8]}: {self}>"
 
     def __str__(self) -> str:
@@ -168,7 +169,7 @@ class Plan:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kernels that the plan lacks, or some batches of: for lack of time, or nothing fits."""
+        """Kernels without a plan for some or all batches: the time was over, or nothing fits."""
         return () if self.origin is None else (*self.origin.left_out, *self.origin.over_limit)
 
     def split(self, problem: Problem) -> Split:
@@ -183,15 +184,15 @@ class Plan:
         """The kernel that covers a problem: same geometry, and the smallest sufficient batch.
 
         Raises:
-            PlanError: there is none.
+            PlanError: no kernel of the plan has this geometry and at least this batch.
         """
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
-        # In order of their batches, so the first one that covers it is the smallest.
+        # In the order of their batches, so the first kernel that covers the problem is smallest.
         for kernel in kernels:
             if kernel.covers(problem.batch):
                 return kernel
         if kernels and problem.batch <= kernels[-1].problem.batch:
-            return kernels[-1]  # whose `split` says why it has none of this batch
+            return kernels[-1]  # its `split` raises an error that says why the batch has no plan
         if kernels:
             raise PlanError(
                 f"{problem} is planned only up to batch {kernels[-1].problem.batch}; "
@@ -203,20 +204,20 @@ class Plan:
         )
 
     def covers(self, problem: Problem) -> bool:
-        """True if `split` has an answer for this problem."""
+        """True if the plan has a split of this problem."""
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
         return any(kernel.covers(problem.batch) for kernel in kernels)
 
     @cached_property
     def _kernels_by_geometry(self) -> dict[Problem, list[KernelPlan]]:
-        # The batch is not part of the geometry: one of 1 stands for all.
+        # The batch is not part of the geometry, so every key has batch 1.
         by_geometry: dict[Problem, list[KernelPlan]] = {}
         for kernel in sorted(self.kernels, key=lambda kernel: kernel.problem.batch):
             by_geometry.setdefault(kernel.problem.with_batch(1), []).append(kernel)
         return by_geometry
 
     def limit_bytes(self, kernel: KernelPlan) -> int | None:
-        """Workspace that a call of a kernel may use: the limit, or what the budget leaves it."""
+        """Workspace that a call of a kernel may use within the limit and the memory budget."""
         limit = self.config.limit_bytes
         if self.memory is None or kernel.live_bytes is None:
             return limit
@@ -225,7 +226,7 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Workspace of the plan: the largest of any kernel, or with a pool the sum of all calls."""
+        """Workspace of the plan: the most of any kernel, or with a pool the sum over all calls."""
         if self.config.total_bytes is not None:
             return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
@@ -239,10 +240,10 @@ class Plan:
     def hash(self) -> str:
         """SHA-256 of the problems, splits, layout, settings and device; equal for equal plans.
 
-        Times, dates and hosts are left out, so that it can be equal on two machines of one kind.
+        Times, dates and hosts are left out, so that two machines of one kind can have equal hashes.
         """
-        # Without software and conditions, and in any order of kernels: two machines of one kind
-        # that decide alike have equal hashes.
+        # Software and conditions are left out, and the kernels are sorted, so that machines of one
+        # kind with equal decisions have equal hashes.
         decisions = {
             "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
@@ -271,7 +272,7 @@ class Plan:
             "hash": self.hash,
             "config": self.config.to_dict(),
         }
-        # Unlike the hash it covers times and names, so that any damage shows.
+        # Unlike the hash, the checksum also covers times and names, so that any damage shows.
         return {**document, "checksum": _sha256_of(document)}
 
     @classmethod
@@ -279,24 +280,24 @@ class Plan:
         """Read a plan from a JSON file.
 
         Raises:
-            PlanFileError: it cannot be read, is not a plan, is damaged, or is of another version.
+            PlanFileError: the file cannot be read, is no plan, is damaged, or has another version.
             ConfigError: an environment variable is refused; the file may be fine.
         """
-        # First: a refused variable must not be reported as damage of the file.
+        # Checked first, because a refused variable must not be reported as damage of the file.
         check_environment()
         document = _read_document(path)
         with _damage_named(path):
-            # Only the fields of a plan, which no default of the environment may replace.
+            # Built from the file alone: no default of the environment may replace a field.
             config = Config.from_dict(document["config"])
             plan = convert({**document, "config": config}, cls)
-            # Also where a field is missing that has a default, or is none of a plan.
+            # This also finds a missing field that has a default, and a field that no plan has.
             if _canonical(plan.to_dict()) != _canonical(document):
                 raise PlanError("its checksum does not agree with its contents")
         return plan
 
 
 def _read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON document of a plan's file; a PlanFileError where it is not one of this version."""
+    """The JSON document of a plan's file; raises PlanFileError if it is no plan of this version."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -345,7 +346,7 @@ def _canonical(value: Any) -> str:
 
 
 def _in_lines(document: Mapping[str, Any]) -> str:
-    """Canonical JSON text with a line for each field and each kernel, so that diffs tell them.
+    """Canonical JSON text with a line for each field and each kernel, so that diffs are readable.
 
     >>> print(_in_lines({"version": 1, "kernels": [{"b": 1, "a": 2}, {"a": 3}]}))
     {"kernels":[

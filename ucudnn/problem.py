@@ -8,7 +8,7 @@ from math import prod
 from ucudnn.errors import ProblemError, quoted
 from ucudnn.units import TOO_LARGE
 
-# cuDNN's names, in the order of aten: forward, then its mask of gradients (input, weight).
+# Names as in cuDNN. The order is that of aten: forward, the gradient of the input, of the weight.
 OPS = ("fprop", "dgrad", "wgrad")
 LAYOUTS = ("nchw", "nhwc")
 MATHS = ("strict", "tf32")
@@ -59,7 +59,7 @@ class Problem:
     math: str = "strict"
 
     def __post_init__(self) -> None:
-        # Before the checks below, which count on one entry per axis.
+        # Called before the checks below, because they need one entry per axis.
         rank = self._normalise_sizes()
         for name, allowed in (
             ("op", OPS),
@@ -88,15 +88,15 @@ class Problem:
                 raise ProblemError(
                     f"{name} must be a tuple with one int per spatial axis, got {quoted(value)}"
                 )
-            # JSON gives lists, which cannot be hashed. A frozen dataclass is written to only this
-            # way.
+            # Makes tuples of the lists from JSON, because lists cannot be hashed. The fields of a
+            # frozen dataclass can be set only by `object.__setattr__`.
             object.__setattr__(self, name, tuple(value))
         rank = len(self.input_size)
         if not 1 <= rank <= 3:
             raise ProblemError(
                 f"input_size must have 1, 2 or 3 spatial axes, got {self.input_size}"
             )
-        # Empty stands for the default, whose length follows from `input_size`.
+        # An empty tuple stands for the default, whose length follows from `input_size`.
         object.__setattr__(self, "stride", self.stride or (1,) * rank)
         object.__setattr__(self, "dilation", self.dilation or (1,) * rank)
         object.__setattr__(self, "padding", _pairs(self.padding, rank))
@@ -134,7 +134,7 @@ class Problem:
     @property
     def output_size(self) -> tuple[int, ...]:
         """Spatial sizes of y."""
-        # Rounded down as by torch and cuDNN: input that does not fill a stride is not read.
+        # Rounded down, as in torch and cuDNN: input rows that do not fill a stride are not read.
         return tuple(
             (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
             for size, kernel, stride, padding, dilation in zip(
@@ -188,7 +188,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the direct method, counting padding."""
+        """Number of multiplications and additions of the direct method, also those with padding."""
         # Each element of y sums up one product per element of its filter, w_shape[1:].
         return 2 * prod(self.y_shape) * prod(self.w_shape[1:])
 
@@ -201,7 +201,7 @@ class Problem:
         return replace(self, batch=batch)
 
     def as_2d(self) -> Problem:
-        """The 2-D equivalent of a 1-D problem, with a leading axis of size 1; others unchanged.
+        """The 2-D equivalent of a 1-D problem, with a leading axis of size 1; else no change.
 
         >>> Problem("fprop", 8, 4, 4, (9,), (3,), padding=((1, 1),)).as_2d().padding
         ((0, 0), (1, 1))
@@ -218,7 +218,7 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        # Only what differs from the usual, because lines of tables are short.
+        # Fields with their usual values are left out, because lines of tables are short.
         kernel = _sizes(self.kernel_size, squeeze=True)
         extras = "".join(
             f", {name}{_sizes(value, squeeze=True)}"

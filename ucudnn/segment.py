@@ -19,16 +19,18 @@ class Segment:
 
     Args:
         module: its name in the model; "" is the model itself.
-        micro_batch: the most samples that it runs at once; None: all of them, however many.
-        recompute: keep its inputs alone, and compute each micro-batch again in backward.
+        micro_batch: the most samples that it runs at once; None: all samples.
+        recompute: keep only its inputs, and compute each micro-batch again in backward.
         offload: keep what backward needs in memory of the host, not of the GPU.
-        shared: places of tensors among the leaves of its arguments that all samples share, such as
-            a mask; all others whose first axis is as long as that of the first are split.
-        training: how many of its modules were in training mode when its samples were found not to
-            depend on each other. With more of them it runs undivided. None: no such limit.
+        shared: positions, in the list of all leaves of its arguments, of tensors that all samples
+            share, such as a mask. Other tensors are split if their first axis is as long as that of
+            the first of them.
+        training: number of its modules that were in training mode when tuning found that its
+            samples do not depend on each other. With more modules in training mode it runs
+            undivided. None: no limit.
 
     Raises:
-        PlanError: a field is out of range, or it recomputes and offloads.
+        PlanError: a field is out of range, or `recompute` and `offload` are both true.
     """
 
     module: str
@@ -56,14 +58,14 @@ class Segment:
 
     @property
     def manner(self) -> str:
-        """How it runs, in words."""
+        """How the module runs, in words."""
         size = "whole" if self.micro_batch is None else f"in micro-batches of {self.micro_batch}"
         kept = ", offloaded" if self.offload else ", recomputed" if self.recompute else ""
         return f"{size}{kept}"
 
 
 def is_size(value: object) -> bool:
-    """True for what may be the samples of a micro-batch."""
+    """True if a value may be the number of samples of a micro-batch: an int of at least 1."""
     return type(value) is int and value >= 1
 
 
@@ -71,16 +73,16 @@ class StepDivision(NamedTuple):
     """How a step is divided.
 
     Attributes:
-        segments: modules that run in micro-batches.
-        micro_batch: samples of a part, for a training loop that runs the model on parts of the
-            batch and adds their gradients up; None: the whole batch.
+        segments: modules that run in micro-batches or are recomputed.
+        micro_batch: samples that a training loop runs at once, before it adds the gradients of all
+            micro-batches up; None: the whole batch.
     """
 
     segments: tuple[Segment, ...] = ()
     micro_batch: int | None = None
 
 
-# A step as it is.
+# The division of a step that is not divided.
 WHOLE = StepDivision()
 
 
@@ -88,8 +90,8 @@ class MicroBatch(tuple[Any, ...]):  # noqa: SLOT001 - one with slots has no room
     """Part of a batch, with its share of the samples.
 
     Attributes:
-        weight: samples of this part over those of the batch: a mean over the part, times this, is
-            its share of the mean over the batch.
+        weight: samples of this part divided by samples of the batch. A mean over the part, times
+            this weight, is the share of the part in the mean over the batch.
     """
 
     weight: float
@@ -102,11 +104,11 @@ def micro_batches(size: int | None, batch: tuple[Any, ...]) -> Iterator[MicroBat
     [([1, 2], 'ab', 0.6666666666666666), ([3], 'c', 0.3333333333333333)]
 
     Args:
-        size: samples of a part, the last of which may be smaller; None: all of the batch.
+        size: samples of a part; the last part may be smaller. None: the whole batch.
         batch: tensors, arrays, lists of samples, and tuples and mappings of these.
 
     Raises:
-        ConfigError: the batch is empty, or its parts differ in their number of samples.
+        ConfigError: the batch is empty, or its tensors differ in their number of samples.
     """
     lengths = set(map(_length, _leaves(batch)))
     if len(lengths) != 1 or 0 in lengths:
@@ -141,6 +143,6 @@ def _cut(tree: Any, where: slice) -> Any:
     if isinstance(tree, Mapping):
         return {name: _cut(branch, where) for name, branch in tree.items()}
     if isinstance(tree, tuple):
-        # A named tuple stays one.
+        # A named tuple keeps its type.
         return getattr(tree, "_make", tuple)(_cut(one, where) for one in tree)
     return tree[where]

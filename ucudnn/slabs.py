@@ -1,10 +1,10 @@
 """Slabs: a problem cut along its outermost spatial axis into problems over rows of its tensors.
 
 A slab is some rows (planes in 3-D, elements in 1-D) of the result, or of dy for wgrad, together
-with all rows of the operands that they depend on. It is a `Problem` of its own: fewer input rows,
-and padding only at the ends that are ends of the whole tensor. Tensors are not copied: the tensors
-of a slab are views with the strides of the whole, a shorter extent, and a pointer that is offset by
-whole rows.
+with all rows of the operands that they depend on. It is a `Problem` of its own with fewer rows. For
+fprop and wgrad it has padding only at ends of the whole tensor; for dgrad its padding also stands
+for rows of other slabs. Tensors are not copied: the tensors of a slab are views with the strides of
+the whole, a shorter extent, and a pointer that is offset by whole rows.
 
 Slabs of consecutive rows compute the problem exactly, for every stride and dilation: fprop and
 dgrad write their rows, and wgrad sums over slabs.
@@ -40,15 +40,15 @@ class Slab:
     (3, 6)
     """
 
-    # On views of these rows; None if the result is zero, because the rows lie in the padding or no
-    # output reads them.
+    # The problem on views of the rows below. None if the result is zero, because the slab reads
+    # only padding, or because no output reads its rows.
     problem: Problem | None
     x_rows: Rows  # read by fprop and wgrad, written by dgrad
     y_rows: Rows  # written by fprop, read by dgrad and wgrad
 
 
 def row_count(problem: Problem) -> int:
-    """The rows that slabs divide: of dx for dgrad, of y for fprop and wgrad.
+    """Number of rows that slabs divide: of dx for dgrad, of y for fprop, of dy for wgrad.
 
     >>> row_count(Problem("dgrad", 1, 4, 4, (9, 5), (3, 3))), row_count(
     ...     Problem("wgrad", 1, 4, 4, (9, 5), (3, 3)))
@@ -58,7 +58,7 @@ def row_count(problem: Problem) -> int:
 
 
 def row_alignment(problem: Problem) -> int:
-    """Number of rows: inner slabs of one size that begin at multiples of it have equal problems.
+    """Alignment in rows: inner slabs of one size that begin at its multiples have equal problems.
 
     >>> row_alignment(Problem("dgrad", 1, 4, 4, (9, 5), (3, 3), stride=(2, 1)))
     2
@@ -84,7 +84,7 @@ def slab(problem: Problem, begin: int, end: int) -> Slab:
 
 
 def slabs(problem: Problem, sizes: Iterable[int]) -> tuple[Slab, ...]:
-    """Consecutive slabs, given how many rows each has.
+    """Consecutive slabs from row 0 on, each with its size in rows.
 
     >>> p = Problem("wgrad", 1, 4, 4, (9,), (3,))
     >>> [entry.y_rows for entry in slabs(p, [4, 3])]
@@ -94,28 +94,28 @@ def slabs(problem: Problem, sizes: Iterable[int]) -> tuple[Slab, ...]:
 
 
 def inner_problem(problem: Problem, size: int) -> Problem:
-    """The problem of a slab far from both ends; it begins at a multiple of `row_alignment`.
+    """The problem of a slab that begins at a multiple of `row_alignment`, far from both ends.
 
     >>> inner_problem(Problem("dgrad", 1, 4, 4, (64,), (3,), padding=((1, 1),)), 8).padding
     ((2, 2),)
     """
     extent, stride = _extent(problem), problem.stride[0]
-    # So far from both ends that no padding is read, and a multiple of the alignment.
+    # The slab begins at a multiple of the alignment, too far from both ends to read padding.
     begin = stride * (extent + sum(problem.padding[0]))
     endless = replace(
         problem, input_size=(stride * (2 * begin + size) + extent, *problem.input_size[1:])
     )
     inner = slab(endless, begin, begin + size).problem
-    assert inner is not None  # a multiple of the stride holds a row that an output reads
+    assert inner is not None  # as many rows as the stride include one that an output reads
     return inner
 
 
 def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
-    """Output row o reads the input rows o stride - padding + tap dilation."""
+    """The slab of y rows [begin, end): row o reads the x rows o stride - padding + tap dilation."""
     stride, (before, _) = problem.stride[0], problem.padding[0]
     first = begin * stride - before
-    last = (end - 1) * stride - before + _extent(problem)  # one past it
-    # Rows outside the tensor are padding, which stays padding of this slab.
+    last = (end - 1) * stride - before + _extent(problem)  # one past the last row that is read
+    # Rows outside the tensor are padding of the problem, and become padding of this slab.
     rows = max(first, 0), min(last, problem.input_size[0])
     if rows[0] >= rows[1]:
         return Slab(None, (0, 0), (begin, end))
@@ -124,21 +124,23 @@ def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
 
 
 def _written_by_dgrad(problem: Problem, begin: int, end: int) -> Slab:
-    """Input rows are read by the outputs o with begin <= o stride - padding + tap dilation < end.
+    """The slab of dx rows [begin, end), with the dy rows o that contribute to them.
 
-    The first output row starts no later than the slab does, so that the padding before it is not
-    negative. It may be a row that reads none of the slab's rows, and so adds nothing.
+    They contribute by the taps with begin <= o stride - padding + tap dilation < end. The first dy
+    row must start no later than the slab, because the padding before the slab must not be negative.
+    So the first dy row may be one that contributes nothing.
     """
     stride, (before, _) = problem.stride[0], problem.padding[0]
     extent = _extent(problem)
-    # The first output whose last tap reaches the slab, and one past the last to begin in it.
+    # The first output whose last tap reaches the slab, and one past the last that begins before its
+    # end.
     first = max(0, -((extent - 1 - begin - before) // stride))  # rounded up
     last = min(problem.output_size[0], (end - 1 + before) // stride + 1)
     if first >= last:
         return Slab(None, (begin, end), (0, 0))
     first = min(first, (begin + before) // stride)
-    # Rows that these outputs read beside the slab belong to other slabs. As padding they are not
-    # written; where the outputs end within the slab there are none.
+    # These outputs also read rows of other slabs, which become padding, because padding is not
+    # written. If the outputs end within the slab, there are no such rows behind it.
     pad_begin = begin + before - first * stride
     pad_end = max(0, (last - first - 1) * stride + extent - (end - begin) - pad_begin)
     part = _part(problem, (begin, end), (pad_begin, pad_end))
@@ -154,5 +156,5 @@ def _part(problem: Problem, x_rows: Rows, padding: Rows) -> Problem:
 
 
 def _extent(problem: Problem) -> int:
-    """Input rows from the first to the last tap of one output."""
+    """Number of input rows from the first to the last tap of one output."""
     return problem.dilation[0] * (problem.kernel_size[0] - 1) + 1

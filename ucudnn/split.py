@@ -11,7 +11,7 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import Count, Positive
 
-# In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
+# Entries of `KernelPlan.alone` for batches that are split: along the batch, or by slabs.
 BY_BATCH, BY_SLABS = -1, -2
 _PERTURBED = "timed while others used the processors"
 # Torch's own convolution, by whichever implementation torch chooses for the shape.
@@ -59,7 +59,7 @@ class Split:
         return len(self.chunks) == 1 and self.chunks[0].algorithm == DEFAULT_ALGORITHM
 
     def __str__(self) -> str:
-        # Equal chunks in sequence are written once: a split may have hundreds.
+        # Equal chunks in sequence are written once with their count: a split may have hundreds.
         runs: list[tuple[Chunk, int]] = []
         for chunk in self.chunks:
             if runs and runs[-1][0] == chunk:
@@ -80,7 +80,7 @@ class Timing:
     """A time with its spread and workspace, measured or predicted.
 
     Args:
-        time_ns: median; if predicted, the sum of parts that were timed one by one.
+        time_ns: median; if predicted, the sum of the times of chunks that were timed one by one.
         spread_ns: interquartile range.
         workspace_bytes: peak that the allocator saw beyond the result.
         samples: number of samples; 0: the time is predicted.
@@ -101,28 +101,29 @@ class Timing:
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is computed undivided, by slabs, or by chunks along the batch. Then the last chunk of
-    batch n is in `last[n - 1]`; the chunks before it are those of batch n - size, and so on to 0.
+    A batch is computed undivided, by slabs, or by chunks along the batch. If by chunks, the last
+    chunk of batch n is in `last[n - 1]`, and the chunks before it are those of batch n - size. This
+    goes on until 0 samples are left.
 
     Args:
         problem: the kernel at the largest planned batch N.
         layers: names of the layers that run it, one per call.
-        algorithms: names that `alone` and `last` point into.
-        alone: for n = 1..N the index of the algorithm that computes n undivided; -1: split it
-            along the batch, -2: by slabs.
-        last: for n = 1..N the (size, algorithm index) of the last chunk of a split of n whose first
-            chunk may be all of it; size 0 if there is none.
-        predicted_time_ns: sum over the chunks of the plan of N.
-        timing: of the plan of N as a whole call; predicted if the device was not there.
+        algorithms: names of algorithms; `alone`, `last` and `slabs` have indices of this tuple.
+        alone: for n = 1..N the index of the algorithm that computes batch n undivided; -1: batch n
+            is split along the batch; -2: batch n is split by slabs.
+        last: for n = 1..N the (size, algorithm index) of the last chunk of a split of n, which may
+            be its only chunk; size 0 if there is no split of n along the batch.
+        predicted_time_ns: sum of the times of the chunks of the plan of N.
+        timing: timing of the plan of N as a whole call; predicted if the device was not there.
         default: torch's own convolution at N, measured in the same rounds; None if torch cannot
             compute the problem, or if a recording has no such measurement.
-        notes: such as "default kernel=onednn".
+        notes: further facts, for people, such as "default kernel=onednn".
         slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
             slabs.
-        is_perturbed: whether others used the processors while it was timed.
+        is_perturbed: whether other processes used the processors while the kernel was timed.
         default_is_deterministic: whether torch's own convolution computes the same bits each time.
-        live_bytes: the most that a step has allocated beside the workspace of any call of it; None
-            if there was no memory budget.
+        live_bytes: the most bytes that a step has allocated during a call of the kernel, beside the
+            workspace of the call; None if there was no memory budget.
 
     Raises:
         PlanError: the fields do not describe a split of every batch.
@@ -152,7 +153,7 @@ class KernelPlan:
                 f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
             )
         self._require_chains()
-        # Smaller batches may lack a split within the limit; the planned one may not.
+        # Smaller batches may have no split within the limit, but the planned batch must have one.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
 
@@ -166,7 +167,7 @@ class KernelPlan:
             )
 
     def _require_chains(self) -> None:
-        # Batches from which a walk along `last` ends at 0, so that `split` always ends.
+        # Batches from which a walk along `last` ends at 0. Others are refused: `split` must end.
         reachable = {0}
         for n, (alone, (size, index)) in enumerate(zip(self.alone, self.last, strict=True), 1):
             if not BY_SLABS <= alone < len(self.algorithms):
@@ -180,14 +181,14 @@ class KernelPlan:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The notes, and that the times were perturbed where they were."""
+        """The notes, with a remark if the times were perturbed."""
         return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
 
     def split(self, batch: int) -> Split:
-        """The chunks for a batch from 1 to `problem.batch`.
+        """The split of a batch from 1 to `problem.batch`.
 
         Raises:
-            PlanError: the batch is outside that range.
+            PlanError: the batch is outside that range, or has no plan.
         """
         if not 1 <= batch <= self.problem.batch:
             raise PlanError(
@@ -214,9 +215,9 @@ class KernelPlan:
         return Split("batch", tuple(reversed(chunks)))
 
     def by_default(self, every_batch: bool) -> KernelPlan:
-        """The same kernel with torch's own undivided convolution, which must have been measured."""
+        """The plan with torch's own convolution for the largest batch only, or for every batch."""
         assert self.default is not None
-        # Appended, because the splits of smaller batches refer to the others by index.
+        # Appended, because the splits of smaller batches refer to the other algorithms by index.
         algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
         index = len(self.algorithms)
         # Slabs that no batch uses any more must not stay in the hash.
@@ -236,16 +237,16 @@ class KernelPlan:
         return [n for n in range(1, self.problem.batch + 1) if not self.covers(n)]
 
     def with_default(self, batches: Collection[int]) -> KernelPlan:
-        """The same plan with torch's own undivided convolution for some batches."""
+        """The same plan with torch's own undivided convolution for the given batches."""
         algorithms = tuple(dict.fromkeys((*self.algorithms, DEFAULT_ALGORITHM)))
         index = algorithms.index(DEFAULT_ALGORITHM)
         alone = (index if n in batches else known for n, known in enumerate(self.alone, start=1))
         return replace(self, algorithms=algorithms, alone=tuple(alone))
 
     def completed_by(self, smaller: KernelPlan) -> KernelPlan:
-        """The plan with the splits of a plan of a smaller batch, where it has none itself.
+        """The plan, completed by the splits of a smaller batch's plan where it has no split itself.
 
-        Splits by slabs are left out if both have some.
+        If both plans have slabs, those of the smaller batch's plan are left out.
         """
         algorithms = tuple(dict.fromkeys((*self.algorithms, *smaller.algorithms)))
         takes_slabs = not self.slabs and BY_SLABS in smaller.alone
@@ -255,7 +256,7 @@ class KernelPlan:
 
         alone, last = list(self.alone), list(self.last)
         for n, (own, (size, number)) in enumerate(zip(smaller.alone, smaller.last, strict=True)):
-            # A chain may lead through a batch that is computed undivided.
+            # Even if n + 1 is computed undivided, the chunks of a larger batch may lead through it.
             if not last[n][0]:
                 last[n] = (size, index(number))
             if not self.covers(n + 1) and (own != BY_SLABS or takes_slabs):
@@ -272,20 +273,20 @@ class KernelPlan:
     def decisions(self) -> list[Any]:
         """The problem and its splits, with algorithms by name, as JSON values."""
         names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
-        # Names and not indices: the order of `algorithms` decides nothing.
+        # Names instead of indices, because the order of `algorithms` must change no hash.
         alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
         return [asdict(self.problem), alone, last, slabs]
 
     def covers(self, batch: int) -> bool:
-        """True if there is a split of this batch: nearly always for 1 to `problem.batch`."""
+        """True if there is a split of this batch; few batches up to `problem.batch` have none."""
         if not 1 <= batch <= self.problem.batch:
             return False
         return self.alone[batch - 1] != BY_BATCH or self.last[batch - 1][0] > 0
 
     def is_derived(self, batch: int) -> bool:
-        """True if the split of this batch is composed of parts and was not timed as a whole."""
+        """True if the split of this batch was not timed as a whole, but only its chunks."""
         return batch != self.problem.batch or self.timing.is_predicted
 
     @property

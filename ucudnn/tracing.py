@@ -51,10 +51,10 @@ from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem
 from ucudnn.segment import WHOLE, StepDivision
 
-# Below autograd and autocast every convolution of torch is one of these two.
+# Below autograd and autocast every convolution of torch is one of these two operators.
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-# Their fake kernels forget channels-last, which the real ones keep (torch 2.13).
+# Operators whose fake kernels lose channels_last, which their real kernels keep (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
 _VIEW = torch.ops.aten.view.default
 # Attributes of `nn.Module` that hold its hooks; torch has no public name for all of them.
@@ -76,12 +76,12 @@ def trace(
     ['fprop', 'fprop', 'dgrad', 'wgrad', 'wgrad']
 
     Args:
-        model: any module; autocast that is active applies. What torch.compile compiles is run as it
-            was written.
+        model: any module; active autocast applies. Parts compiled by torch.compile run as they were
+            written.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes.
-        real: compute one step, by a copy with all tensors, for a model whose control flow depends
-            on values. What forward stores in globals and in classes stays there.
+        real: True: compute one step by a real copy of the model, for a model whose control flow
+            depends on values. What forward stores in globals and in classes stays there.
         device_type: "cpu" or "cuda", whose layouts and TF32 setting apply; default: the device of
             the tensors.
 
@@ -96,8 +96,8 @@ def trace(
 class Traced(NamedTuple):
     """The convolutions of a model's step."""
 
-    layers: list[tuple[str, Problem]]  # with the name of the module that computes it, once per call
-    biased: frozenset[Problem] = frozenset()  # those to whose result a layer adds a bias
+    layers: list[tuple[str, Problem]]  # (name of the module, problem) of each call, in order
+    biased: frozenset[Problem] = frozenset()  # problems to whose result a layer adds a bias
 
 
 def trace_layers(
@@ -110,9 +110,9 @@ def trace_layers(
     memory_format: str = "keep",
     division: StepDivision = WHOLE,
 ) -> Traced:
-    """Like `trace`, each problem with the name of the module that computes it.
+    """Trace as `trace` does, and return each problem with the name of the module that computes it.
 
-    With "channels_last" as if `convert_` had put the model into this layout.
+    With `memory_format="channels_last"`, trace the model as if `convert_` had laid it out that way.
     """
     recorder = _Recorder(passes, device_type)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
@@ -120,7 +120,7 @@ def trace_layers(
     with _interrupted_later(), _uncompiled() if is_compiled(model) else nullcontext():
         for inputs in several:
             _require_tensors(inputs)
-            # Names without the wrapper, as `convert_` finds the layers.
+            # Without the wrapper of torch.compile, so that names are those that `convert_` finds.
             with nullcontext() if real else without_strays(model) as recorder.watched:
                 _trace_one(original_of(model), inputs, recorder, real, memory_format, division)
     return Traced(recorder.layers, frozenset(recorder.biased))
@@ -128,12 +128,12 @@ def trace_layers(
 
 @contextmanager
 def _interrupted_later() -> Iterator[None]:
-    """Context at whose end Ctrl-C takes effect; a second one takes effect at once.
+    """Context that delays Ctrl-C to its end; a second Ctrl-C takes effect at once.
 
-    Torch asks Python about fake tensors where no exception may pass: it would end the process.
+    For fake tensors, torch calls Python in places where an exception would end the process.
     """
     before = signal.getsignal(signal.SIGINT)
-    # Handlers run in the main thread, and only there they can be changed.
+    # Signal handlers run in the main thread, and can be changed only there.
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
@@ -154,7 +154,7 @@ def _interrupted_later() -> Iterator[None]:
 
 
 def _require_tensors(inputs: Any) -> None:
-    # A shape is the most likely slip, and torch's error for it names no argument.
+    # Passing a shape is the most likely mistake, and torch's error for it names no argument.
     is_shape = isinstance(inputs, (tuple, torch.Size)) and inputs
     if is_shape and all(isinstance(size, int) for size in inputs):
         raise ConfigError(
@@ -171,14 +171,14 @@ def _trace_one(
     memory_format: str,
     division: StepDivision,
 ) -> None:
-    # tensors that a model keeps outside its parameters and buffers are made fake on the way
+    # tensors that a model keeps outside its parameters and buffers become fake when they are used
     fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with (
-            # The caller's mode may be without gradients, and then there would be no backward.
+            # The caller may have disabled gradients, and then there would be no backward.
             torch.inference_mode(False),
             torch.enable_grad(),
-            # Anomaly detection looks at the values of gradients.
+            # Anomaly detection reads the values of gradients, which fake tensors do not have.
             torch.autograd.set_detect_anomaly(False),
             same_random_states(on_devices=real),
             same_settings(),
@@ -192,7 +192,7 @@ def _trace_one(
             if memory_format == "channels_last":
                 lay_out_copy(twin)
             backward = set(recorder.passes) != {"fprop"}
-            # Of several modes the one that is entered last sees a call first: the recorder.
+            # The recorder is entered after the fake mode, because the last mode sees a call first.
             with fake_mode or nullcontext(), recorder, _module_names(recorder, twin):
                 run_step(twin, own_inputs, backward)
     except UnsupportedError as error:
@@ -209,7 +209,7 @@ def _trace_one(
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """Context in which torch does not log errors of fake tensors: they are raised as well."""
+    """Context in which torch does not log errors of fake tensors, because it also raises them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def is_no_error(record: logging.LogRecord) -> bool:
@@ -276,7 +276,7 @@ class _Recorder(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
             if self._device_type in (None, x.device.type):
                 return result
-            # what comes next sees the layout that the other device would have given
+            # the next operators see the layout in which the other device would return the result
             nhwc = uses_channels_last(x, w, geometry, self._device_type)
             form = CHANNELS_LAST_BY_RANK[x.dim() - 2] if nhwc else torch.contiguous_format
             return result.contiguous(memory_format=form)
@@ -300,8 +300,8 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         problem = self._problem("fprop", x, w, geometry)
         if problem is not None:
-            # The innermost module that runs is the one that computes it; also noted where only
-            # backward is asked for, which finds its name here.
+            # The innermost running module computes the convolution. Its name is kept even if only
+            # backward is asked for, because backward looks the name up.
             name = self.modules[-1] if self.modules else ""
             self._forward_names.setdefault(problem, []).append(name)
             if "fprop" in self.passes:
@@ -325,14 +325,14 @@ class _Recorder(TorchDispatchMode):
 def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int, ...]:
     """Strides of a result as torch's own kernels give them.
 
-    Fake ones may give an axis of one element another stride. By that torch picks the layout of
-    what comes later: of a single sample, or of images of one pixel.
+    Fake kernels may give an axis of one element another stride. If a batch has a single sample, or
+    images have one pixel, torch picks the layout of later results by such a stride.
     """
     if func._schema.is_mutable:
         return fake.stride()
     operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    # So torch computes elementwise, and its kernels without memory do not know of it. A number in
-    # the place of a tensor is one of another shape.
+    # For contiguous operands of the result's shape, torch's elementwise kernels return a contiguous
+    # result, but its meta kernels may not. A number in place of a tensor has another shape.
     is_alike = len(operands) == sum(str(one.type) == "Tensor" for one in func._schema.arguments)
     if is_alike and all(one.shape == fake.shape and one.is_contiguous() for one in operands):
         return strides_of(fake.shape, is_channels_last=False)
@@ -340,19 +340,19 @@ def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int,
     def without_memory(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    # Outside the modes, which would take this call for the model's.
+    # The modes are disabled, because they would treat this call as one by the model.
     with _disable_current_modes():
         args, kwargs = tree_map_only(Tensor, without_memory, (args, kwargs or {}))
         try:
             found: Tensor = func(*args, **kwargs)
-        except NotImplementedError:  # then the fake one came from a real kernel
+        except NotImplementedError:  # without a meta kernel, the fake result is from a real kernel
             found = fake
     return found.stride()
 
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run compiled modules as they were written, without torch's warning of the hooks below."""
+    """Context in which compiled modules run as they were written, without a warning about hooks."""
     with uncompiled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*when there are global hooks on modules")
         yield
@@ -360,7 +360,7 @@ def _uncompiled() -> Iterator[None]:
 
 @contextmanager
 def _module_names(recorder: _Recorder, model: nn.Module) -> Iterator[None]:
-    """Keep the stack of modules that are running, for as long as the context lasts."""
+    """Context that keeps the names of the running modules as a stack in the recorder."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, inputs: object) -> None:
@@ -373,7 +373,7 @@ def _module_names(recorder: _Recorder, model: nn.Module) -> Iterator[None]:
 
     with (
         register_module_forward_pre_hook(enter),
-        # Also where forward raises, or the name would stay on the stack.
+        # Called even if forward raises, because the name must not stay on the stack.
         register_module_forward_hook(leave, always_call=True),
     ):
         yield

@@ -1,6 +1,7 @@
 """Types of what public functions return, take and report: for annotations and `isinstance`.
 
-Names resolve on first use, as those of the package do. Errors and warnings are in `ucudnn.errors`.
+Names are resolved at their first use, as in the package. Errors and warnings are in
+`ucudnn.errors`.
 
 >>> from ucudnn.types import Conversion, Policy
 >>> Conversion.__module__
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
     from ucudnn.tuning.noise import Noise as Noise
     from ucudnn.tuning.results import Progress as Progress
 
-# The same names as above: type checkers read the imports, `__getattr__` reads this.
+# The names imported above, by module. Type checkers read the imports above, and `__getattr__` reads
+# this table.
 _NAMES_BY_MODULE = {
     "check": "Finding",
     "config": "Backend Effort Layout Policy Solver Unplanned",

@@ -46,7 +46,7 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Write a number of bytes for a person, in the largest unit that keeps it at least 1.
+    """Write a number of bytes for a person, in the largest unit in which it is at least 1.
 
     The number is rounded up, so that a limit of the size written suffices.
 
@@ -55,7 +55,7 @@ def format_bytes(count: int) -> str:
     """
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= factor:
-            # In integers, because a float could round a limit down.
+            # Computed in integers, because a float could round a limit down.
             tenths = -(-10 * count // factor)
             return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + f" {unit}"
     return f"{count} B"
@@ -67,7 +67,7 @@ def format_ns(time_ns: float) -> str:
     >>> format_ns(1_234_000), format_ns(52_000_000), format_ns(4_200)
     ('1.23 ms', '52.0 ms', '4.20 us')
     """
-    # The bounds below are where rounding to three digits adds one before the point.
+    # From the bounds below on, rounding to three digits gives one digit more before the point.
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         value = time_ns / factor
         if value >= 0.9995:  # what rounds to 1.00

@@ -1,1 +1,1 @@
-"""System: files, child processes, locks that survive a fork, tables of text."""
+"""Modules for files, child processes, locks that survive a fork, and tables of text."""

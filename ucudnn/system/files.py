@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from ucudnn.errors import OutputError
 
-# Every JSON document of ours has fewer levels; Python's recursion limit allows many more.
+# The most nested levels of a JSON document: ours have fewer, and Python can read many more.
 _DEEPEST = 32
 _LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
 # A string, which may lack its end, or a run of characters outside of strings and brackets.
@@ -26,8 +26,8 @@ _TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file, which replaces an old one when the block ends without an error.
 
-    Readers see the old contents or the new ones, never a part, even after a power failure. What is
-    there and no file, such as /dev/stdout or a named pipe, is written to as it is.
+    Readers see the old contents or the new ones, never a part, even after a power failure. A device
+    or a named pipe, such as /dev/stdout, is not replaced but written to.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "plan.json"
@@ -43,13 +43,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with path.open("wb") as stream:
             yield stream
         return
-    # In the same folder, because a rename is atomic only within a file system.
+    # The temporary file is in the same folder: a rename is atomic only within a file system.
     temporary = path.parent / f".new-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         with temporary.open("xb") as stream:
             yield stream
             stream.flush()
-            # The name must not reach the disk before the contents do.
+            # The contents must reach the disk before the new name does.
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -69,7 +69,7 @@ def is_temporary(name: str) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it, durably; one that exists is left as it is."""
+    """Create a folder and its missing parents, durably; an existing folder is left as it is."""
     if not folder.is_dir():
         make_folder(folder.parent)
         # Another process may create it at the same time.
@@ -79,15 +79,15 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Write the names in a folder to the disk, so that they survive a power failure."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
-        return  # a folder that may be written and not listed: nobody can sync it
+        return  # a folder that may be written but not listed cannot be synced
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some file systems cannot sync folders, and need not.
+        # Some file systems cannot sync folders, and do not need it.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -117,7 +117,7 @@ def parse_json(text: str) -> Any:
     >>> parse_json('{"a": ["[[["]}')
     {'a': ['[[[']}
     """
-    # Reading or writing deeper levels would exhaust Python's stack.
+    # Much deeper levels would exhaust Python's stack when they are read or written.
     brackets = _NO_BRACKET.sub("", text)
     if max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0) > _DEEPEST:
         raise ValueError(f"its brackets are nested deeper than {_DEEPEST} levels")

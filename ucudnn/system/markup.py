@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 
 def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as HTML, whatever the text holds.
+    """A table as HTML; special characters in its texts are escaped.
 
     >>> html_table("a", ("b",), [("<1>",)])
     '<p>a</p><table><tr><th>b</th></tr><tr><td>&lt;1&gt;</td></tr></table>'
@@ -36,7 +36,7 @@ def _html_row(cells: Iterable[str], tag: str) -> str:
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    r"""A table as CSV; a text that a spreadsheet would compute gets an apostrophe before it.
+    r"""A table as CSV; a text that a spreadsheet would run as a formula gets an apostrophe first.
 
     >>> csv_table(("a", "b"), [("x, y", 3), ("=1+1", None)])
     'a,b\n"x, y",3\n\'=1+1,\n'

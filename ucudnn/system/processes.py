@@ -29,10 +29,10 @@ def start_python(
 
     `options` are those of `subprocess.Popen`. The default environment is that of this process.
     """
-    # Whatever this process did to `sys.path`. An empty entry there stands for the current folder.
+    # `sys.path` with all changes by this process; an empty entry stands for the current folder.
     paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(  # noqa: S603 - our own interpreter
-        # -P: else `-c` puts the current folder first in sys.path.
+        # Without -P, `-c` would put the current folder first in sys.path.
         [sys.executable, "-P", "-c", program, *arguments],
         env={**(os.environ if environment is None else environment), "PYTHONPATH": paths},
         **options,
@@ -46,8 +46,8 @@ class ForkSafeLock:
     ...     print("held twice")
     held twice
 
-    `in_child` is called first in every forked child, because the data that the lock guards may be
-    in the middle of a change.
+    `in_child` is called at the start of every forked child, because the fork may have happened in
+    the middle of a change of the data that the lock guards.
     """
 
     def __init__(self, in_child: Callable[[], object] = lambda: None) -> None:
@@ -65,16 +65,16 @@ class ForkSafeLock:
         """Free the lock in a forked child, unless the child's only thread holds it."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
-        # Another thread of the parent holds it, which does not exist here.
+        # The lock is held by another thread of the parent, which does not exist in this process.
         else:
             self._lock = RLock()
         self._in_child()
 
 
 class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functools' own
-    """functools.cached_property as it is from Python 3.12 on.
+    """functools.cached_property as in Python 3.12 and later.
 
-    The one of 3.11 computes a value under a lock that all instances share, and that a fork copies.
+    That of Python 3.11 computes values under a lock, which all instances share and a fork copies.
 
     >>> class Circle:
     ...     radius = 2
@@ -102,7 +102,7 @@ class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functoo
     def __get__(self, instance: object | None, owner: type) -> Self | _Value:
         if instance is None:
             return self
-        # found there before this method from now on, because the class defines no `__set__`
+        # from now on Python finds the value before this method: this class defines no `__set__`
         value = instance.__dict__[self._name] = self._compute(instance)
         return value
 
@@ -112,6 +112,6 @@ def _renew_all() -> None:
         lock.renew()
 
 
-# Weak, because a fork hook cannot be taken back: there is one for all locks, and they may end.
+# Weak references: the one fork hook cannot be removed, and must not keep locks alive for ever.
 _locks: WeakSet[ForkSafeLock] = WeakSet()
 os.register_at_fork(after_in_child=_renew_all)
