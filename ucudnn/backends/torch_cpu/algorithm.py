@@ -115,7 +115,9 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
 
 def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
-    """Index of each filter position, the outputs that use it, and the inputs that these read.
+    """Taps: filter positions, each with the outputs that use it and the inputs that these read.
+
+    A filter position that meets only padding is no tap.
 
     >>> p = Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),))
     >>> for index, outputs, inputs in taps(p): print(index, outputs, inputs)
@@ -139,7 +141,7 @@ def direct_cost(problem: Problem) -> Cost:
     >>> direct_cost(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     Cost(operations=10, traffic_bytes=32, workspace_bytes=0)
     """
-    # Each axis alone decides what is met, so all counts are products over the axes.
+    # Each axis decides separately which inputs and taps meet, so all counts are products over axes.
     met = [_met(_Axis.of(problem, axis)) for axis in range(problem.rank)]
     pairs, inputs, outputs, positions = (prod(counts) for counts in zip(*met, strict=True))
     channels = problem.in_channels // problem.groups

@@ -44,10 +44,10 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
-# Random numbers that are drawn for an operand. A prime, so that where they repeat no two samples,
-# channels or rows begin at the same one.
+# Number of random values that are drawn for an operand and repeated to fill it. It is a prime, so
+# that no two samples, channels or rows begin at the same value.
 _DRAWN = 262_139
-# torch's own comes first: candidates are listed in this order, and the first is the baseline.
+# Candidates are listed in this order. The first, torch's own convolution, is the baseline.
 _ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
@@ -64,12 +64,12 @@ _ALGORITHMS = {
 }
 
 
-# One per process, because the load is the change of counters since it was last asked.
+# One meter per process, because the load is the change of counters since the meter was last read.
 _load = LoadMeter()
 
 
 class TorchCpuBackend(AbstractBackend):
-    """Convolution algorithms on PyTorch's CPU operators.
+    """Convolution algorithms made of PyTorch's CPU operators.
 
     >>> backend = TorchCpuBackend()
     >>> problem = Problem("fprop", 32, 64, 64, (56, 56), (3, 3), padding=((1, 1), (1, 1)))
@@ -108,8 +108,9 @@ class TorchCpuBackend(AbstractBackend):
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         reason = self.refusal(problem, algorithm)
-        # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
-        # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.
+        # A slab has few rows, so that a filter may reach beyond it. Then oneDNN's half-precision
+        # kernels read memory outside the operands. For a whole problem, torch's own convolution is
+        # not refused for that reason.
         if reason is None and self.kernel(problem, algorithm) in ONEDNN_KERNELS:
             reason = cramped_refusal(problem)
         return reason
@@ -121,14 +122,15 @@ class TorchCpuBackend(AbstractBackend):
             raise UnsupportedError(
                 f"no algorithm of {self.name} computes {problem}: {reasons['torch_default']}"
             )
-        # Timing the same kernel twice would only add noise to the choice between the two.
+        # If torch picks oneDNN, the candidate `onednn` is left out: it would be the same kernel
+        # timed twice, which only adds noise to the choice.
         if "torch_default" in names and chosen_kernel(problem) == "onednn":
             names = [name for name in names if name != "onednn"]
         return tuple(
             Candidate(
                 problem,
                 name,
-                # Any other algorithm is one implementation, whose name it has.
+                # Every other algorithm has only one implementation, with the same name.
                 implementation=chosen_kernel(problem) if name == "torch_default" else "",
                 is_deterministic=_ALGORITHMS[name].is_deterministic(problem),
             )
@@ -160,7 +162,7 @@ class TorchCpuBackend(AbstractBackend):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        # Chunks run one after another: the largest of these amounts is the peak, not their sum.
+        # Chunks run one after another: the peak is the largest amount of a chunk, not the sum.
         unseen = (
             unseen_bytes(computed, kernel, torch.get_num_threads())
             for problem, algorithm in set(parts)
@@ -184,12 +186,12 @@ class TorchCpuBackend(AbstractBackend):
         return DeviceState(_load.load())
 
     def activity(self) -> Activity:
-        # Involuntary switches: the scheduler took the processor away while there was still work.
+        # A switch is involuntary if the scheduler takes the processor away while there is work.
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)
 
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
-        """Multiples of the threads: several kernels compute one sample per thread."""
+        """Multiples of the thread count, because several kernels compute a sample per thread."""
         threads = torch.get_num_threads()
         return tuple(range(threads, problem.batch + 1, threads))
 
@@ -201,10 +203,10 @@ class TorchCpuBackend(AbstractBackend):
 
 
 def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A tensor of a few drawn values, repeated: drawing all takes longer than timing them."""
+    """A tensor of random values that repeat, because drawing all would take longer than timing."""
     whole = empty(problem, shape)
-    # In the order of the memory, whatever the layout. Drawn in float32 and converted, so that all
-    # dtypes get the same values up to rounding.
+    # Values are written in memory order, whatever the layout. They are drawn in float32 and then
+    # converted, so that all dtypes get the same values up to rounding.
     memory = whole.as_strided((whole.numel(),), (1,))
     drawn = torch.empty(min(len(memory), _DRAWN), dtype=torch.float32, device="cpu")
     drawn.normal_(generator=generator)

@@ -1,10 +1,10 @@
 """Weight gradients of depthwise convolutions by matrix products whose diagonals are summed.
 
-An element of the gradient is the sum of x times dy over all pairs of places at one distance. A
-matrix product of all columns of x with all columns of dy, over rows and samples, holds the sum for
-every pair of columns. Pairs at one distance lie on a diagonal of it. Most of the product is not
-needed, but it is one matrix product per channel and filter row. Kernels that compute only the
-needed elements multiply element by element. So it pays for wide filters.
+An element of the weight gradient is the sum of x * dy over all pairs of places at one distance. For
+a channel and a filter row, a matrix product of the columns of x with the columns of dy, summed over
+rows and samples, holds this sum for every pair of columns. Pairs at one distance lie on a diagonal
+of the product. Most of the product is not needed. But kernels that compute only the needed elements
+use no matrix products. So this algorithm pays off for wide filters.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, direct_cost
 from ucudnn.problem import Problem
 
-# Columns of dy in a block, at least: products of narrower matrices are far from the peak.
+# Least number of columns of dy in a block: products of narrower matrices are far from peak speed.
 _LEAST_BLOCK = 14
-# Columns of a filter, at least: for narrower ones torch's own kernels were faster in every trial.
+# Least number of columns of a filter: torch's own kernels were faster with fewer in every trial.
 _LEAST_WIDTH = 5
 
 
@@ -45,18 +45,19 @@ class DiagonalGemm(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of the products of blocks, and of the blocks, which are written and read once."""
+        """Cost of the products of blocks; the blocks are copies, written once and read once."""
         flat = problem.as_2d()
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
         places = problem.groups * problem.batch * blocks.number
         copied = flat.output_size[0] * blocks.block
-        # rows that fill up to a multiple of the stride are neither written nor read
+        # Rows that only round the number up to a multiple of the stride are not written or read.
         written = places * (copied + flat.input_size[0] * blocks.columns) * element
         copies = places * (copied + blocks.x_rows * blocks.columns) * element
         summed = places * sum(tap.rows for tap in blocks.taps)
         row = problem.groups * blocks.block * element
         products = flat.kernel_size[0] * blocks.window * row
-        # that of a filter row before it is put in place; the result comes later
+        # The product of one filter row is a temporary until it is put in place. The result does not
+        # exist yet at that time, so its bytes are subtracted.
         one = blocks.columns * row - problem.result_bytes if blocks.taps else 0
         return Cost(
             2 * summed * blocks.columns * blocks.block,
@@ -82,22 +83,22 @@ class _Blocks(NamedTuple):
 
     number: int
     block: int  # columns of dy in each block; the last one is padded with zeros
-    window: int  # columns of x that the filter covers beside a block, padding included
-    columns: int  # how many of these are copied; a single block needs no padding
-    skipped: int  # columns of padding before the copied ones
-    x_rows: int  # rows of x, sorted by their remainder modulo the stride and padded to a multiple
+    window: int  # columns of x that a block needs, padding included
+    columns: int  # columns of the window that are copied; a single block omits padding
+    skipped: int  # columns of padding before the copied columns
+    x_rows: int  # rows of x, sorted by their remainder modulo the stride, rounded up to a multiple
     taps: tuple[_RowTap, ...]
 
 
 @lru_cache(maxsize=4096)
 def _blocks(problem: Problem) -> _Blocks:
-    """The division for a problem of two axes, in blocks about as wide as the filter."""
+    """The division of a 2-D problem, in blocks that are about as wide as the filter."""
     extent = problem.dilation[1] * (problem.kernel_size[1] - 1) + 1
     places, size, begin = problem.output_size[1], problem.input_size[1], problem.padding[1][0]
-    # In a wider block more of the product lies on no diagonal that is needed; between narrower ones
-    # more columns of x are copied twice, because neighbouring windows overlap by the filter.
+    # The wider the blocks, the larger is the part of the product that is not needed. The narrower
+    # they are, the more columns of x are copied twice, because neighbouring windows overlap.
     count = max(1, places // max(extent, _LEAST_BLOCK))
-    # Rounded up, so that all blocks are equal; then as many of them as the columns fill.
+    # The width is rounded up, so that all blocks are equal. Then fewer blocks may hold all columns.
     block = -(-places // count)
     count = -(-places // block)
     window = (block - 1) * problem.stride[1] + extent
@@ -121,26 +122,26 @@ def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
     stride, (begin, _) = problem.stride[0], problem.padding[0]
     found = []
     for position in range(problem.kernel_size[0]):
-        # Output row i reads row i * stride + position * dilation - begin of x, which is row i +
-        # ahead among those of its phase.
+        # Output row i reads row i * stride + position * dilation - begin of x. A phase consists of
+        # rows with the same remainder modulo the stride; there this row is row i + ahead.
         ahead, phase = divmod(position * problem.dilation[0] - begin, stride)
         first = max(0, -ahead)
         present = -(-(problem.input_size[0] - phase) // stride)
         count = min(problem.output_size[0], present - ahead) - first
-        # A filter row that only meets padding has no rows in common; its gradient stays zero.
+        # A filter row that meets only padding is left out, and its gradient stays zero.
         if count > 0:
             found.append(_RowTap(position, phase * per_phase + first + ahead, first, count))
     return found
 
 
 class _DiagonalGemm(Executable):
-    """Executable whose copies have rows (row, sample, block): a filter row shifts all of them."""
+    """Executable on copies of x and dy, as matrices with one row per (row, sample, block)."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._flat = problem.as_2d()
         self._blocks = _blocks(self._flat)
-        # sums of half-precision products are rounded once, at the end
+        # Half precision is multiplied in float32, so that sums are rounded once, at the end.
         self._dtype = torch.promote_types(torch_dtype(problem), torch.float32)
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class _DiagonalGemm(Executable):
         flat, blocks = self._flat, self._blocks
         left, right = self._x_rows(x), self._y_rows(dy)
         shape = (flat.groups, flat.kernel_size[0], blocks.window, blocks.block)
-        # Zeros, because columns of padding are not copied and their products not computed.
+        # Zeros at first, because products with columns of padding that were skipped stay zero.
         products = left.new_zeros(shape)
         kept = slice(blocks.skipped, blocks.skipped + blocks.columns)
         each = x.shape[0] * blocks.number
@@ -170,7 +171,7 @@ class _DiagonalGemm(Executable):
         return self._diagonals(products).sum(-1).view(self._problem.w_shape)
 
     def _diagonals(self, products: Tensor) -> Tensor:
-        """A view (channel, filter row, filter column, column of the block) of the products."""
+        """A view of the products: (channel, filter row, filter column, column of the block)."""
         channel, row, column, one = products.stride()
         (_, stride), (_, dilation) = self._flat.stride, self._flat.dilation
         shape = (*products.shape[:2], self._flat.kernel_size[1], self._blocks.block)
@@ -181,7 +182,8 @@ class _DiagonalGemm(Executable):
     def _x_rows(self, x: Tensor) -> Tensor:
         blocks, stride, begin = self._blocks, self._flat.stride, self._flat.padding[1][0]
         rows = self._rows(x, blocks.x_rows, blocks.columns)
-        # Sorted by phase, the rows that a filter row meets are consecutive, as a matrix needs them.
+        # Rows are sorted by phase, so that those that a filter row meets are consecutive, as in a
+        # matrix.
         per_phase = blocks.x_rows // stride[0]
         for phase in range(stride[0]):
             source = x.permute(1, 2, 0, 3)[:, phase :: stride[0]]
@@ -204,7 +206,7 @@ class _DiagonalGemm(Executable):
 
 
 def _copy_columns(source: Tensor, target: Tensor, begin: int) -> None:
-    """Copy columns from some position of the source on; columns beyond its end are zero."""
+    """Copy the source's columns from `begin` on; columns outside the source become zero."""
     wanted, there = target.shape[-1], source.shape[-1]
     first = min(max(0, -begin), wanted)
     last = max(first, min(wanted, there - begin))

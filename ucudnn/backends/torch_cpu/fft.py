@@ -1,4 +1,4 @@
-"""Convolution by Fourier transforms, which pays for large filters and takes much workspace."""
+"""Convolution by Fourier transforms, which suits large filters and takes much workspace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucudnn.problem import Problem
 
 
 class Fft(AbstractAlgorithm):
-    """Products of spectra; exact for any stride, dilation and padding.
+    """Convolution by products of spectra, correct for any stride, dilation and padding.
 
     Source: Mathieu, Henaff, LeCun, "Fast Training of Convolutional Networks through FFTs"
     (ICLR 2014), section 2.
@@ -32,7 +32,7 @@ class Fft(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of the transforms, the products of spectra, and the passes over all of these."""
+        """Cost of the transforms and of the products of spectra, with their passes over memory."""
         sizes = transform_sizes(problem)
         # The spectrum of real numbers is symmetric, so rfftn stores half of the last axis.
         frequencies = prod(sizes[:-1]) * (sizes[-1] // 2 + 1)
@@ -53,7 +53,7 @@ class Fft(AbstractAlgorithm):
 def transform_sizes(problem: Problem) -> list[int]:
     """Sizes of the transforms along each axis.
 
-    They need not exceed the padded input, because only outputs that are cut off wrap around.
+    The size of the padded input suffices, because only outputs that are cut off wrap around.
     """
     return [
         smooth_size(size + sum(padding))
@@ -76,29 +76,29 @@ def _summands(problem: Problem) -> int:
 
 
 def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: list[int]) -> int:
-    """Peak of the temporary memory of the second transform, the product and the inverse."""
+    """Peak of temporary memory in the second transform, the product and the inverse transform."""
     first, second, product = spectra
     second_canvas = padded[1]
-    if problem.op != "dgrad":  # the second operand, which is conjugated, is transformed first
+    if problem.op != "dgrad":  # the second operand is transformed first, because it is conjugated
         first, second, second_canvas = second, first, padded[0]
     cut = {"fprop": problem.output_size, "dgrad": problem.input_size, "wgrad": problem.kernel_size}
     is_cut = cut[problem.op] != tuple(sizes) and prod(problem.result_shape[:2]) > 1
     is_cut |= problem.layout == "nhwc" and problem.result_shape[1] > 1
     # where nothing is cut away or transposed, the result is what the inverse transform returns
     result = problem.result_bytes if is_cut else padded[2]
-    # torch transforms all axes but the last into a copy
+    # Of several axes, torch transforms all but the last into a copy.
     inverse = product * min(problem.rank, 2) + padded[2] - result
     peaks = [first + second + product - result, inverse]
     if is_cut:
         peaks.append(product + padded[2])
     growing = first if problem.op == "dgrad" else second_canvas + second
-    if growing >= result:  # else it shrinks with the batch
+    if growing >= result:  # else this peak gets smaller as the batch gets larger
         peaks.append(first + second_canvas + second - result)
     return max(peaks)
 
 
 class _Fft(OpsExecutable):
-    """Sums over channels of products of spectra, one of them conjugated for a correlation."""
+    """Sums of products of spectra; fprop and wgrad are correlations, with one factor conjugated."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -120,7 +120,7 @@ class _Fft(OpsExecutable):
         )
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        # conjugated in place: a lazy view is not resolved below a dispatch mode
+        # Conjugated in place, because torch does not resolve a lazy view below a dispatch mode.
         filters = self._filters(w).conj_physical_()
         spectrum = torch.einsum("ngc...,gkc...->ngk...", self._samples(x, self._input), filters)
         return self._inverse(spectrum, self._every_stride)
@@ -148,8 +148,8 @@ class _Fft(OpsExecutable):
         return spectrum.view(shape)
 
     def _spectrum(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
-        # These zeros are the padding of the convolution, and keep what a cyclic convolution wraps
-        # around away from the outputs that are kept.
+        # These zeros are the padding of the convolution. They also keep values that wrap around in
+        # a cyclic convolution away from the outputs that are kept.
         canvas = tensor.new_zeros((*tensor.shape[:2], *self._sizes))
         canvas[(slice(None), slice(None), *where)] = tensor
         spectrum: Tensor = torch.fft.rfftn(canvas, dim=self._axes)

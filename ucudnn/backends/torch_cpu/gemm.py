@@ -1,4 +1,4 @@
-"""Matrix-multiplication algorithms: 1x1 filters directly, others through columns of the input."""
+"""Matrix-multiplication algorithms: 1x1 filters directly, other filters by im2col columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Index = tuple[int | slice | EllipsisType, ...]
 
 
 class Gemm(AbstractAlgorithm):
-    """One matrix product per sample or chunk for 1x1 filters: no temporary copy at stride 1."""
+    """Matrix products for 1x1 filters, one per sample or chunk; at stride 1 without copies."""
 
     name = "gemm"
     has_fixed_order = True
@@ -37,14 +37,15 @@ class Gemm(AbstractAlgorithm):
         return _places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of the products; strided or half operands are copied, one sample at a time."""
+        """Cost of the products; strided or half-precision operands are copied sample by sample."""
         if problem.layout == "nhwc":
             return _places_cost(problem)
-        # A 1x1 filter reads every stride-th place of x: as many as the output has.
+        # A 1x1 filter reads every stride-th place of x: as many places as the output has.
         x_sample = problem.in_channels * prod(problem.output_size)
         y_sample = prod(problem.y_shape[1:])
         workspace = 0
-        # x and dy of a sample in float32, and the excess of a float32 sum over a half dw.
+        # Half precision takes x and dy of a sample in float32, and a sum of dw in float32, of which
+        # only the bytes beyond those of a half-precision dw count.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
             dw_growth = (4 - problem.bytes_per_element) * prod(problem.w_shape)
             workspace = 4 * (x_sample + y_sample) + dw_growth
@@ -58,7 +59,7 @@ class Gemm(AbstractAlgorithm):
 
 
 class Im2colGemm(AbstractAlgorithm):
-    """One matrix product per chunk over the columns of the whole chunk.
+    """One matrix product per chunk, over the im2col columns of the whole chunk.
 
     Source: Chellapilla, Puri, Simard, "High Performance Convolutional Neural Networks for
     Document Processing" (2006), section 3.
@@ -77,7 +78,7 @@ class Im2colGemm(AbstractAlgorithm):
         if problem.layout == "nhwc":
             return _places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
-        # the product has channels before samples, which is another order where there are several
+        # The product has channels before samples. If there are several of both, it is reordered.
         y = 0
         if problem.batch > 1 and problem.out_channels > 1:
             y = prod(problem.y_shape) * problem.bytes_per_element
@@ -111,7 +112,7 @@ class _Gemm(OpsExecutable):
         return dx
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        # float32 holds the running sum of half-precision products: rounding each would lose bits
+        # The sum of half-precision products is in float32, because rounding each would lose bits.
         dtype = torch.promote_types(x.dtype, torch.float32)
         dw = x.new_zeros(self.problem.w_shape, dtype=dtype)
         self.add(x, dy, dw)
@@ -147,7 +148,7 @@ class _Gemm(OpsExecutable):
         for x, dy in zip(a, b, strict=True):
             columns = self._grouped(x[self._sampled].contiguous().to(out.dtype))
             rows = self._grouped(dy.to(out.dtype))
-            # The product accumulates into dw in place, without a temporary of its size per sample.
+            # `baddbmm` adds the product to dw in place, without a temporary as large as dw.
             torch.baddbmm(total, rows, columns.mT, out=total)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
@@ -155,10 +156,10 @@ class _Gemm(OpsExecutable):
 
 
 class _ColumnGemm(OpsExecutable):
-    """Base of products of columns: for each output the inputs that its filter covers.
+    """Base of matrix products with columns, which hold for each output the inputs that it reads.
 
-    `_shape` of the columns of a batch, and `_of_tap`, those of one filter position as a view of the
-    shape (N, C, *output_size), are all that depends on the layout.
+    Subclasses choose the layout of the columns: `_shape` is their shape for a batch, and `_of_tap`
+    returns the columns of one filter position as a view of the shape (N, C, *output_size).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -181,7 +182,7 @@ class _ColumnGemm(OpsExecutable):
         return dx
 
     def _filled(self, x: Tensor) -> Tensor:
-        # a filter position that only ever meets padding is no tap, and its columns are zero
+        # A filter position that meets only padding is no tap, and its columns are zero.
         every_tap = len(self._taps) == prod(self.problem.kernel_size)
         new = x.new_empty if every_tap else x.new_zeros
         columns = new(self._shape(x.shape[0]), dtype=self._dtype)
@@ -194,7 +195,7 @@ class _ColumnGemm(OpsExecutable):
         return columns
 
     def _add_up(self, columns: Tensor, dx: Tensor) -> None:
-        """The transpose of im2col: add up what falls on the same input."""
+        """Add up the columns' elements that belong to the same input: the transpose of im2col."""
         # a half-precision dx is summed in float32 and rounded once
         total = dx if dx.dtype.itemsize > 2 else dx.float()
         total.zero_()
@@ -206,7 +207,7 @@ class _ColumnGemm(OpsExecutable):
 
 
 class _Im2colGemm(_ColumnGemm):
-    """Executable: columns of shape (C, *kernel_size, N, *output_size), one GEMM for all samples."""
+    """One matrix product over columns of the shape (C, *kernel_size, N, *output_size)."""
 
     def _shape(self, batch: int) -> tuple[int, ...]:
         problem = self.problem
@@ -240,7 +241,7 @@ class _Im2colGemm(_ColumnGemm):
             self._write_dx(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        # baddbmm takes a single dtype: the base class adds half-precision products to a float sum.
+        # `baddbmm` takes one dtype only. So the base class adds half-precision products to `out`.
         if out.dtype != self._dtype:
             super().add(a, b, out)
             return
@@ -272,13 +273,13 @@ def _needs_columns(problem: Problem) -> bool:
     >>> _needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
     False
     """
-    # Padding and a stride may cancel out in the size of the output, but not in its places.
+    # With padding and a stride, the output may have the input's size, but it reads other places.
     moves = set(problem.stride) != {1} or any(map(sum, problem.padding))
     return moves or prod(problem.kernel_size) > 1
 
 
 def _places_refusal(problem: Problem) -> str | None:
-    """Reason why the products do not compute a channels-last problem; None if they do."""
+    """Reason why matrix products do not compute a channels-last problem; None if they do."""
     # In channels-last the other groups' channels lie between the rows of one group's matrix.
     if problem.groups > 1:
         return "it computes channels-last operands without groups only"

@@ -1,4 +1,4 @@
-"""Algorithms of aten operators: torch's own choice, oneDNN, and aten's slow convolution."""
+"""Algorithms that call aten's operators: torch's own convolution, oneDNN, and `slow_conv2d`."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class _Geometry(NamedTuple):
 _Forward = Callable[[Tensor, Tensor, Tensor | None, _Geometry], Any]
 _Backward = Callable[[Tensor, Tensor, Tensor, _Geometry, list[bool]], Any]
 _HALF = ("float16", "bfloat16")
-# aten's output mask: gradients of x, w and bias
+# Masks for aten's backward operators: whether to compute the gradients of x, w and the bias.
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
 
 @lru_cache(maxsize=4096)
 def _chosen_kernel(problem: Problem, threads: int) -> str:
     del threads  # part of the key: aten's choice depends on it
-    # The function by which aten itself decides. It reads shapes, dtypes and layouts, no values.
+    # aten itself decides by this function. It reads shapes, dtypes and layouts, but no values.
     backend = torch._C._select_conv_backend(
         phantom(problem, problem.x_shape),
         phantom(problem, problem.w_shape),
@@ -75,7 +75,7 @@ def _chosen_kernel(problem: Problem, threads: int) -> str:
 
 
 def chosen_kernel(problem: Problem) -> str:
-    """Name of the kernel that aten picks for a problem with this many threads.
+    """Name of the kernel that aten picks for a problem with the current number of threads.
 
     >>> chosen_kernel(Problem("fprop", 8, 4, 4, (9, 9), (3, 3), dtype="float64"))
     'slow_conv2d'
@@ -85,7 +85,7 @@ def chosen_kernel(problem: Problem) -> str:
 
 
 class TorchDefault(AbstractAlgorithm):
-    """torch's own convolution, with the kernel that it picks."""
+    """torch's own convolution, with the kernel that torch picks."""
 
     name = "torch_default"
 
@@ -100,7 +100,7 @@ class TorchDefault(AbstractAlgorithm):
         return padded(problem, partial(_Aten, forward=_convolution, backward=_convolution_backward))
 
     def is_deterministic(self, problem: Problem) -> bool:
-        """True unless aten picks oneDNN where that reads memory which is not its own."""
+        """True unless aten picks oneDNN and oneDNN reads memory outside its operands."""
         return chosen_kernel(problem) != "onednn" or cramped_refusal(problem) is None
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
@@ -110,8 +110,8 @@ class TorchDefault(AbstractAlgorithm):
 class OneDnn(AbstractAlgorithm):
     """oneDNN in the layout of the operands, also if aten would pick another kernel.
 
-    fprop has an operator of its own. The backward passes have none, so they use oneDNN only if aten
-    picks it.
+    For fprop, aten has an operator that always uses oneDNN. The backward passes have no such
+    operator, so they use oneDNN only if aten picks it.
     """
 
     name = "onednn"
@@ -126,7 +126,7 @@ class OneDnn(AbstractAlgorithm):
         return padded(problem, partial(_Aten, forward=_onednn, backward=_convolution_backward))
 
     def is_deterministic(self, problem: Problem) -> bool:
-        """True unless oneDNN reads memory which is not its own."""
+        """True unless oneDNN reads memory outside its operands."""
         return cramped_refusal(problem) is None
 
 
@@ -134,12 +134,12 @@ class OneDnnNhwc(AbstractAlgorithm):
     """oneDNN on operands that are copied to channels-last; the result is copied back."""
 
     name = "onednn_nhwc"
-    has_fixed_order = True  # what oneDNN computes wrongly is refused
+    has_fixed_order = True  # problems that oneDNN computes wrongly are refused
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
-        # As 2-D, because torch has no channels-last layout in 1-D.
+        # A 1-D problem is checked as 2-D, because torch has no channels-last layout in 1-D.
         return cramped_refusal(problem) or onednn_refusal(problem.as_2d())
 
     def cost(self, problem: Problem) -> Cost:
@@ -161,7 +161,7 @@ class OneDnnNhwc(AbstractAlgorithm):
 
 
 class SlowConv2d(AbstractAlgorithm):
-    """aten's own im2col and GEMM per sample, parallel over the batch."""
+    """aten's own im2col and matrix product of each sample, in parallel over the batch."""
 
     name = "slow_conv2d"
     has_fixed_order = True  # gradients of samples are added one after another
@@ -169,7 +169,8 @@ class SlowConv2d(AbstractAlgorithm):
     def refusal(self, problem: Problem) -> str | None:
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
             return "it computes 1-D and 2-D problems without groups and dilation only"
-        # With one channel both layouts have the same strides, by which torch's kernel tells them.
+        # torch's kernel recognises the layout by its strides. With one channel, both layouts have
+        # the same strides.
         if problem.layout == "nhwc" and problem.in_channels == 1:
             return "channels-last it computes several input channels only"
         return None
@@ -197,23 +198,24 @@ def _kernel_cost(problem: Problem, kernel: str) -> Cost:
     is_direct = kernel == "onednn" and platform.machine() in ("x86_64", "AMD64")
     if is_direct or {*problem.stride, *problem.dilation} != {1}:
         return direct
-    # Tiles that are transformed (Winograd, Fourier: NNPACK, oneDNN on ARM) take at least one
-    # product per output and pair of channels.
+    # Kernels that transform tiles (Winograd or Fourier; in NNPACK, and in oneDNN on ARM) take at
+    # least one product per output and pair of channels.
     tiled = problem.flops // prod(problem.kernel_size)
     return direct._replace(operations=min(direct.operations, tiled))
 
 
 def _columns_cost(problem: Problem, kernel: str) -> Cost:
-    """Cost of im2col: columns of the whole batch or of a sample, one group after the other."""
+    """Cost of im2col, with the columns of one group, of the whole batch or of a sample, at once."""
     # Only a 1x1 filter at stride 1 without padding needs no columns.
     geometry = zip(problem.kernel_size, problem.stride, problem.padding, strict=True)
     if all(axis == (1, 1, (0, 0)) for axis in geometry):
-        return direct_cost(problem)  # the input is its columns
+        return direct_cost(problem)  # the columns are the input itself
     traffic, columns = direct_cost(problem).traffic_bytes, columns_bytes(problem)
-    # These make the columns of all samples at once, the others of one sample after another.
+    # These kernels make the columns of all samples at once. The other kernels make columns for one
+    # sample after another.
     if kernel == "slow_conv3d" or (kernel == "slow_conv2d" and problem.op != "dgrad"):
         workspace = columns // problem.groups
-        # those of a group may stay in a cache from the one before
+        # With several groups, a cache may still hold the columns' memory from the previous group.
         traffic += 2 * columns if problem.groups == 1 else 0
     else:
         workspace = columns // problem.groups // problem.batch
@@ -221,11 +223,12 @@ def _columns_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _is_cramped(problem: Problem) -> bool:
-    """True if along an axis the filter is larger than the input, overhangs it, or has one place.
+    """True if oneDNN may compute a problem wrongly in half precision, because of its filter.
 
-    For such problems the half-precision kernels of oneDNN read memory outside their operands (torch
-    2.13, oneDNN 3.12, AVX-512), mostly in channels-last. Results then change from run to run, or
-    the process ends.
+    Along an axis, the filter is larger than the input, has a single output at a stride above 1, or
+    has a tap that meets only padding. Then the half-precision kernels of oneDNN read memory outside
+    their operands (torch 2.13, oneDNN 3.12, AVX-512), mostly in channels-last. Results then change
+    from run to run, or the process ends.
     """
     axes = zip(
         problem.input_size,
@@ -237,7 +240,8 @@ def _is_cramped(problem: Problem) -> bool:
         strict=True,
     )
     return any(
-        # In turn: a filter larger than the input, a single output, a tap that only meets padding.
+        # In this order: a filter larger than the input, a single output at a stride above 1, and a
+        # tap that meets only padding.
         dilation * (taps - 1) >= size
         or (places == 1 and stride > 1)
         or not all(
@@ -301,7 +305,7 @@ class _Nhwc(Executable):
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         return self._run(a, b, bias).contiguous()
 
-    # Those below copy the layout back and put the result in place in one pass.
+    # The methods below convert the result's layout and put the result in place in one pass.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(self._run(a, b))
 
@@ -332,14 +336,14 @@ class _Aten(OpsExecutable):
             problem.groups,
         )
         self._geometry = geometry
-        # Only the shape is read of the operand whose gradient is asked for.
+        # aten reads only the shape of the operand whose gradient it computes.
         like = {"dgrad": problem.x_shape, "wgrad": problem.w_shape}.get(problem.op)
         self._like = None if like is None else phantom(problem, like)
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         return _tensor(self._forward(x, w, None, self._geometry))
 
-    # aten's forward operators begin with the bias, which takes no time of its own.
+    # aten's forward operators begin their sums with the bias, which takes no additional time.
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         if self.problem.op != "fprop":
             return super().alone_biased(a, b, bias)
@@ -351,7 +355,7 @@ class _Aten(OpsExecutable):
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
         x_like = self._like
         assert x_like is not None
-        if x_like.shape[0] < dy.shape[0]:  # built for a smaller chunk than it is given
+        if x_like.shape[0] < dy.shape[0]:  # this executable was built for a smaller chunk
             x_like = phantom(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
         results = self._backward(dy, x_like[: dy.shape[0]], w, self._geometry, _DGRAD)
         return _tensor(results[0])
@@ -395,7 +399,7 @@ def _slow_conv2d_backward(
     dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool], is_last: bool
 ) -> Any:
     kernel_size, stride, padding, *_ = geometry
-    # torch's kernel takes for granted that x is contiguous, which slabs are not
+    # torch's kernel assumes that x is contiguous, but slabs are not contiguous.
     x = _plain(x, is_last)
     if is_last:
         dy, w = (_plain(operand, is_last) for operand in (dy, w))
@@ -405,8 +409,8 @@ def _slow_conv2d_backward(
 def _plain(tensor: Tensor, is_last: bool) -> Tensor:
     """A contiguous tensor with ordered strides, also along axes of size 1.
 
-    Otherwise torch's kernel would mistake one layout for the other, for example if there is one
-    column. A view of a view has ordered strides.
+    With other strides, torch's kernel would mistake one layout for the other, for example if there
+    is one column. Viewing the tensor as 1-D and back sets ordered strides.
     """
     if not is_last:
         return tensor.contiguous().view(-1).view(tensor.shape)

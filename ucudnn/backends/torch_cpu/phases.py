@@ -1,9 +1,9 @@
 """Data gradients of strided convolutions, computed phase by phase.
 
-A phase consists of the inputs whose positions have the same remainder modulo the stride. They use
-the same filter positions, and neighbours among them use neighbouring outputs. So the gradient of a
-phase is a convolution of dy at stride 1 with a reversed subset of the filter, without products with
-zeros.
+A phase consists of the inputs whose positions have the same remainder modulo the stride. All inputs
+of a phase use the same filter positions, and neighbours in a phase use neighbouring outputs. So the
+gradient of a phase is a convolution of dy at stride 1 with a reversed subset of the filter. It
+needs no products with zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.operators import OneDnn, cramped_refusal
 from ucudnn.problem import Problem
 
-# In order of preference: oneDNN where it computes the phase.
+# Algorithms for a phase, in order of preference.
 _INNER = (OneDnn(), Gemm(), Im2colGemm())
 _ALL = slice(None)
 
@@ -70,7 +70,8 @@ class Phases(AbstractAlgorithm):
 
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
-    # Phases are small, so that filters may hang over them, see `cramped_refusal`.
+    # Phases are small, so a filter may reach beyond its phase. oneDNN computes that wrongly in half
+    # precision (see `cramped_refusal`), so another algorithm is taken then.
     if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
         return _INNER[0]
     able = (algorithm for algorithm in _INNER[1:] if algorithm.refusal(problem) is None)
@@ -78,7 +79,7 @@ def _inner(problem: Problem) -> AbstractAlgorithm | None:
 
 
 def _computed_phases(problem: Problem) -> Iterator[tuple[_Phase, AbstractAlgorithm]]:
-    """The phases of a problem that is not refused, with what computes each."""
+    """The phases of a problem that is not refused, each with the algorithm that computes it."""
     for phase in _phases(problem):
         inner = _inner(phase.problem)
         assert inner is not None
@@ -90,21 +91,21 @@ class _AxisPhase(NamedTuple):
 
     taps: slice  # positions of the filter that read the phase
     taps_count: int
-    inputs: slice  # positions in dx that some output reads
-    places: int  # how many these are
-    outputs: slice  # positions of dy that read it
+    inputs: slice  # positions of the phase in dx that some output reads
+    places: int  # number of these positions
+    outputs: slice  # positions in dy that read the phase
     outputs_count: int
-    begin: int  # zeros before the outputs, in units of the phase
-    end: int  # zeros after them
-    dilation: int  # of the filter that `taps` leaves
+    begin: int  # number of zeros to put before these positions of dy
+    end: int  # number of zeros to put after these positions of dy
+    dilation: int  # dilation of the filter that consists of `taps` only
 
 
 def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
     """The phases along an axis.
 
     Let g be the greatest common divisor of stride s and dilation d. Then every (s/g)-th position of
-    the filter falls on a phase, and neighbours among these read outputs at a distance of d/g.
-    Positions of a phase are counted in strides from the beginning of the padding.
+    the filter falls on the same phase, and neighbours among these positions read outputs at a
+    distance of d/g. Places in a phase are counted in strides from the beginning of the padding.
     """
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     size, outputs = problem.input_size[axis], problem.output_size[axis]
@@ -113,13 +114,13 @@ def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
     step, distance = stride // divisor, dilation // divisor
     # Positions first, first + step, ... of the filter fall on the same phase.
     for first in range(min(step, kernel)):
-        # Input p (from the begin of the padding) is read by output o at position k if p = o *
-        # stride + k * dilation; its phase is p modulo the stride.
+        # Output o reads input p (counted from the beginning of the padding) at filter position k
+        # if p = o * stride + k * dilation. The phase of the input is p modulo the stride.
         offset, remainder = divmod(first * dilation, stride)
         count = len(range(first, kernel, step))
         reach = (count - 1) * distance
-        # places of the phase in the input, then those that an output reads
-        # -(-a // b) divides and rounds up.
+        # low .. high - 1 are the places of the phase that lie in the input and that an output
+        # reads. -(-a // b) divides and rounds up.
         low = max(-(-(begin - remainder) // stride), offset)
         high = min(-(-(begin + size - remainder) // stride), outputs + offset + reach)
         # No output reads a place of this phase: the gradient there is zero.
@@ -127,7 +128,7 @@ def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
             continue
         start = low * stride + remainder - begin
         stop = (high - 1) * stride + remainder - begin + 1
-        # Outputs that read the places low .. high - 1; beyond the ends of dy they count as zeros.
+        # Outputs left .. right - 1 read these places. Outputs beyond the ends of dy are zeros.
         left, right = low - offset - reach, high - offset
         yield _AxisPhase(
             slice(first, None, step),
@@ -149,7 +150,7 @@ class _Phase(NamedTuple):
     taps: Slices
     inputs: Slices
     outputs: Slices
-    kept: Slices  # positions of the result that belong to dx; excess padding computes the others
+    kept: Slices  # positions of the result that belong to dx; the others are due to excess padding
     places: int
 
 
@@ -213,7 +214,7 @@ class _PhasesExecutable(Executable):
             out[(_ALL, _ALL, *phase.inputs)] = found[(_ALL, _ALL, *phase.kept)]
 
     def _filters(self, w: Tensor) -> Tensor:
-        """Filters with the channels in and out of each group exchanged, reversed."""
+        """Reversed filters, with the input and output channels of each group exchanged."""
         groups = self._problem.groups
         # dgrad maps output channels to input channels, the reverse of what w describes.
         exchanged = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)

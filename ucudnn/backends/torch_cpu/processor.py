@@ -23,7 +23,7 @@ from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
 _CPUINFO = Path("/proc/cpuinfo")
-# Limit, use and statistics of this container's memory, versions 2 and 1.
+# Files with the limit, use and statistics of a container's memory: control groups 2, then 1.
 _CONTROL_GROUPS = (
     tuple(f"sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat")),
     tuple(
@@ -31,28 +31,31 @@ _CONTROL_GROUPS = (
         for name in ("limit_in_bytes", "usage_in_bytes", "stat")
     ),
 )
-# Buffers of a benchmark are made larger than the cache: an overstated size costs memory and time.
+# Buffers of a benchmark must be larger than the cache. The cache counts as at most this large,
+# because an overstated size would cost memory and time.
 _MOST_CACHE_BYTES = 64 << 20
-_DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only costs memory
+_DEFAULT_CACHE_BYTES = 32 << 20  # size of a large cache; overestimating only costs memory
 # Names of the same architecture on Linux and on Windows.
 _X86 = ("x86_64", "AMD64")
-# Values of ONEDNN_MAX_CPU_ISA, oldest first.
+# Values of ONEDNN_MAX_CPU_ISA that rule out AVX2, and values that rule out bfloat16 instructions.
 _BELOW_AVX2 = ("SSE41", "AVX")
 _BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-# The kernel's counters advance in steps of 10 ms, too coarse for a shorter interval.
+# Least interval to measure a load: the counters of the system advance only in steps of 10 ms.
 _LEAST_S = 0.2
-# An average over more than this says nothing of the present; a short one is taken instead.
+# Longest interval to measure a load. A longer average says nothing about the present, so a new
+# short interval is measured instead.
 _MOST_S = 10.0
-# Processors that others may use, beyond those that this process leaves idle, without a note.
+# How many of the processors that this process needs others may use before that counts as load.
 _TOLERATED = 0.25
-# By how much a convolution may come closer to the peak than the product and the copy below do.
+# Factor by which a convolution may be faster than the rates measured here by products and copies.
 MARGIN = 1.25
-# Columns, and rows per thread, of a product. Among many short runs some are not interrupted; in a
-# long one less of this thread's time goes into waiting for others that are.
+# Columns of the measured products, and rows per thread. Among many runs of a short product, some
+# runs are not interrupted. In a long product, this thread spends a smaller share of its time on
+# waiting for interrupted threads.
 _PRODUCTS = ((512, 256), (1024, 1024))
 _MOST_ROWS = 1 << 14
-# A cache saves at most its size in each pass, and no algorithm makes more passes over its operands
-# and temporaries than these.
+# Upper bound of the passes that an algorithm makes over its operands and temporaries. In each pass
+# a cache saves at most its own size of traffic.
 _PASSES = 16
 _BUDGET_NS = 40_000_000
 _measuring = ForkSafeLock()
@@ -60,8 +63,8 @@ LARGE_THRESHOLD_TUNABLES = (
     "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 )
 _GLIBC = "glibc"
-# Above 32 MiB, the most to which glibc raises its mmap threshold by itself: a block of this size is
-# paged in anew at each allocation unless malloc was told otherwise.
+# glibc raises its mmap threshold by itself only up to 32 MiB. So a block of this size is paged in
+# anew at each allocation, unless malloc was set otherwise.
 _BLOCK_BYTES = 64 << 20
 # The median of five ignores two rounds that something else disturbed.
 _FILLINGS = 5
@@ -82,13 +85,14 @@ def cpu_device() -> Device:
 
 def cpu_software() -> Software:
     """Versions of torch and of the oneDNN inside it."""
-    # torch has no function for the version; its build summary names it, still by oneDNN's old name.
+    # torch has no function that returns oneDNN's version. Its build summary has the version, under
+    # oneDNN's old name.
     match = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
     return Software(torch=str(torch.__version__), onednn=match[1] if match else "")
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache of the first processor; 32 MiB if the system does not tell."""
+    """Size of the largest cache of the first processor; 32 MiB if the system reports none."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
@@ -113,7 +117,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     free = [int(match[1]) << 10 if match else physical]
     for limit, used, statistics in _CONTROL_GROUPS:
         if (root / limit).exists() and (root / used).exists():
-            text = (root / limit).read_text().strip()  # "max" where there is none
+            text = (root / limit).read_text().strip()  # "max" if there is no limit
             if text.isdigit():
                 in_use = int((root / used).read_text()) - _idle_bytes(root / statistics)
                 free.append(max(int(text) - in_use, 0))
@@ -137,24 +141,24 @@ def _cpu_name() -> str:
 def onednn_isa_limit() -> str:
     """The newest instruction set that the environment allows oneDNN to use; "" for no limit.
 
-    oneDNN reads the variable itself, and torch has no function that returns the result.
+    The variable is read here as oneDNN reads it, because torch has no function for the limit.
     """
-    # The second name is that of releases when oneDNN was called DNNL.
+    # The second name is from the time when oneDNN was called DNNL.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return "" if limit.upper() in ("ALL", "DEFAULT") else limit.upper()
 
 
 def has_instructions(dtype: str) -> bool:
-    """True if convolutions and matrix products in a dtype are computed by instructions for it.
+    """True if convolutions and matrix products in a dtype use instructions for that dtype.
 
-    Half precision counts only with AVX-512, where it was checked.
+    For half precision this is true only with AVX-512, because nothing else was checked.
     """
     cpu, limit = torch.cpu, onednn_isa_limit()
     if dtype == "float16":
         return cpu._is_avx512_supported() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
     if dtype == "bfloat16":
         return cpu._is_avx512_bf16_supported() and limit not in _BELOW_BFLOAT16
-    # Without AVX2 there is a fallback in float32 and float64, too.
+    # Without AVX2, float32 and float64 are computed by fallback code, too.
     is_x86 = platform.machine() in _X86
     return not is_x86 or (cpu._is_avx2_supported() and limit not in _BELOW_AVX2)
 
@@ -162,8 +166,8 @@ def has_instructions(dtype: str) -> bool:
 def product_dtype(problem: Problem) -> torch.dtype:
     """The dtype in which matrices are multiplied for a problem.
 
-    It is float32 instead of a half precision for which the processor has no instructions. torch
-    would multiply element by element, or convert in memory that its allocator does not see.
+    It is float32 if the processor has no instructions for the problem's half precision: torch would
+    multiply element by element, or convert operands in memory that its allocator does not see.
     """
     is_half = problem.bytes_per_element == 2
     return (
@@ -173,7 +177,7 @@ def product_dtype(problem: Problem) -> torch.dtype:
 
 class _Reading(NamedTuple):
     clock_s: float
-    machine_s: float  # processor time of everybody, and what a hypervisor gave to other machines
+    machine_s: float  # processor time of all processes, and of other machines of the hypervisor
     own_s: float
 
 
@@ -205,7 +209,7 @@ class LoadMeter:
             return self._others
 
     def load(self) -> float:
-        """Processors that others use, if they take some that this process needs; else 0."""
+        """Number of processors that others use; 0 if they leave enough for this process."""
         others = self.others()
         left = (os.cpu_count() or 1) - torch.get_num_threads()
         return round(others, 1) if others > max(0, left) + _TOLERATED else 0.0
@@ -225,7 +229,7 @@ class LoadMeter:
 
 
 def roofline(dtype: str) -> Roofline:
-    """Peak rates of this process with its present threads, `MARGIN` times the best measured."""
+    """Peak rates of this process with its present threads: `MARGIN` times the best measured."""
     threads = torch.get_num_threads()
     with _measuring:
         operations = _operations_per_s(dtype, threads)
@@ -244,14 +248,14 @@ def _operations_per_s(dtype: str, threads: int) -> float:
         left, product = square.new_ones(rows, side), square.new_empty(rows, side)
         best_ns = _shortest_ns(partial(torch.mm, left, square, out=product))
         best = max(best, 2e9 * rows * side**2 / best_ns)
-        if best_ns > _BUDGET_NS:  # a dtype that the processor has no instructions for
+        if best_ns > _BUDGET_NS:  # the processor has no instructions for this dtype
             break
     return best
 
 
 @lru_cache
 def _bytes_per_s(threads: int) -> float:
-    """Bytes read and written by a copy between tensors that exceed the caches together."""
+    """Bytes read and written per second by a copy of a tensor as large as the cache."""
     del threads  # part of the key
     size = usable_cache_bytes()
     source, target = (torch.ones(size, dtype=torch.uint8, device="cpu") for _ in range(2))
@@ -259,9 +263,10 @@ def _bytes_per_s(threads: int) -> float:
 
 
 def _shortest_ns(run: Callable[[], object]) -> int:
-    """The shortest processor time of this thread, which does an equal part of the work.
+    """The shortest processor time that a run takes in this thread, in nanoseconds.
 
-    Other processes on the machine affect it much less than elapsed time.
+    All threads do equal parts of the work. Other processes on the machine affect the processor time
+    much less than the elapsed time.
     """
     times: list[int] = []
     while sum(times) < _BUDGET_NS:
@@ -288,7 +293,7 @@ def _allocator() -> str:
 
 
 class Filling(NamedTuple):
-    """What it costs to fill a block of 64 MiB, medians of five."""
+    """Times to fill a fresh and a reused block of 64 MiB, and page faults: medians of five."""
 
     fresh_ns: int
     reused_ns: int
@@ -296,8 +301,8 @@ class Filling(NamedTuple):
 
 
 def filling() -> Filling:
-    """Fill a large block, fresh and in use, in turn."""
-    # Its pages are there before it is timed, unlike those of a fresh block.
+    """Time the filling of a newly allocated block, and of a block that is in use, in turn."""
+    # The pages of this block exist before it is timed, unlike those of a newly allocated block.
     block = torch.ones(_BLOCK_BYTES // 4, dtype=torch.float32, device="cpu")
     found = list[tuple[int, ...]]()
     for _ in range(_FILLINGS):
@@ -312,7 +317,7 @@ def filling() -> Filling:
 
 
 def give_back_free_blocks() -> None:
-    """Let glibc's malloc return the blocks that are free to the system."""
+    """Make glibc's malloc return its free blocks to the system."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)

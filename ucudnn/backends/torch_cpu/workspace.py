@@ -2,7 +2,7 @@
 
 torch's profiler reports every allocation of torch's CPU allocator, oneDNN's scratch included, and
 changes no state. It misses memory that a kernel takes from malloc directly or in other threads.
-`unseen_bytes` is an upper bound of that.
+`unseen_bytes` is an upper bound of such memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import prod
 from typing import TypeVar
 
-# Kineto is read when the profiler is first loaded; it warns about GPUs that are not there.
+# Kineto reads this variable when the profiler is first loaded, and else warns about missing GPUs.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
@@ -26,7 +26,7 @@ from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
 
 R = TypeVar("R")
-# Name of the events of torch's profiler that stand between two spans.
+# Name of the events in torch's profiler that mark the boundary of two spans.
 _MARK = "ucudnn::mark"
 _PADDING = 64  # rows and columns that packing may add to a matrix
 
@@ -46,7 +46,7 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
 
 
 def allocated_spans(run: Callable[[Callable[[], None]], object]) -> list[Span]:
-    """Run once and return the allocated memory between its marks.
+    """Run once and return the memory that is allocated between the marks of the run.
 
     >>> import torch
     >>> def work(mark):
@@ -73,14 +73,14 @@ def _spans(changes: list[int | None]) -> list[Span]:
 
 
 def _mark() -> None:
-    # An event of the profiler's, which has the same clock as its events of the allocator.
+    # A mark is an event of the profiler, so that it has the same clock as the allocator's events.
     with record_function(_MARK):
         pass
 
 
 def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
-    """Run once; what was allocated (negative: freed) in the order of time, None for a mark."""
-    if torch._C._autograd._profiler_enabled():  # there is one per process, and it is the user's
+    """Run once; return the result and, in order of time, bytes (freed: negative) or None (mark)."""
+    if torch._C._autograd._profiler_enabled():  # a process has one profiler, and the user runs it
         raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
         )
@@ -101,8 +101,8 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
 
     These bytes come from malloc directly, or from threads other than the caller's. aten's
     convolutions take the columns of one sample per thread (dgrad) and the scratch of half-precision
-    products. oneDNN takes such scratch if the processor lacks instructions. A test compares the
-    bound with a counting malloc, on this processor and on older ones that oneDNN imitates.
+    products. oneDNN takes such scratch if the processor lacks instructions for the dtype. A test
+    compares the bound with a counting malloc, also for older processors, which are imitated.
     """
     native = has_instructions(problem.dtype)
     if kernel in ONEDNN_KERNELS:
@@ -110,7 +110,7 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
     if kernel not in COLUMN_KERNELS:
         return 0
     unseen = 0
-    # a weight gradient is summed one sample after another
+    # A weight gradient is summed one sample after another, by a single worker.
     workers = 1 if problem.op == "wgrad" else min(threads, problem.batch)
     if kernel == "slow_conv2d" and problem.op == "dgrad":
         taps, _, places = _matrix_sizes(problem)
@@ -123,7 +123,7 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
 
 
 def _fallback_scratch_bytes(problem: Problem) -> int:
-    """Scratch of one thread that multiplies a sample's matrices without special instructions.
+    """Scratch of one thread that multiplies a sample's matrices without instructions for the dtype.
 
     The operands are packed, and half precision is computed in float32.
     """
@@ -135,14 +135,14 @@ def _fallback_scratch_bytes(problem: Problem) -> int:
 
 
 def _packed_elements(problem: Problem, least: int) -> int:
-    """Elements of both packed operands of a sample's product; its sums count as `least` or more."""
+    """Elements of both packed operands of a sample's product, with sums over at least `least`."""
     sizes = _matrix_sizes(problem)
     summed = sizes[OPS.index(problem.op)]
     return (sum(sizes) - summed + _PADDING) * max(summed, least)
 
 
 def _matrix_sizes(problem: Problem) -> tuple[int, int, int]:
-    """Sizes per group: inputs of an output, channels, positions; each op sums over one of them."""
+    """Sizes per group: an output's inputs, output channels, positions; an op sums over one size."""
     channels = problem.in_channels // problem.groups
     return (
         channels * prod(problem.kernel_size),
