@@ -92,9 +92,9 @@ def test_descriptors_are_left_to_the_end_of_the_process(
     program = (
         "import sys\n"
         "from ucudnn.backends.cudnn.api import Cudnn, Descriptor\n"
-        "from ucudnn.backends.cudnn.constants import Kind\n"
+        "from ucudnn.backends.cudnn.constants import DescriptorKind\n"
         "cudnn = Cudnn(sys.argv[1])\n"
-        "kept = [Descriptor(cudnn, Kind.ENGINE) for _ in range(3)]\n"
+        "kept = [Descriptor(cudnn, DescriptorKind.ENGINE) for _ in range(3)]\n"
         "del kept[0]\n"
     )
     command = [sys.executable, "-c", program, str(compiled(SOURCE))]
