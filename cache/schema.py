@@ -83,6 +83,7 @@ def split_to_text(split: Split) -> str:
     >>> split_to_text(Split("batch", (Chunk(4, "gemm"), Chunk(4, "gemm"))))
     '{"axis": "batch", "steps": [[2, 4, "gemm"]]}'
     """
+    # The files call chunks "steps".
     runs = [[len(list(run)), chunk.size, chunk.algorithm] for chunk, run in groupby(split.chunks)]
     return json.dumps({"axis": split.axis, "steps": runs}, ensure_ascii=False)
 

@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 import torch
 from models import classifier, conformer, segmenter
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.reports.text import simple_table
 from ucudnn.units import format_bytes, format_ns
 
 ROUNDS = 5
@@ -133,16 +132,14 @@ def print_steps(
     for _ in range(ROUNDS):
         for name, run in steps.items():
             samples[name].append(backend.elapsed_ns(run))
-    table = Table(
-        title=title,
-        # So that it fits 80 columns.
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption="peak: parameters, gradients, activations and workspace; ratios are to torch, of "
-        f"{ROUNDS} steps in turn with their 95 % interval; deviation: of the gradients from "
+    # The table fits 80 columns.
+    table = simple_table(
+        title,
+        "peak: parameters, gradients, activations and workspace; ratios are to torch, of "
+        f"{ROUNDS} steps in turn with their 95 % interval; error: deviation of the gradients from "
         "float64, largest over largest",
     )
-    for heading in ("step by", "peak", "", "time", "ratio", "deviation"):
+    for heading in ("step by", "peak", "", "time", "ratio", "error"):
         table.add_column(heading, justify="left" if heading == "step by" else "right")
     for name, taken in samples.items():
         ratio, low, high = ratio_interval(taken, samples["torch"])

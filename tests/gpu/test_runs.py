@@ -56,9 +56,9 @@ def test_chunks_give_the_whole(backend, exact, tolerance, op, layout, dtype):
 @pytest.mark.parametrize("op", OPS)
 def test_the_default_and_engines_share_a_split(backend, exact, tolerance, op):
     problem = replace(LAYER, op=op)
-    steps = (Chunk(6, DEFAULT_ALGORITHM), Chunk(4, engine(backend, problem.with_batch(4))))
+    chunks = (Chunk(6, DEFAULT_ALGORITHM), Chunk(4, engine(backend, problem.with_batch(4))))
     a, b = backend.operands(problem, 10)
-    result = bind(backend, problem, Split("batch", steps))(a, b)
+    result = bind(backend, problem, Split("batch", chunks))(a, b)
     assert relative_error(result, exact(problem, a, b)) < 2 * tolerance(problem)
 
 

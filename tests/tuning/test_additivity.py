@@ -49,8 +49,8 @@ def test_chunks_are_those_that_were_measured(op, roles, script):
     whole = Problem(op, 2, 8, 8, (27, 9), (3, 3), (2, 1))
     by_rows = RowAxis(whole)
     for axis in (by_rows, BatchAxis(whole.with_batch(14))):
-        steps = [Chunk(size, "gemm") for size in (4, axis.extent - 6, 2)]
-        counts = chunks(axis, axis.split(steps))
+        listed = [Chunk(size, "gemm") for size in (4, axis.extent - 6, 2)]
+        counts = chunks(axis, axis.split(listed))
         assert sum(arm.size * count for arm, count in counts.items()) == axis.extent
         found = {role: sum(n for arm, n in counts.items() if arm.role == role) for role in roles}
         assert found == roles

@@ -109,7 +109,7 @@ def test_a_file_exported_from_a_cache_is_a_recording(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limit_mib", "steps", "time_us"),
+    ("limit_mib", "chunks", "time_us"),
     [
         (None, [(8, "eng67_k2=20")], 800),
         (45, [(4, "eng67_k2=20")] * 2, 800),
@@ -117,11 +117,11 @@ def test_a_file_exported_from_a_cache_is_a_recording(tmp_path):
         (5, [(8, "torch_default")], 2300),
     ],
 )
-def test_what_was_not_raced_is_predicted_and_marked(tmp_path, limit_mib, steps, time_us):
+def test_what_was_not_raced_is_predicted_and_marked(tmp_path, limit_mib, chunks, time_us):
     limit = None if limit_mib is None else limit_mib * MIB
     plan = replay(record(tmp_path, alone()), workspace_limit=limit)
     (kernel,) = plan.kernels
-    assert plan.split(FPROP) == Split("batch", tuple(Chunk(*step) for step in steps))
+    assert plan.split(FPROP) == Split("batch", tuple(Chunk(*chunk) for chunk in chunks))
     # torch's own was measured, as the one chunk that it is
     assert kernel.timing.is_predicted == kernel.is_derived(8) == (time_us == 800)
     assert kernel.timing.time_ns == kernel.predicted_time_ns == time_us * 1000
