@@ -92,6 +92,17 @@ def test_where_all_vary_there_is_no_plan(here):
         tune_problems(LAYERS, Config(deterministic=True))
 
 
+def test_where_the_deterministic_splits_fail_as_whole_calls_the_error_says_so(here):
+    here.varying = {"torch_default", "atomic"}
+
+    def fail(event):
+        if event.measured == 3:  # the chunks are timed, a race of whole calls comes next
+            here.costs = here.costs | {"exact": lambda _: (None, 0)}
+
+    with pytest.raises(PlanError, match="every deterministic split of fprop .* failed as a whole"):
+        tune_problems(LAYERS, Config(deterministic=True, policy="undivided"), fail)
+
+
 def test_a_recording_is_replayed_without_what_varies(here, tmp_path):
     config = Config(cache=str(tmp_path / "cache"))
     tune_problems(LAYERS, config)

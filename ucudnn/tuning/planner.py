@@ -66,6 +66,11 @@ class KernelPlanner:
                 # that were not measured may fit.
                 if self._is_cut_short and all(one.split.is_default for one in finalists):
                     return None
+                if self._config.deterministic and not any(f.is_deterministic for f in finalists):
+                    raise PlanError(
+                        f"every deterministic split of {self._problem} failed as a whole call; "
+                        f"allow others by deterministic=False"
+                    )
                 self._tighten(finalists, evidence)
         finally:
             self._source.release()
@@ -181,14 +186,12 @@ class KernelPlanner:
         """The largest workspace of a split's chunks, in bytes; None if no workspace is known."""
         axis = axis_of(self._problem, split)
         chunks = {(axis.part(axis.size_of(chunk)), chunk.algorithm) for chunk in split.chunks}
-        # Only chunks that were timed in full count. A chunk may have run in several roles: the role
-        # with the largest workspace counts.
+        # A chunk may have run in several roles: the role with the largest workspace counts.
         sizes = [
             entry.workspace_bytes + held_bytes(self._problem, entry.key.conditions.role)
             for entry in evidence.everything
             if (entry.key.problem, entry.key.algorithm) in chunks
             and entry.workspace_bytes is not None
-            and entry.status == "ok"
         ]
         return max(sizes, default=None)
 
