@@ -1,6 +1,6 @@
 """Does `distributed.advise` name the fastest way to exchange gradients? On links of all kinds.
 
-    python benchmarks/communication.py --out communication.json           # all cells, 40 minutes
+    python benchmarks/communication.py --out communication.json           # all cells, 32 minutes
     python benchmarks/communication.py --ranks 2 --links loopback --networks small
 
 Every cell is a job of its own, on a link of `delayed_link.py`. Its ranks ask for advice, then run
