@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ucudnn.backends.cudnn.constants import Attribute, DataType, DescriptorKind, Type
 from ucudnn.errors import UcudnnError, UnsupportedError
@@ -142,6 +142,10 @@ class Cudnn:
             name = self.functions.cudnnGetErrorString(status).decode()
             raise CudnnError(status, name, message.value.decode(errors="replace").strip(), doing)
 
+    def call(self, doing: str, function: str, *args: Any) -> None:
+        """Call one of cuDNN's functions; raise a CudnnError unless it succeeds."""
+        self.check(getattr(self.functions, function)(*args), doing)
+
     def tensor(
         self,
         uid: int,
@@ -217,9 +221,7 @@ class Descriptor(AbstractClosable):
         self.kind = kind
         # Null until the object is created: `close` and `__del__` also run after a failed creation.
         self.pointer = c_void_p()
-        status = cudnn.functions.cudnnBackendCreateDescriptor(kind, byref(self.pointer))
-        if status:
-            cudnn.check(status, f"create {kind.name}")
+        cudnn.call(f"create {kind.name}", "cudnnBackendCreateDescriptor", kind, byref(self.pointer))
 
     def close(self) -> None:
         """Destroy the object; a second call does nothing."""
@@ -235,12 +237,8 @@ class Descriptor(AbstractClosable):
             self.close()
 
     def _set(self, attribute: Attribute, kind: Type, count: int, values: object) -> None:
-        cudnn = self._cudnn
-        status = cudnn.functions.cudnnBackendSetAttribute(
-            self.pointer, attribute, kind, count, values
-        )
-        if status:
-            cudnn.check(status, f"set {attribute.name}")
+        arguments = self.pointer, attribute, kind, count, values
+        self._cudnn.call(f"set {attribute.name}", "cudnnBackendSetAttribute", *arguments)
 
     def set_int64(self, attribute: Attribute, *values: int) -> None:
         """Set one or more integers."""
@@ -282,18 +280,13 @@ class Descriptor(AbstractClosable):
 
     def finalize(self) -> Self:
         """Finalize the object, so that it can be used and read."""
-        status = self._cudnn.functions.cudnnBackendFinalize(self.pointer)
-        if status:
-            self._cudnn.check(status, f"finalize {self.kind.name}")
+        self._cudnn.call(f"finalize {self.kind.name}", "cudnnBackendFinalize", self.pointer)
         return self
 
     def _get(self, attribute: Attribute, kind: Type, capacity: int, values: object) -> int:
-        cudnn, count = self._cudnn, c_int64()
-        status = cudnn.functions.cudnnBackendGetAttribute(
-            self.pointer, attribute, kind, capacity, byref(count), values
-        )
-        if status:
-            cudnn.check(status, f"get {attribute.name}")
+        count = c_int64()
+        arguments = self.pointer, attribute, kind, capacity, byref(count), values
+        self._cudnn.call(f"get {attribute.name}", "cudnnBackendGetAttribute", *arguments)
         return count.value
 
     def get_int64(self, attribute: Attribute) -> int:

@@ -32,47 +32,12 @@ _DATA_TYPES = {
 }
 
 
-class _Operation(NamedTuple):
-    """The kind of descriptor for an op, and the attributes of that descriptor."""
-
-    kind: DescriptorKind
-    convolution: Attribute
-    x: Attribute
-    w: Attribute
-    y: Attribute
-    alpha: Attribute
-    beta: Attribute
-
-
-# cuDNN numbers the same attributes differently in each of the three operations.
-_OPERATIONS = {
-    "fprop": _Operation(
-        DescriptorKind.OPERATION_CONVOLUTION_FORWARD,
-        Attribute.OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
-        Attribute.OPERATION_CONVOLUTION_FORWARD_X,
-        Attribute.OPERATION_CONVOLUTION_FORWARD_W,
-        Attribute.OPERATION_CONVOLUTION_FORWARD_Y,
-        Attribute.OPERATION_CONVOLUTION_FORWARD_ALPHA,
-        Attribute.OPERATION_CONVOLUTION_FORWARD_BETA,
-    ),
-    "dgrad": _Operation(
-        DescriptorKind.OPERATION_CONVOLUTION_BACKWARD_DATA,
-        Attribute.OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
-        Attribute.OPERATION_CONVOLUTION_BWD_DATA_DX,
-        Attribute.OPERATION_CONVOLUTION_BWD_DATA_W,
-        Attribute.OPERATION_CONVOLUTION_BWD_DATA_DY,
-        Attribute.OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
-        Attribute.OPERATION_CONVOLUTION_BWD_DATA_BETA,
-    ),
-    "wgrad": _Operation(
-        DescriptorKind.OPERATION_CONVOLUTION_BACKWARD_FILTER,
-        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
-        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_X,
-        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_DW,
-        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_DY,
-        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
-        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_BETA,
-    ),
+# cuDNN numbers the same attributes differently in each of the three operations. Per op: the ends of
+# the names of its descriptor and of its attributes, and the names of x, w and y among the latter.
+_NAMES = {
+    "fprop": ("FORWARD", "FORWARD", ("X", "W", "Y")),
+    "dgrad": ("BACKWARD_DATA", "BWD_DATA", ("DX", "W", "DY")),
+    "wgrad": ("BACKWARD_FILTER", "BWD_FILTER", ("X", "DW", "DY")),
 }
 
 
@@ -219,14 +184,18 @@ def _convolution(
     convolution.set_int64(Attribute.CONVOLUTION_POST_PADDINGS, *ends)
     convolution.set_int64(Attribute.CONVOLUTION_FILTER_STRIDES, *problem.stride)
     convolution.set_int64(Attribute.CONVOLUTION_DILATIONS, *problem.dilation)
-    names = _OPERATIONS[problem.op]
-    operation = Descriptor(cudnn, names.kind)
-    operation.set_descriptors(names.convolution, convolution.finalize())
-    for attribute, tensor in zip((names.x, names.w, names.y), tensors, strict=True):
-        operation.set_descriptors(attribute, tensor)
+    kind, prefix, names = _NAMES[problem.op]
+    operation = Descriptor(cudnn, DescriptorKind[f"OPERATION_CONVOLUTION_{kind}"])
+
+    def attribute(name: str) -> Attribute:
+        return Attribute[f"OPERATION_CONVOLUTION_{prefix}_{name}"]
+
+    operation.set_descriptors(attribute("CONV_DESC"), convolution.finalize())
+    for name, tensor in zip(names, tensors, strict=True):
+        operation.set_descriptors(attribute(name), tensor)
     # The factors have the type of the arithmetic, not that of the tensors.
-    for attribute, factor in ((names.alpha, alpha), (names.beta, beta)):
-        operation.set_float(attribute, factor, double=arithmetic is DataType.DOUBLE)
+    for name, factor in (("ALPHA", alpha), ("BETA", beta)):
+        operation.set_float(attribute(name), factor, double=arithmetic is DataType.DOUBLE)
     return operation.finalize()
 
 
