@@ -220,6 +220,42 @@ def test_checkpointing_recomputes_by_plan(plan_by_hand, reentrant):
     assert_close(*results)
 
 
+def test_a_recomputation_ends_before_a_convolution_whose_result_nobody_needs(
+    plan_by_hand, computed
+):
+    _, planned, x = plain_pair(plan_by_hand)
+    for module, count in ((planned, 1), (nn.Sequential(planned, nn.ReLU()), 2)):
+        checkpointed = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+        checkpointed.sum().backward()
+        # the backward of ReLU reads the result of the convolution, so it is computed twice
+        assert computed.count("fprop") == count
+        computed.clear()
+
+
+def test_a_convolution_computed_in_a_backward_can_be_differentiated_twice(plan_by_hand):
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.save_for_backward(x)
+            ctx.module = module
+            return module(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                y = ctx.module(x)
+                (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+                found.append(torch.autograd.grad(dx.square().sum(), [*ctx.module.parameters()][:1]))
+            return dx.detach(), None
+
+    layer, planned, x = plain_pair(plan_by_hand)
+    found = []
+    for module in (layer, planned):
+        Reversed.apply(x.clone().requires_grad_(), module).square().sum().backward()
+    assert_close(*found)
+
+
 def test_inference_mode_and_inference_tensors(plan_by_hand):
     layer, planned, x = plain_pair(plan_by_hand)
     with torch.inference_mode():

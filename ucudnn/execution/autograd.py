@@ -253,7 +253,11 @@ def convolution(
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)
-    result: Tensor = _apply(bound, x, w, bias)
+    # During a backward pass, a forward is mostly a recomputation by torch.utils.checkpoint, which
+    # ends as soon as everything that was saved is saved again. Saving the operands first avoids
+    # computing a convolution whose result nobody needs; torch's own operator saves first, too.
+    saved = _save(x, w) if torch._C._current_graph_task_id() != -1 else None
+    result: Tensor = _apply(bound, x, w, bias, saved)
     return result
 
 
@@ -304,10 +308,28 @@ def _torchs(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Te
     return _FUNCTIONS[len(stride) - 1](x, w, bias, stride, padding, dilation, groups)
 
 
+class _Operands(torch.autograd.Function):
+    """Saves the operands of a convolution that is computed afterwards; the output is empty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        del ctx, grads
+        return None, None
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bound: Bound, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w)
+    def forward(
+        ctx: Any, bound: Bound, x: Tensor, w: Tensor, bias: Tensor | None, saved: Tensor | None
+    ) -> Tensor:
+        if saved is None:
+            ctx.save_for_backward(x, w)
+        ctx.operands = None if saved is None else saved.grad_fn
         ctx.bound = bound
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         return bound.forward(x, w, bias)
@@ -316,17 +338,18 @@ class _Convolution(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        x, w = ctx.saved_tensors
-        # The first entry belongs to `bound`, which is no tensor.
-        _, *mask = ctx.needs_input_grad
+        x, w = (ctx.operands or ctx).saved_tensors
+        # The first entry belongs to `bound`, which is no tensor, and the last one to `saved`.
+        _, *mask, _ = ctx.needs_input_grad
         # Double backward and observers of operators need aten's own operator; planned calls have no
         # gradient. x and w are tested, too: hooks on saved tensors may have replaced them.
         if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default
-            return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask)
-        return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask)
+            return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask), None
+        return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask), None
 
 
-# Bypasses `Function.apply`, whose additional steps serve transforms, under which no plan acts.
+# These bypass `Function.apply`, whose additional steps serve transforms, under which no plan acts.
 _apply: Any = super(torch.autograd.Function, _Convolution).apply
+_save: Any = super(torch.autograd.Function, _Operands).apply
