@@ -14,7 +14,7 @@ import pytest
 
 from ucudnn.config import Config
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.outcomes import LayoutRace, Origin, StepMemory, StepRace
+from ucudnn.outcomes import LayoutRace, Origin, StepMemory, StepRace, Way
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.html import report, write_report
@@ -186,6 +186,31 @@ def test_the_table_has_every_kernel_with_notes(drawn, mixed):
     assert [row["plan"] for row in cells] == ["20.0 ms ±5%"] * 2 + ["= default", "~5.00 ms"]
     assert [row["layers"] for row in cells] == ["stem, body.0, body.1", "slabs", "same", "guess"]
     assert "a note (kernel 1)" in page.texts
+
+
+def test_the_first_chart_has_the_time_of_each_way_to_run_a_step_over_its_peak(drawn, mixed):
+    ways = (
+        Way("torch", "torch", 90 << 20, 200 * MS),
+        Way("segments", "whole network in micro-batches of 4", 30 << 20, 210 * MS),
+        Way("segments", "stages in micro-batches of 8", 40 << 20, 205 * MS, is_estimated=True),
+        Way("loop", "not timed", 25 << 20, 0),
+    )
+    memory = StepMemory(45 << 20, 1, 1, 1, 1, 80 << 20, 90 << 20, 44 << 20, ways=ways)
+    race = StepRace(200 * MS, 150 * MS, 0.75, 0.7, 0.8, 5)
+    page = drawn(replace(mixed, memory=memory, step_race=race))
+    assert next(iter(page.figures)) == "Memory and time"
+    marks = {
+        name: (one["x"], one["y"])
+        for one in page.figures["Memory and time"][0]
+        if "budget" not in (name := one["name"])
+    }
+    assert marks == {
+        "torch": ([90 << 20], [0.200]),
+        "segments": ([30 << 20], [0.210]),
+        "segments, estimated": ([40 << 20], [0.205]),
+        "plan": ([44 << 20], [0.150]),
+    }
+    assert "Memory and time" not in drawn(mixed).figures
 
 
 def test_times_are_those_of_all_calls_with_their_spread(drawn, mixed):

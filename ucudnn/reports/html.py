@@ -31,6 +31,8 @@ _HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d?(?:e[-+]?\d+)?(?![\w])")
 # Text in place of a section that a plan lacks: why it is missing, or how to get it.
 _MISSING = {
+    "Memory and time": "Other ways to run a step are tried if a memory budget asks for less memory "
+    "than a step by torch needs: ucudnn tune MODEL --memory-budget 50%.",
     "Splits": "All kernels are torch's own convolutions, undivided.",
     "Timeline": "What is allocated at each convolution is known of a plan with a memory budget: "
     "ucudnn tune MODEL --memory-budget 8GiB.",
@@ -151,12 +153,13 @@ def _missing(heading: str) -> str:
 
 def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
     found = {chart.name: chart for chart in charts(plan)}
-    for name in ("Times", "Workspaces", "Splits", "Timeline"):
+    for name in ("Memory and time", "Times", "Workspaces", "Splits", "Timeline"):
         if name not in found:
             yield _section(name, _missing(name))
             continue
         # With many kernels, a chart with a row for each would be longer than all other sections.
-        is_tall = name != "Timeline" and len(plan.kernels) > _MOST_ROWS
+        has_rows = name in ("Times", "Workspaces", "Splits")
+        is_tall = has_rows and len(plan.kernels) > _MOST_ROWS
         caption = found[name].caption + " Scroll in the frame to see all." * is_tall
         box = f'<div class="{"tall" if is_tall else "wide"}">{draw(found[name])}</div>'
         yield _section(name, f"<p>{escape(caption)}</p>", box)
