@@ -25,12 +25,15 @@ _LAYOUT_CLIFF = 2.0
 # Savings below these fractions of a step's time and of its peak are not worth tuning for.
 _WORTHWHILE = 0.05
 _WORTHWHILE_MEMORY = 0.1
-# A way is advised for its memory if its peak and its time are at most these multiples of those of
-# the step as it is. If all such small ways take longer, the smallest one is advised.
+# A way to run the step is recommended for saving memory if its peak is at most `_SMALL` times, and
+# its time at most `_AFFORDABLE` times, that of the step as it is. If all ways with such a small
+# peak take longer, the one with the smallest peak is recommended.
 _SMALL, _AFFORDABLE = 0.75, 1.25
-# A suggested workspace limit is enough for kernels with this fraction of the convolutions' time.
+# The workspace limit that is suggested is large enough for kernels that take this fraction of the
+# time of all convolutions.
 _UNTOUCHED = 0.8
-# If the interval of a way's ratio reaches below this, noise may hide a gain that matters.
+# The time of a way is divided by that of the step as it is. If the confidence interval of this
+# ratio reaches below this value, noise may hide a gain that matters.
 _HIDDEN = 0.9
 # Times are noisy if their interquartile range is more than this fraction of their median.
 _NOISY = 0.1
@@ -69,7 +72,7 @@ class KernelAdvice:
 
     def gain_ns(self) -> int:
         """Upper bound of the time that any algorithm could save in all calls; 0 if not known."""
-        # Without a lower bound of the time, the possible saving is not known.
+        # Without a lower bound of the kernel's time, it is not known how much could be saved.
         if not self.least_ns:
             return 0
         # A kernel that was not timed counts as 0 ns, and its gain as 0.
@@ -79,7 +82,8 @@ class KernelAdvice:
         """Time that all calls lose because the kernel is on a cliff; 0 if it is not."""
         if not self.is_cliff(is_last):
             return 0
-        # The loss is relative to the slower one of the two references, so it is not overstated.
+        # The kernel is compared with the slower of its two references (the roofline and
+        # channels_last), so that the loss is not overstated.
         other = self.channels_last
         in_other_layout = 0 if other is None or is_last else other.time_ns
         least = max(self.direct_ns, in_other_layout) * len(self.layers)
@@ -247,7 +251,8 @@ class Advice:
             return None
         ends = {way.name: way.ratio for way in faster if way.ratio is not None}
         least = min(faster, key=lambda way: ends[way.name][0])
-        # Ways whose intervals overlap that of the fastest are equally fast: the smallest is taken.
+        # Ways whose confidence intervals overlap that of the fastest way count as equally fast. Of
+        # these, the way with the smallest peak is taken.
         level = [way for way in faster if ends[way.name][1] <= ends[least.name][2]]
         return min(level, key=lambda way: (way.peak_bytes, ends[way.name][0]))
 
@@ -373,7 +378,7 @@ class Advice:
 
     @property
     def roomiest(self) -> WayAdvice | None:
-        """The way that fits the largest batch; a loop only if no other way fits a sample."""
+        """The way with the largest batch; a loop only if no other way fits even one sample."""
         found = [way for way in self.ways if way.largest is not None and way.largest.batch]
         kept = [way for way in found if not way.is_loop] or found
         return max(kept, key=_room, default=None)
@@ -523,7 +528,8 @@ def _limit_for(known: Iterable[tuple[int, int]]) -> int:
     """
     known = sorted(known)
     total, taken = sum(time_ns for _, time_ns in known), 0
-    # In order of workspace: kernels that need no more than the limit keep torch's own convolution.
+    # The kernels come in order of workspace. Those that need no more than the limit keep torch's
+    # own convolution, so their time is not affected.
     for size, time_ns in known:
         taken += time_ns
         if taken >= _UNTOUCHED * total:

@@ -53,7 +53,8 @@ _LEAST_S = 5.0
 _TRIALS_PART, _STEPS_PART = 0.5, 0.8
 # Rounds that a race must have time for, and the most ways that race against the step as it is.
 _ROUNDS, _MOST_RIVALS = 3, 4
-# Limits within which segments are searched, as fractions of the peak; the most useful one first.
+# Segments are searched for that keep the peak within these fractions of the peak of the step as it
+# is. The most useful fraction comes first.
 _SHARES = (0.5, 0.25, 0.75)
 # Steps that a search for segments within one limit takes, and steps that the trial of a way takes.
 _SEARCH_STEPS, _TRIAL_STEPS = 6, 4
@@ -292,7 +293,7 @@ class _Trials:
         how = "leave it as it is"
         if self.search is not None:
             _, peak, self.own_ns = self.search.seen[0]
-            # The peak of the profile, so that its causes add up to it.
+            # Use the peak that the profile has seen, so that the causes of the peak add up to it.
             if self.profile is not None:
                 peak = self.profile.peak_bytes - self._held
         else:
@@ -303,7 +304,7 @@ class _Trials:
         self.ways.append(WayAdvice("as it is", how, peak + self._held, self.own_ns))
 
     def _run(self, steps: Steps) -> tuple[int, int]:
-        """Peak of a step above what is allocated before it, and its time, warm unless long."""
+        """Peak of a step beyond what was allocated before it, and its time."""
         with gradient_mode(self.is_training):
             first = self.backend.elapsed_ns(steps)
             spans = self.backend.spans(lambda _: steps())
@@ -352,7 +353,7 @@ class _Trials:
         if reason:
             self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
             return
-        # The most useful way is tried however long steps are.
+        # This way is the most useful one, so it is tried even if steps are long.
         assert search.until is not None
         search.until = max(search.until, monotonic() + _FIRST_STEPS * self.own_ns / 1e9)
         before = len(search.seen)
@@ -478,7 +479,8 @@ class _Trials:
         self._foresee_malloc(median_ns(faults))
 
     def _foresee_malloc(self, faults: int) -> None:
-        """Add an estimated way: a malloc that keeps blocks, and so saves a step's page faults."""
+        """Add an estimate of a step with a malloc that keeps freed blocks, which saves page faults.
+        """
         if self.backend.conditions().allocator != "glibc":
             return
         fresh = filling()
@@ -636,8 +638,8 @@ class _Watch:
             for one in (problem, *others)
         ]
         timing, *last = (self._timed(one) for one in (problem, *others))
-        # A measured time below a bound disproves it: the machine was busy when its peak rates were
-        # measured.
+        # A measured time below the lower bound shows that the bound is wrong: the machine was busy
+        # when its peak rates were measured.
         seen = min((each.time_ns for each in (timing, *last) if each), default=0)
         return KernelAdvice(
             problem,

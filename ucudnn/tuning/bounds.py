@@ -25,14 +25,17 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Measurement
     from ucudnn.tuning.candidates import KernelCandidates
 
-# An algorithm is ruled out if its expected time per sample is more than this many times the best
-# known one. The factor allows for the error of an expectation that follows from one small chunk.
+# An algorithm is ruled out if its expected time per sample is more than this many times the
+# shortest known time per sample. The factor allows for errors: the expected time may follow from
+# the time of one small chunk.
 HOPELESS = 1.5
 # Time of a call on the host in ns, which does not grow with the size of the chunk.
 _CALL_NS = 50_000
-# Shorter times are not extrapolated: they depend more on the call than on the algorithm.
+# Times shorter than this are not extrapolated to larger chunks, because they depend more on the
+# call than on the algorithm.
 _LEAST_TELLING_NS = 200_000
-# The expected time of a chunk from which times of larger chunks can be extrapolated.
+# A chunk that is run to extrapolate the times of larger chunks should be expected to take at least
+# this long.
 _TRIAL_NS = 1_000_000
 # Upper bound of workspace as a multiple of operands and result; im2col with an 11x11 filter needs a
 # factor of 121.
@@ -46,7 +49,10 @@ _SMALL_BYTES = 128 << 20
 
 @dataclass(eq=False)
 class WorkspaceModel:
-    """Known and extrapolated workspace of a kernel's chunks.
+    """Known and extrapolated workspace of a kernel's chunks, by arm.
+
+    An arm is a size of chunk, an algorithm, and the role of the chunk in its split. The arms that
+    run the same implementation form a curve, whose workspace is extrapolated along the sizes.
 
     For each implementation, workspace is assumed to grow linearly with the chunk.
     """
@@ -61,7 +67,7 @@ class WorkspaceModel:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Largest workspace that a candidate may take on this machine; `fits` checks the limit."""
+        """Largest workspace for which this machine has memory; `fits` checks the limit."""
         if self.limit is not None:
             return self.available_bytes
         whole = _operand_bytes(self.candidates.problem)
@@ -113,7 +119,7 @@ class WorkspaceModel:
         return _on_the_line(points, arm.size, self.candidates.sizes)
 
     def _points(self, arm: Arm) -> list[tuple[int, int]]:
-        """Known (size, workspace) points of the arm's curve: in its role, else in other roles."""
+        """Known points (size, workspace) of an arm's curve: in its own role, else in others."""
         curves = self.candidates.curves
         known = [
             (other, entry.workspace_bytes)
@@ -170,12 +176,12 @@ class _Known:
     """Conclusions from the measurements at one moment; times and reasons are added on demand."""
 
     entries: Sequence[Measurement]
-    # For each curve (size, time in ns) of the chunks that are long enough to extrapolate from.
+    # For each curve the chunks that take long enough to extrapolate from, as (size, time in ns).
     informative: Mapping[str, list[tuple[int, int]]]
     # True if a measured time was below the bound of the roofline.
     is_disproved: bool
     expected_ns: dict[Arm, int] = field(default_factory=dict)
-    # The reason for each curve that is ruled out, by `Elimination.is_active`.
+    # For each value of `Elimination.is_active`: the curves that are ruled out, with the reason.
     reasons: dict[bool, dict[str, str]] = field(default_factory=dict)
 
 
@@ -189,15 +195,16 @@ class Elimination:
     workspaces: WorkspaceModel
     # Returns True if a measured chunk may be part of a plan.
     is_allowed: Callable[[Arm, Measurement], bool]
-    # None: bounds of times follow only from smaller chunks.
+    # Peak rates of the machine. None: lower bounds of times follow only from the times of smaller
+    # chunks.
     roofline: Roofline | None = None
-    # False once no measured candidate fits: then slow candidates must be measured, too, and only
-    # those that exceed memory are skipped.
+    # Set to False when no measured candidate fits. From then on slow candidates are measured, too,
+    # and only candidates for which there is not enough memory are skipped.
     is_active: bool = True
     _known: _Known | None = None
 
     def reasons(self) -> dict[str, str]:
-        """Curves that need not be measured further, with the reason."""
+        """The curves whose remaining chunks need not be measured, each with the reason."""
         known = self._so_far()
         if self.is_active not in known.reasons:
             best_ns, found = self._best_ns(), dict[str, str]()
@@ -290,7 +297,8 @@ class Elimination:
         ]
         roofline = None if known.is_disproved else self.roofline
         roofline_ns = 0 if roofline is None else roofline.time_ns(cost)
-        # Noise makes measured times longer, and with them these bounds: the lowest one is used.
+        # Noise makes measured times longer, and so also the bounds that follow from them. The
+        # lowest bound is used.
         return max(roofline_ns, min(extrapolated, default=0))
 
     def _is_disproved(self) -> bool:
@@ -316,7 +324,7 @@ class Elimination:
         return found
 
     def trials(self) -> list[Arm]:
-        """For each curve without a time to extrapolate from, a small chunk; the cheapest first."""
+        """A small chunk of each curve that has no time to extrapolate from; the cheapest first."""
         reasons, best_ns = self.reasons(), self._best_ns()
         found = (
             self._trial(arms, best_ns)
@@ -327,7 +335,8 @@ class Elimination:
         return sorted((arm for arm in found if arm is not None), key=self.expected_ns)
 
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
-        """The next trial of a curve: the smallest arm expected to run for `_TRIAL_NS`; or None."""
+        """The curve's smallest arm that is expected to run for `_TRIAL_NS`; None if no arm can run.
+        """
         first = arms[0]
         is_known = self.candidates.curves[first] in self._so_far().informative
         if is_known or self.candidates.cost(first.size, first.algorithm) is None:
@@ -346,7 +355,8 @@ def growth(small: Cost, large: Cost) -> float:
     >>> growth(Cost(100, 50, 0), Cost(400, 100, 0))
     2.0
     """
-    # The time is at least the longer one of computing and moving data. This bound grows by at least
-    # the smaller of their two ratios, whichever of them takes longer.
+    # A chunk takes at least as long as the longer of two times: that of its operations and that of
+    # moving its data. Whichever of the two is longer, it grows by at least the smaller of the two
+    # ratios.
     terms = ((large.operations, small.operations), (large.traffic_bytes, small.traffic_bytes))
     return min((more / less for more, less in terms if less), default=1.0)

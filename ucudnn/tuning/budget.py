@@ -30,10 +30,12 @@ _LEAST_PART = 0.05
 # The least number of steps in a race of whole steps: one to warm up and to see how long steps are,
 # two for the peaks of the contestants, and two for one round.
 LEAST_RACE_STEPS = 5
-# If a kernel takes less than this many times the ignored share of the step, only its default is
-# measured: to save the ignored share, the kernel would have to save more than a tenth of its time.
+# Only torch's own convolution is measured for a kernel that takes less than this many times the
+# ignored share of the step: a plan would have to save more than a tenth of its time to save that
+# share.
 _LOOKED_AT_ONCE = 10
-# However small a kernel's share of the step is, a gain above this fraction of its time counts.
+# A possible gain of more than this fraction of a kernel's time is never ignored, however small the
+# kernel's share of the step is.
 _MOST_TOLERANCE = 0.25
 
 
@@ -51,7 +53,7 @@ class Effort:
     # A kernel is measured no further when a better split could gain no more than this fraction of a
     # step's time.
     tolerated_share: float
-    # How chunks, and how whole calls, are timed.
+    # How chunks are timed, and how whole calls are timed.
     chunks: Protocol
     wholes: Protocol
 
@@ -93,8 +95,8 @@ EFFORTS = {
         chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
         wholes=replace(FINALS, least_rounds=3, most_rounds=7, warm_ups=2, stops_when_decided=True),
     ),
-    # No gain is too small to look for. No roofline rules anything out either, because the session
-    # uses a roofline only if `ignored_share` is above 0.
+    # With "thorough", no gain is too small to be searched for. No algorithm is ruled out by a
+    # roofline either, because the session uses a roofline only if `ignored_share` is above 0.
     "thorough": Effort(
         budget_steps=None,
         least_budget_s=0.0,
@@ -113,7 +115,8 @@ class Budget:
     def __init__(self, seconds: float | None) -> None:
         self._began = self._counts_from = monotonic()
         self.seconds = seconds
-        # Only a budget that was set has an end that must be kept; a default one is not known yet.
+        # Only a budget that the user set has an end that must be kept. A default budget is not
+        # known yet.
         self._end = self.deadline = None if seconds is None else self._began + seconds
         self._least_s = self._race_from = 0.0
 
@@ -124,7 +127,8 @@ class Budget:
 
         `reserved_s` of the seconds, but at most half of them, are left for the race of whole steps.
         """
-        # The first runs of torch's own convolutions do not show how fast tuning proceeds.
+        # Progress is counted from here on, because the first runs of torch's own convolutions do
+        # not show how fast tuning proceeds.
         self._counts_from = monotonic()
         self.seconds = seconds
         # The start of a worker does not count towards a default budget: otherwise the budget could
@@ -141,17 +145,18 @@ class Budget:
             self.deadline = None if seconds is None else monotonic() + seconds
 
     def extensions(self, default_s: float | None) -> list[Callable[[], None]]:
-        """Functions that extend the deadline for kernels that exceed their limit without a plan.
+        """Functions that extend the deadline for kernels over their limit that have no plan.
 
-        For a budget that was set, one function gives the kernels the time reserved for the race of
-        steps. Otherwise the first gives them one more default budget, the second unlimited time.
+        If the user set the budget, there is one function: it gives these kernels the time that is
+        reserved for the race of steps. For a default budget there are two: the first gives them as
+        much time again, the second unlimited time.
         """
         if self._end is not None:
             return [self._use_reserve]
         return [partial(self.extend, seconds) for seconds in (default_s, None)]
 
     def go_on(self, race_s: float) -> bool:
-        """Set the deadline to use up a budget that was set; False if no budget was set.
+        """Set the deadline to the end of a budget that the user set; False if no budget was set.
 
         The time reserved for the race of whole steps stays reserved if it is at least `race_s`
         seconds, so that a race fits.
@@ -176,7 +181,7 @@ class Budget:
         return self.deadline is not None and monotonic() >= self.deadline
 
     def keep_for(self, count: int) -> None:
-        """Keep half of the time left for `count` kernels, in equal parts.
+        """Keep half of the remaining time for `count` kernels, in equal parts.
 
         Finding any plan of a kernel takes some time, however little the kernel could gain.
         """
@@ -184,10 +189,11 @@ class Budget:
             self._least_s = max(0.0, self.deadline - monotonic()) / 2 / count
 
     def allot(self, session: Session, part: float, kept: int, waiting: int) -> None:
-        """Set a session's deadlines by the part that a group of kernels gets of the time left.
+        """Set a session's deadlines for a group of kernels by its part of the remaining time.
 
-        Time is kept for `waiting` kernels, of which `kept` are in the group. The group gets the
-        time kept for these, and the fraction `part` of the time that is kept for no kernel.
+        A part of the remaining time is kept for `waiting` kernels, of which `kept` are in the
+        group. The group gets what is kept for its own kernels, and the fraction `part` of the time
+        that is not kept for any kernel.
         """
         if self.deadline is None:
             return
@@ -232,7 +238,7 @@ class Stake:
 
     @property
     def gain_ns(self) -> int:
-        """Upper bound of the time that a plan saves; all of the time if a plan must be found."""
+        """Upper bound of the time that a plan saves; all time of the kernel if it must have one."""
         return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
 
     def is_ignored(self, step_ns: int, effort: Effort) -> bool:
@@ -253,7 +259,8 @@ class Stake:
         """
         if self.time_ns == 0:
             return 0.0
-        # `tolerated_share` is a fraction of the step's time, the result one of the kernel's time.
+        # `tolerated_share` is a fraction of the step's time; the result is a fraction of the
+        # kernel's time.
         return min(_MOST_TOLERANCE, effort.tolerated_share * step_ns / self.time_ns)
 
 
@@ -275,8 +282,8 @@ class StepShares:
             limit = self.limits.of(problem)
             is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
             time_ns, bound_ns = entry.time_ns or 0, self._least_ns(problem)
-            # A time below the bound disproves it: the machine was busy when its peak rates were
-            # measured.
+            # A measured time below the lower bound shows that the bound is wrong: the machine was
+            # busy when its peak rates were measured.
             if bound_ns > time_ns:
                 bound_ns = 0
             found[problem] = Stake(calls * time_ns, calls * bound_ns, is_forced)
@@ -298,7 +305,7 @@ class StepShares:
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
     def part(self, problems: Iterable[Problem], waiting: Iterable[Problem]) -> float:
-        """The share of `problems` in the possible gain of all waiting kernels; 1 if that is 0."""
+        """The possible gain of `problems` over that of all waiting kernels; 1 without any gain."""
         gain_ns = self.gain_ns(waiting)
         return self.gain_ns(problems) / gain_ns if gain_ns else 1.0
 

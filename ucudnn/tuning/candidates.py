@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class KernelCandidates:
     """Candidates of one kernel along one axis.
 
-    If candidates must be deterministic, torch's own convolution is listed even if it is not, as
-    a baseline.
+    If candidates must be deterministic, torch's own convolution is listed even if it is not
+    deterministic, because all candidates are compared with it.
     """
 
     def __init__(
@@ -42,9 +42,11 @@ class KernelCandidates:
         self._deterministic = deterministic
         backend = session.backend
         self._listed = backend.bias_candidates if adds_bias else backend.candidates
-        # Cached: making a `Problem` checks its fields, and the same few sizes are asked for often.
+        # The problems of chunks are cached: making a `Problem` checks its fields, and the same few
+        # sizes are asked for often.
         self.part = lru_cache(maxsize=None)(axis.part)
-        # Cached by size and algorithm: the session's own lookup by problem takes longer.
+        # Costs are cached by size and algorithm, because the session's own look-up by problem takes
+        # longer.
         self.cost = lru_cache(maxsize=None)(self._cost)
 
     @cached_property
@@ -59,7 +61,8 @@ class KernelCandidates:
             for candidate in self._listed(part):
                 if self._varies(candidate) and candidate.algorithm != DEFAULT_ALGORITHM:
                     continue
-                # The first and the last slab have padding, which an algorithm may not support.
+                # Unlike inner slabs, the first and the last slab have padding, which an algorithm
+                # may not support.
                 if any(refusal(problem, candidate.algorithm) for problem in (part, *ends)):
                     continue
                 for role in self._roles(size):
@@ -71,15 +74,16 @@ class KernelCandidates:
         if size == self.axis.extent:
             return (Role.ALONE,)
         roles = dict.fromkeys(role_of(self.problem, one) for one in (Role.FIRST, Role.LATER))
-        # Chunks of fprop and dgrad are written into a result. Chunks of the two smallest sizes also
-        # run alone, to extrapolate the workspace of the undivided call.
+        # Chunks of fprop and dgrad are written into a larger result. Chunks of the two smallest
+        # sizes are also run in the role ALONE, because the workspace of the undivided call is
+        # extrapolated from it.
         tells = self._extrapolates and size in self.sizes[:2] and self.axis.extent in self.sizes
         if tells and self.problem.op != "wgrad":
             roles[Role.ALONE] = None
         return tuple(roles)
 
     def lists(self, arm: Arm) -> tuple[Role, ...]:
-        """Positions in a split that an arm can have; none if no plan may contain the arm."""
+        """The positions that an arm can have in a split; empty if no plan may contain the arm."""
         if self._varies(self.by_arm[arm]):
             return ()
         return lists_of(self.problem, arm.size == self.axis.extent, arm.role)
@@ -90,7 +94,7 @@ class KernelCandidates:
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
-        """The name of each arm's curve; all arms of a curve run the same implementation."""
+        """For each arm the name of its curve: the arms that run the same implementation."""
         kernel_of = self._session.kernel_of
         # An algorithm may run different implementations at different batches, as torch's own
         # convolution does. Times of one implementation say nothing about another one.
@@ -101,7 +105,7 @@ class KernelCandidates:
 
     @cached_property
     def arms_by_curve(self) -> Mapping[str, list[Arm]]:
-        """The arms of each curve that can be part of a split, the smallest first."""
+        """For each curve the arms that can be part of a split, the smallest chunks first."""
         found: dict[str, list[Arm]] = {}
         for arm, curve in self.curves.items():
             if self.lists(arm):
@@ -110,8 +114,9 @@ class KernelCandidates:
 
     @cached_property
     def even_sizes(self) -> frozenset[int]:
-        """Sizes that keep all processors equally busy; powers of two if these are unknown."""
-        # The wave sizes of a backend are in samples, so they say nothing about rows.
+        """Sizes that keep all processors equally busy; if they are not known, powers of two."""
+        # A backend names such sizes in samples, so they say nothing about slabs, whose sizes are in
+        # rows.
         powers = (1 << k for k in range(self.axis.extent.bit_length()))
         waves = self.axis.name == "batch" and self._session.backend.wave_sizes(self.problem)
         return frozenset(waves or powers)

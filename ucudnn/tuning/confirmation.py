@@ -54,10 +54,11 @@ def race(
         _measured(key, whole, fact) for key, whole, fact in zip(keys, wholes, facts, strict=True)
     ]
     for entry in found:
-        # There may be more memory at another time, so this failure is not kept.
+        # A call that ran out of memory is not kept as failed, because there may be more memory at
+        # another time.
         if entry.failure != FailureKind.OUT_OF_MEMORY:
             session.keep(entry)
-    # Tuning that is interrupted from here on keeps this race.
+    # The race is written to the cache now, so that it is kept if tuning is interrupted.
     session.flush()
     finalists = _finalists(splits, found)
     if splits and not finalists:
@@ -77,8 +78,9 @@ def recall_race(
 def _keys(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool
 ) -> list[MeasurementKey]:
-    """One key per split; each names the race, because samples are paired only within a race."""
-    # The texts are sorted because splits in another order are the same race.
+    """One key per split, with an identity of the race: samples are compared only within one race.
+    """
+    # The texts are sorted, so that the same splits in another order have the same identity.
     texts = sorted(map(str, splits))
     identity = hashlib.sha256(f"{' | '.join(texts)} | {has_bias}".encode()).hexdigest()[:16]
     return [
@@ -96,7 +98,11 @@ def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Fi
 
 
 def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[Candidate]:
-    """Facts of each split: for torch's default all that are listed, else only determinism."""
+    """The properties of each split as a candidate.
+
+    For torch's default they are all that the backend lists. For any other split it is only known
+    whether it is deterministic.
+    """
     by_name = {entry.algorithm: entry for entry in session.backend.candidates(problem)}
     random = {name for name, entry in by_name.items() if not entry.is_deterministic}
     return [
@@ -114,7 +120,8 @@ def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[
 
 def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measurement:
     samples = whole.result.samples
-    # A failure is kept like a time, so that a second tune recalls the race instead of running it.
+    # A failure is cached like a time, so that a second tune takes the race from the cache instead
+    # of running it.
     if whole.result.failure:
         kind, reason = whole.result.failure
         adds_bias = facts.adds_bias
@@ -157,10 +164,11 @@ def choose(
 ) -> Finalist | None:
     """The winner within the limit: torch's default, unless another split is clearly faster.
 
-    Of finalists that tie, the one with less workspace wins, then the one with fewer chunks, then a
-    deterministic one. A tie with the fastest also needs a median ratio within 2 %, because wide
-    intervals alone would let much slower calls tie. `overhead_ns` is added to times that are
-    compared with the default's.
+    Of finalists that tie with the fastest, the one with the least workspace wins; if several need
+    as little, the one with the fewest chunks, and then a deterministic one. A finalist ties if
+    neither is clearly faster and their median times are within 2 %, because with wide intervals
+    alone much slower calls would tie. `overhead_ns` is added to all times that are compared with
+    those of torch's default.
 
     >>> from ucudnn.plan import Chunk
     >>> def entry(name, *samples):
@@ -198,7 +206,7 @@ def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
 
 def _ties(entry: Finalist, fastest: Finalist) -> bool:
     # Both conditions are required: with wide intervals even a much slower call is not clearly
-    # slower, and would tie without the first one.
+    # slower, and without the condition on the ratio it would tie.
     ratio, _, _ = ratio_interval(entry.samples, fastest.samples)
     return ratio <= 1 + WORTHWHILE_GAIN and not _is_faster(fastest, entry)
 
@@ -209,5 +217,6 @@ def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
     # no lookup, so the overhead is added to the times of `entry` only.
     samples = [time_ns + overhead_ns for time_ns in entry.samples]
     ratio, _, high = ratio_interval(samples, other.samples)
-    # The interval says that there is a gain, the median that it is large enough to matter.
+    # The upper end of the interval shows that there is a gain; the median shows that the gain is
+    # large enough to matter.
     return high < 1 and ratio < 1 - WORTHWHILE_GAIN

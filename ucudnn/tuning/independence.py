@@ -16,10 +16,11 @@ from ucudnn.benchmark.failures import first_line
 from ucudnn.execution.micro_batching import has_samples
 from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
 
-# Tolerated differences, as fractions of the largest value of a result, by bytes of an element: sums
-# in another order are rounded differently.
+# Differences up to these fractions of the largest value of a result are tolerated, because sums in
+# another order are rounded differently. The keys are bytes per element.
 _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
-# Types of results that belong to no sample: they must be equal for a batch and a part of it.
+# Results of these types belong to no sample, so they must be the same for a batch and for a part of
+# the batch.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 
@@ -66,7 +67,7 @@ def examined(
 
 @dataclass
 class _Probe:
-    """A replacement of a module's forward that also tests if samples depend on each other."""
+    """Replaces a module's forward, and also tests whether samples depend on each other."""
 
     module: nn.Module
     hidden: Callable[..., Any] | None
@@ -88,7 +89,8 @@ class _Probe:
             args, kwargs = tree_unflatten(leaves, spec)
             return forward(*args, **kwargs)
 
-        # No module is tried inside another trial. A module that has failed is not tried again.
+        # A module is not tried while a module that contains it is being tried, and not again once
+        # it has failed.
         if not self.busy and not self.found.get(self.name, Independence()).reason:
             self.busy.append(self)
             with torch.no_grad(), same_random_states():
@@ -165,7 +167,8 @@ class _Trial:
             return "its arguments have one sample" if self._count else "it has no samples"
         if not all(self._is_divisible(one) for one in whole):
             return "its results are not one for each sample"
-        # All samples but one become NaN, or are negated: the result of that one must not change.
+        # All samples but one are replaced by NaN, or negated: the result of the one that is kept
+        # must not change.
         for kept, change in ((self._count // 2, _no_numbers), (0, torch.neg)):
             alone, _ = self._results(self._parts(partial(_all_but, kept, change)))
             if _are_other(_at(slice(kept, kept + 1), whole), _at(slice(kept, kept + 1), alone)):
@@ -174,7 +177,8 @@ class _Trial:
         size = min(size, self._count - 1)
         for where in (slice(0, size), slice(self._count - 1, self._count)):
             part, part_spec = self._results(self._parts(partial(_cut, where)))
-            # Part of a batch draws other random numbers, so random results are compared by size.
+            # A part of the batch draws other random numbers than the whole. So of random results
+            # only the sizes are compared.
             if part_spec != spec or _are_other(_at(where, whole), part, only_sizes=self._is_random):
                 return "part of a batch gives other results"
             how = {"only_sizes": self._is_random, "only_tensors": True}
@@ -241,7 +245,7 @@ def _no_numbers(leaf: Tensor) -> Tensor:
 
 
 def _all_but(kept: int, change: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
-    """A batch in which all samples but one are changed; if integers, they are set to that one."""
+    """A batch in which all samples but one are changed; integers are set to the one kept."""
     if leaf.is_floating_point() or leaf.is_complex():
         others = change(leaf.detach())
         others[kept] = leaf[kept]
@@ -257,7 +261,7 @@ def _is_written(before: Any, after: Any) -> bool:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """True if a tensor does not exactly equal another value; NaN counts as 0."""
+    """True if a tensor differs from another value in any element; NaN counts as 0."""
     if not isinstance(a, Tensor):
         return False
     if not isinstance(b, Tensor) or a.dtype != b.dtype:
@@ -284,7 +288,7 @@ def _is_other(a: Any, b: Any, only_sizes: bool) -> bool:
     if isinstance(a, _CONSTANTS):
         return bool(a != b)
     if not isinstance(a, Tensor):
-        # An object, such as a dataclass, may hold tensors.
+        # Objects such as dataclasses may hold tensors, which are compared.
         held, others = tensors_of(a), tensors_of(b)
         return _are_other(held, others, only_sizes=only_sizes)
     if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:

@@ -19,13 +19,13 @@ def items_by_role(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
-    """Items for the solver of reuse, by position in a split."""
+    """The input of the solver of splits: items by the position that their chunk may have."""
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, Role.LATER)
     first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
     if problem.op == "wgrad":
-        # A first chunk's items hold for a chunk alone, too: to return a gradient costs no more than
-        # to begin a sum with it.
+        # What was timed for a first chunk of wgrad is also an upper bound for a chunk alone:
+        # returning a gradient costs no more than beginning a sum with it.
         alone += first
     return {Role.ALONE: alone, Role.FIRST: first, Role.LATER: later}
 
@@ -35,14 +35,16 @@ def _single_items(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> list[Item]:
-    """Items of each algorithm and batch for a single chunk: measured, or upper bounds.
+    """For each algorithm and batch the item of an undivided call: measured, or an upper bound.
 
-    A batch that was not timed costs at most as much as the next larger one with the same
-    implementation. A chunk alone costs at most as much as one that is written into a larger result.
+    A batch that was not timed costs at most as much as the next larger one that runs the same
+    implementation. A chunk alone costs at most as much as a chunk that is written into a larger
+    result.
     """
     # A later chunk of wgrad is added to a sum, so its time does not bound that of a chunk alone.
     later = [] if problem.op == "wgrad" else chunk_items(problem, measurements, Role.LATER)
-    # `ALONE` comes second: its items replace those of the other role, which are only bounds.
+    # The items of `ALONE` come second, so that they replace those of the role `LATER`, which are
+    # only upper bounds.
     items = [*later, *chunk_items(problem, measurements, Role.ALONE)]
     return list(_bounded(problem, items, range(1, problem.batch + 1), kernel_of))
 
@@ -68,10 +70,10 @@ def with_bounded(
 def _bounded(
     problem: Problem, items: Iterable[Item], sizes: Iterable[int], kernel_of: KernelOf
 ) -> Iterator[Item]:
-    """Times of each algorithm at some sizes; an untimed size has the time of the next larger one.
+    """Items of each algorithm at these sizes; an untimed size gets the next larger one's time.
 
-    This holds only if both sizes run the same implementation. Of two items of one size, the last
-    one counts.
+    A larger size is used only if it runs the same implementation. If there are two items of one
+    size, the last one is used.
     """
     costs: dict[str, dict[int, Item]] = {}
     for item in items:
@@ -98,8 +100,8 @@ def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
     """
     if is_whole:
         return (Role.ALONE,)
-    # A part of fprop or dgrad that was timed alone has no position: its run serves only to
-    # extrapolate the workspace of the whole call.
+    # A part of fprop or dgrad that was timed in the role ALONE may have no position in a split: it
+    # ran only to extrapolate the workspace of the whole call.
     places = (Role.FIRST, Role.LATER)
     return tuple(place for place in places if role_of(problem, place) == role)
 
@@ -111,8 +113,8 @@ def rank_of(algorithm: str, is_deterministic: bool) -> int:
 
 def held_bytes(problem: Problem, role: Role) -> int:
     """Bytes that a chunk needs beside its workspace: half-precision wgrad adds up in float32."""
-    # Workspace of a chunk is measured without the float32 tensor that the chunk is added to, which
-    # the call holds until its end.
+    # Chunks of half-precision wgrad are added up in a float32 tensor, which the call holds until
+    # its end. The measured workspace of a chunk does not include it.
     if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != Role.ALONE:
         return 4 * prod(problem.w_shape)
     return 0
@@ -142,8 +144,9 @@ def chunk_items(
                 Item(
                     batch=size,
                     workspace_bytes=entry.workspace_bytes + total,
-                    # Items need a time. A chunk that was run only for its workspace has none; its
-                    # item is used only to find the smallest workspace.
+                    # An item must have a time. A chunk that was run only for its workspace was not
+                    # timed; its item serves only to find the smallest workspace, so any time will
+                    # do.
                     time_ns=entry.time_ns or 1,
                     algorithm=algorithm,
                     rank=rank_of(algorithm, entry.is_deterministic),

@@ -37,19 +37,20 @@ from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
 from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import race, raced_of, tells
 
-# The number of steps that a race is given time for, even beyond a default budget: both contestants
-# warm up, and three rounds decide a clear race.
+# A race is given time for this many steps, even beyond a default budget: each of the two
+# contestants warms up, and three rounds decide a clear race.
 RACE_STEPS = 8
-# The number of steps that a hint on channels_last is given time for: a warm-up, and a pair.
+# A hint on channels_last is given time for this many steps: one to warm up, and a pair.
 HINT_STEPS = 3
-# The number of steps for a race of two layouts: four rounds of four contestants, and those before.
+# A race of two layouts is given time for this many steps: four rounds of four contestants, and the
+# steps before the first round.
 LAYOUT_RACE_STEPS = 25
 # The most rounds for a hint, each with a step by torch in channels_last and a step by the plan.
 _HINT_ROUNDS = 2
 # The least number of steps in a race of two layouts: one to see how long steps are, two to compare
 # the results of the layouts, and for each of four contestants one for its peak and one for a round.
 _LEAST_STEPS = 11
-# Reason why there was no hint.
+# The reason that a plan gives if there was no time for a hint.
 _USED_UP = "the time budget was used up"
 
 
@@ -76,7 +77,7 @@ def judged(
             step = Steps(model, example_inputs, _has_backward(plan), division=plan.division)
             compilation = compile_steps(model, step, plan.device.type)
             plan = with_relaid(replace(plan, compilation=compilation), step)
-            # The first step warms up, and its time determines the default budget.
+            # The first step warms up, and the default budget is computed from its time.
             began += 0 if compilation is None else compilation.seconds
             step_ns = backend.elapsed_ns(step)
             hint_steps = HINT_STEPS if hints else 0
@@ -85,13 +86,14 @@ def judged(
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=NOTHING))
             else:
-                # Within a budget that was set, the race may also use the time for the hint.
+                # If the user set a budget, the race may also use the time of the hint.
                 is_set = config.time_budget_s is not None
                 plan = StepJudge(step, meter if is_set else meter.earlier(hint_steps)).judge(plan)
             if not hints:
                 return plan
             return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
-    # The plan is complete, only its race is not. The error for Ctrl-C therefore holds the plan.
+    # Only the race is incomplete, the plan is not. So the error that is raised for Ctrl-C holds the
+    # plan.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
     # A model that was traced on fake tensors may still fail on real ones, for example for lack of
@@ -144,7 +146,7 @@ def judged_divided(
 
 
 def _is_too_late(plan: Plan, config: Config, began: float) -> bool:
-    """True if a budget that was set has too little time for the convolutions of a race alone."""
+    """True if a budget set by the user is too short even for the convolutions of a race."""
     if config.time_budget_s is None:
         return False
     return monotonic() + LEAST_RACE_STEPS * convolutions_s(plan) > began + config.time_budget_s
@@ -160,7 +162,8 @@ def convolutions_s(plan: Plan) -> float:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     with undisturbed(model), warnings.catch_warnings():
         # torch.compile may compute convolutions in another layout than they were planned in. The
-        # race shows what the plan gains then. A warning would be about steps that no user ran.
+        # race shows what the plan gains in that case. Warnings are off, because they would be about
+        # steps that the user did not run.
         if is_compiled(model):
             warnings.simplefilter("ignore", UnplannedWarning)
         yield
@@ -173,12 +176,13 @@ def _has_other_layout(plan: Plan) -> bool:
 
 
 def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
-    """Time a few steps in turn: by torch in channels_last, and by the plan (already warm)."""
+    """Time a few steps in turn: by torch in channels_last, and by the plan, which is warm."""
     if meter.is_over(HINT_STEPS):
         return LayoutHint(reason=_USED_UP)
     try:
         other = Steps(model, inputs, _has_backward(plan), "channels_last", plan.division)
-        # Steps of both layouts are compiled, or none.
+        # If the steps of the plan are compiled, those in channels_last must be, too, to be
+        # comparable.
         if plan.compilation is not None and plan.compilation.is_compiled:
             other.compile()
         other()
@@ -200,10 +204,10 @@ def judged_in_layouts(
     config: Config,
     began: float,
 ) -> Plan:
-    """The plan of the better layout, after a race of steps by torch and by plan in both layouts.
+    """The plan of the better layout, found in a race of steps by torch and by plan in each layout.
 
-    `plans` are not judged yet; the one for the model's own layout ("keep") comes first. `calls` has
-    the number of convolutions of a step in each layout.
+    `plans` are plans that were not judged yet; the plan for the model's own layout ("keep") comes
+    first. `calls` has the number of convolutions of a step in each layout.
 
     If no steps can be run, the sums of the kernels' times decide. A model whose results
     differ in channels_last by more than rounding keeps its layout.
@@ -212,7 +216,8 @@ def judged_in_layouts(
     reason = _reason_against_steps(model, example_inputs, own, config)
     if reason:
         return _by_sums(plans, calls, reason)
-    # Both layouts compute a backward pass or neither does: otherwise they could not be compared.
+    # Steps of both layouts compute a backward pass if any of the plans has one: otherwise their
+    # times could not be compared.
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
     compilation: Compilation | None = None
     try:
@@ -241,7 +246,7 @@ def judged_in_layouts(
     # The model must keep its layout; the plan for this layout is judged as if it were the only one.
     spent = 0 if compilation is None else compilation.seconds
     kept = judged(model, example_inputs, own, config, began + spent)
-    # A plan that changes nothing is not raced, and then its own `compilation` is None.
+    # A plan that changes nothing is not raced, so its own `compilation` may be None.
     compilation = kept.compilation or compilation
     return replace(kept, layout_race=LayoutRace(reason=against), compilation=compilation)
 
@@ -249,7 +254,7 @@ def judged_in_layouts(
 def _compiled(
     model: nn.Module, steps: Mapping[str, Steps], device_type: str
 ) -> tuple[Compilation | None, str]:
-    """Compile the steps of both layouts or of none; also return why a model must keep its own."""
+    """Compile the steps of both layouts, or of none; say why a model must keep its layout."""
     own = compile_steps(model, steps["keep"], device_type)
     if own is None or not own.is_compiled:
         return own, ""
@@ -280,7 +285,7 @@ def _has_backward(plan: Plan) -> bool:
 def _meter(
     backend: AbstractBackend, plans: Iterable[Plan], until: float | None, step_ns: int
 ) -> StepMeter:
-    # `parts` is empty, because a step is no list of problems: its peak is what the allocator sees.
+    # `parts` is empty, because a step is no list of problems: the allocator measures its peak.
     peak = partial(backend.workspace_bytes, parts=())
     install = _Installer(backend, plans)
     # On a GPU kernels are not timed inside a step: it computes them while the host goes on, and a
@@ -292,12 +297,14 @@ def _meter(
 class _Installer:
     """Installs one plan after the other, and keeps for each plan the calls that were looked up.
 
-    Otherwise each step would look up all its calls, and its time would include that.
+    Without that each step would look up all its calls, and this time would count as time of the
+    step.
     """
 
     def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:
         self._backend = backend
-        # By id of a plan. A runner holds its plan, so that no other plan can get its id.
+        # Runners by the id of their plan. A runner holds its plan, so that no other plan can get
+        # the same id.
         self._runners: dict[int, Runner] = {}
         kernels = (kernel for plan in plans for kernel in plan.kernels)
         self._changed = {one.problem.w_shape for one in kernels if not one.is_default}
@@ -352,7 +359,8 @@ def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilati
     """
     if not is_compiled(model):
         return None
-    # All contestants of a race would replay the kernels of the contestant that was captured.
+    # Compiled code that replays CUDA graphs is not raced: all contestants would replay the kernels
+    # of the contestant that was captured first.
     if device_type == "cuda" and replays_graphs(model):
         reason = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
         return Compilation(reason=reason)
@@ -385,6 +393,6 @@ def _is_relaid(problem: Problem, plan: Plan) -> bool:
 def _said(error: BaseException) -> str:
     """The first informative line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # "backend='inductor' raised:" says less than the line below it.
+    # A first line such as "backend='inductor' raised:" says less than the second one.
     said = lines[1] if len(lines) > 1 and lines[0].endswith(":") else " ".join(lines[:1])
     return said or type(error).__name__

@@ -33,11 +33,13 @@ Samples = Sequence[Sequence[int]]
 
 # Relative rounding of a factor in TF32, a format for which torch has no dtype.
 _EPS_OF_TF32 = 2.0**-10
-# Results of two layouts may differ by rounding, because sums have another order: at most by this
-# many times what a change of all weights by one rounding makes (1 to 3 times was seen).
+# Results of two layouts differ by rounding, because sums have another order. Differences are
+# tolerated up to this many times the difference that a change of all weights by one rounding makes.
+# 1 to 3 times was seen.
 _MOST_TIMES = 10.0
-# Relative differences up to these powers of the coarsest rounding are usual. Gradients jump where
-# rounding moves a ReLU's input across zero or changes the maximum of a pool: 0.002 in a ResNet-18.
+# Relative differences of outputs and of gradients up to these powers of the coarsest rounding need
+# no further test. Gradients differ more, because rounding may move a ReLU's input across zero or
+# change the maximum of a pool: by 0.002 in a ResNet-18.
 _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 
 
@@ -46,8 +48,8 @@ class LayoutEntrant(NamedTuple):
 
     memory_format: str
     plan: Plan | None
-    # False for torch's own convolutions if some of them may not replace a plan, for example because
-    # of the workspace limit: they are timed only for comparison.
+    # False for torch's own convolutions if any of them may not replace the plan, for example
+    # because it exceeds the workspace limit. They are timed for comparison then, and cannot win.
     is_allowed: bool
 
 
@@ -63,7 +65,7 @@ def entrants(plans: Mapping[str, Plan]) -> list[LayoutEntrant]:
 
 
 def _best(of: Sequence[LayoutEntrant], samples: Samples, memory_format: str) -> int:
-    """Index of a layout's best contestant: the plan if it pays or torch's own is not allowed."""
+    """Index of a layout's best contestant: its plan if that pays, or if torch's may not win."""
     # `entrants` lists torch's own first in each layout, then the plan if there is one.
     torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
     if not plans:
@@ -74,7 +76,7 @@ def _best(of: Sequence[LayoutEntrant], samples: Samples, memory_format: str) -> 
 
 
 def winner(of: Sequence[LayoutEntrant], samples: Samples) -> int:
-    """Index of the winner; in the model's own layout, unless channels_last is clearly faster."""
+    """Index of the winner: in the model's own layout, unless channels_last is clearly faster."""
     own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
     # Unless the gain is both large enough and beyond the noise, the model stays as it is.
     ratio, _, high = ratio_interval(samples[last], samples[own], CONFIDENCE)
@@ -84,7 +86,7 @@ def winner(of: Sequence[LayoutEntrant], samples: Samples) -> int:
 def is_decided(of: Sequence[LayoutEntrant], samples: Samples) -> bool:
     """True if the rounds show clearly whether each plan pays, and which layout is faster."""
     pairs = [(_best(of, samples, "channels_last"), _best(of, samples, "keep"))]
-    # The contestant before a plan is torch's own in the same layout.
+    # In the list of contestants, the one before a plan is torch's own in the same layout.
     pairs += [(i, i - 1) for i, one in enumerate(of) if one.plan is not None]
     return all(tells(samples[one], samples[other]) for one, other in pairs)
 
@@ -120,8 +122,8 @@ def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) ->
         # A recording may lack torch's own convolution of some kernel.
         if time_ns is not None:
             contestants.append(_summed(one, time_ns, contestants))
-    # The last contestant of each layout counts: the plan, which holds torch's own convolution where
-    # that is faster.
+    # Of each layout the last contestant is compared: the plan, which contains torch's own
+    # convolution wherever that is faster.
     own, last = ({one.memory_format: i for i, one in enumerate(contestants)}[f] for f in plans)
     is_faster = contestants[last].time_ns < (1 - TOLERATED) * contestants[own].time_ns
     return LayoutRace(tuple(contestants), last if is_faster else own, reason=reason)
@@ -166,15 +168,16 @@ class LayoutJudge:
         )
         layouts = outcome(all_of_them, steps_ns(samples), peaks)
         chosen = plans[layouts.memory_format]
-        # Contestants of the chosen layout: torch's own, and the plan if it changes anything.
+        # The contestants of the chosen layout: torch's own, and the plan if it changes any kernel.
         run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
         judge = StepJudge(self.steps[layouts.memory_format], self.meter)
         # If the plan changes nothing, there is no race of its steps.
         if len(run) == 1:
             judged = replace(chosen, step_race=StepRace(reason=NOTHING))
         else:
-            # The plan has run against torch's own in this race already, in the same rounds. Further
-            # steps are run only if the plan lost, to find the kernels responsible.
+            # This race has already timed the plan against torch's own convolutions in the same
+            # layout. More steps are run only if the plan lost, to find the kernels that are
+            # responsible.
             torchs, planned = run
             raced = raced_inside(samples[torchs], samples[planned], chosen, replaceable(chosen))
             peaked = replace(
@@ -187,9 +190,9 @@ class LayoutJudge:
 def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
     """Reason why a model cannot be in channels_last; "" if its results are the same there.
 
-    Outputs and gradients of a step in both layouts are compared. If they differ by more than is
-    usual for rounding, a further step with weights changed by one rounding shows how much rounding
-    changes the results of this model. An out-of-memory error is raised.
+    Outputs and gradients of a step in both layouts are compared. If they differ by more than
+    rounding usually causes, one more step is run with all weights changed by one rounding. It shows
+    how strongly rounding changes the results of this model. An out-of-memory error is raised.
     """
     truth = own.results()
     try:
@@ -221,7 +224,7 @@ def _coarsest_eps(plan: Plan) -> float:
 
 
 def _differences(truth: StepResults, found: StepResults) -> tuple[float, float]:
-    """Relative differences: the largest one of any output, and that of all gradients together.
+    """The largest relative difference of an output, and that of all gradients taken together.
 
     All gradients are compared together, because a single gradient may be nothing but rounding,
     such as that of a bias before batch norm.

@@ -1,4 +1,4 @@
-"""Measure the chunks of one kernel that the solver asks for and the cache does not have.
+"""Measure those chunks of one kernel that the solver asks for and that are not in the cache.
 
 What to measure next follows from the measurements alone. So the same cache leads to the same
 decisions, and a second tune measures nothing.
@@ -43,7 +43,8 @@ class KernelMeasurer:
     ) -> None:
         self._session = session
         self._axis = axis
-        # The measurer of another cut of the same kernel; its rate counts until this one has a time.
+        # The measurer of another cut of the same kernel. Until this measurer has timed a chunk, the
+        # other one's time per sample is used for estimates.
         self._like = like
         self._limit = limit
         must_probe = must_be_known(axis.problem, limit, session.backend.memory_bytes())
@@ -90,21 +91,21 @@ class KernelMeasurer:
 
     @property
     def timed(self) -> list[Measurement]:
-        """Measurements so far of candidates that fit and are exact enough, timed fully or once."""
+        """Measurements of candidates that fit and are exact enough, timed in full or once."""
         self._records.recall()
         entries = self._records.by_size()
         return [one for arm, one in entries if one.time_ns and self._records.is_allowed(arm, one)]
 
     def hoped_front(self) -> list[tuple[int, int]]:
-        """For each workspace a lower bound of the time of every split within it."""
+        """Points (workspace, lower bound of the time of every split within that workspace)."""
         self._records.recall()
         return self._requests.hoped_front()
 
     def look_at_default(self) -> Measurement | None:
         """First measurement of torch's own convolution of the whole batch; None if it fails.
 
-        The time of the first run is kept apart from later, more precise times. So a second tune
-        decides by the same time as the first tune.
+        The time of the first run is cached apart from later, more precise times, so that a second
+        tune decides by the same time as the first tune.
         """
         arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         own = self._session.key(self._listed.problem, arm.algorithm)
@@ -116,7 +117,8 @@ class KernelMeasurer:
             return first
         known = self._session.find(own)
         if known is None and arm in self._listed.by_arm:
-            # Recalled times of chunks show whether there is time for the whole batch.
+            # Read the times of chunks from the cache: they show whether the time budget suffices to
+            # run the whole batch.
             self._records.recall()
             if not self._in_time([arm]):
                 return None
@@ -168,18 +170,18 @@ class KernelMeasurer:
             return False
         if not self._session.may_race:
             return True
-        # A plan is needed only if torch's own convolution does not fit, and only in the one cut
-        # that lists torch's own convolution.
+        # More time is given only if torch's own convolution does not fit, so that a plan is needed,
+        # and only to the one cut that lists torch's own convolution.
         whole = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         needs_plan = whole in self._listed.by_arm and not self._records.fits(whole)
         return not needs_plan or self._requests.has_plan()
 
     def outlook(self) -> Outlook:
-        """Gap estimate of the best split of the timed chunks."""
+        """The best split of the timed chunks, with a bound of how much a better one could save."""
         return self._requests.outlook()
 
     def certificate(self) -> tuple[str, ...]:
-        """Number of timed candidates and the remaining gap, for the notes of a plan."""
+        """Notes for the plan: the number of timed candidates, and what could still be gained."""
         # Chunks that no split may contain do not count as candidates, whether timed or not.
         options = [arm for arm in self._listed.by_arm if self._listed.lists(arm)]
         entries = [self._records.by_arm.get(arm) for arm in options]
@@ -214,7 +216,8 @@ class KernelMeasurer:
         found = [
             arm
             for arm in listed
-            # One run of torch's own convolution checks and times it; others run again for a time.
+            # A single run of torch's own convolution both checks and times it. Other candidates run
+            # a second time to be timed.
             if self._session.has_time_for(
                 per_size_ns * arm.size * (1 if arm.algorithm == DEFAULT_ALGORITHM else 2)
             )
@@ -233,7 +236,7 @@ class KernelMeasurer:
         racing = self._racing(arms)
         if not racing:
             return looked
-        # The factor of 2 below: each arm also runs before the first round.
+        # The factor of 2 below is there because each arm also runs before the first round.
         sizes = sum(arm.size for arm in racing)
         if not self._session.has_time_for(2 * self.whole_ns * sizes / self._listed.axis.extent):
             self.lacks_time = True
@@ -245,7 +248,7 @@ class KernelMeasurer:
         return True
 
     def _racing(self, arms: Sequence[Arm]) -> list[Arm]:
-        """All arms that can still win, in each size and role in which one of `arms` can."""
+        """For each size and role of `arms`: all arms of that size and role that can still win."""
         is_open = self._records.is_open
         groups = {arm[::2] for arm in arms if is_open(arm)}
         return [arm for arm in self._records.by_arm if arm[::2] in groups and is_open(arm)]
@@ -254,7 +257,8 @@ class KernelMeasurer:
         entry = self._records.by_arm[arm]
         if result.failure:
             kind, reason = result.failure
-            # This failure is not kept: there may be more memory at another time.
+            # A candidate that ran out of memory is not kept as failed, because there may be more
+            # memory at another time.
             if kind == FailureKind.OUT_OF_MEMORY:
                 self._records.skipped.add(arm)
                 return
@@ -297,12 +301,12 @@ class KernelMeasurer:
 
 
 def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
-    """Index of the unbeaten arm of the race that beat a result's arm; None if no arm did."""
+    """Index of the unbeaten arm that beat a result's arm; None if no arm of the race did."""
     winner = result.beaten_by
     # The arm that won against this one may itself have been beaten by a faster arm.
     while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
         winner = results[winner].beaten_by
-    # A negative index stands for a rival that was timed before this race.
+    # A negative index stands for a rival that took part with a time from before this race.
     return None if winner is None or winner < 0 else winner
 
 

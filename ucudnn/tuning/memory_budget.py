@@ -68,7 +68,7 @@ class Limits:
         return left if self.common is None else min(left, self.common)
 
     def live(self, problem: Problem) -> int:
-        """Bytes live beside a kernel's workspace; if they are not known, the most of any kernel."""
+        """Bytes live beside a kernel's workspace; if not known, the largest value of any kernel."""
         return self.live_bytes.get(problem, max(self.live_bytes.values(), default=0))
 
     def decides(self, problem: Problem) -> bool:
@@ -90,7 +90,8 @@ class Limits:
             for problem, error in errors.items()
             if error.smallest_bytes is not None
         }
-        # An error without a smallest workspace comes first: no budget would help that kernel.
+        # An error that names no smallest workspace is raised first, because no budget would help
+        # that kernel.
         if len(needs) < len(errors):
             return next(error for problem, error in errors.items() if problem not in needs)
         worst = max(needs, key=lambda problem: needs[problem])
@@ -106,7 +107,7 @@ class Limits:
 
 @dataclass
 class _Layout:
-    """State of the budget in one layout of the model."""
+    """What is known of steps in one layout of the model."""
 
     profiler: StepProfiler
     held: Held
@@ -172,9 +173,11 @@ class MemoryBudget:
         self.division = WHOLE
         self._search: SegmentSearch | None = None
         self._began = monotonic() if began is None else began
-        # Bytes of the budget that a division must leave free, because kernels lacked them before.
+        # Bytes of the budget that a division of the step must leave free: in an earlier pass they
+        # were missing for the workspace of kernels.
         self._spared = 0
-        # Without workspace a step by torch is within the budget: workspace limits may suffice.
+        # If a step by torch is within the budget but for its workspace, limits for the workspace
+        # may suffice, and no segments are needed.
         if budget >= profile.own_peak_bytes and not config.loop:
             return
         divided = _computed(partial(self._divided, budget))
@@ -183,7 +186,7 @@ class MemoryBudget:
         self.division = divided
 
     def divides_anew(self, error: PlanError) -> bool:
-        """Divide steps anew, so that a kernel gets what it lacked; False if no way is found.
+        """Divide the step anew, to leave more memory to kernels; False if no way is found.
 
         Args:
             error: the error of a kernel that has no plan within what the budget leaves it.
@@ -226,7 +229,8 @@ class MemoryBudget:
             with undisturbed(self._model):
                 if not search.reason_against_parts():
                     search.try_(StepDivision(micro_batch=1))
-        # For a step that exceeds the budget only by its workspace, workspace limits may suffice.
+        # Divided steps that exceed the budget only by their workspace are accepted: limits for the
+        # workspace may suffice.
         least: list[Way] = []
         for one in sorted(search.seen, key=lambda one: one.peak_bytes):
             if one.division.micro_batch is None or self.config.loop:
@@ -264,7 +268,7 @@ class MemoryBudget:
         )
 
     def limits(self, memory_format: str, traced: Traced) -> Limits:
-        """Workspace that each kernel may use; a step is run at the first call for a layout.
+        """The workspace that each kernel may use; the first call for a layout runs a step.
 
         Args:
             memory_format: layout of the model, as for `Steps`.
@@ -306,7 +310,8 @@ class MemoryBudget:
     def checked(self, plan: Plan) -> Plan | None:
         """The plan with the peak of a step that runs it; None if the peak exceeds the budget.
 
-        The kernels whose calls exceed the budget get that much less workspace in the next pass.
+        If calls of a kernel exceed the budget, that kernel gets as much less workspace in the next
+        pass.
 
         Raises:
             PlanError: a kernel that has no plan exceeds the budget.
@@ -369,7 +374,7 @@ def _computed(run: Callable[[], Result]) -> Result:
             return run()
     except (ConfigError, PlanError):
         raise
-    # A model that was traced on fake tensors may still fail on real ones.
+    # Tracing ran the model on fake tensors; on real tensors it may still fail.
     except STEP_ERRORS as error:
         raise PlanError(
             f"memory_budget is of a step, and none could be computed ({first_line(error)})"

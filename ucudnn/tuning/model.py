@@ -33,8 +33,8 @@ from ucudnn.tuning.results import Progress
 from ucudnn.tuning.segmenting import faster_division
 from ucudnn.tuning.tuner import tune_problems
 
-# The most passes of tuning. If a step needs more memory than its kernels did alone, the next pass
-# leaves the kernels that much less.
+# The largest number of passes of tuning. If a step needs more memory than was measured for its
+# kernels alone, they get that much less in the next pass.
 _MOST_PASSES = 4
 
 Report = Callable[[Progress], None]
@@ -55,8 +55,9 @@ def tune(
     run on a deep copy of the model, which takes the memory of its weights once more. No step is run
     for a model that cannot be copied. `Config.layout` can ask for the better of two layouts.
 
-    The steps of a compiled model (`torch.compile(model)`) are compiled separately from the model's
-    own code. One compilation for each layout takes time in addition to `time_budget_s`.
+    If the model is compiled (`torch.compile(model)`), the copy on which steps run is compiled anew,
+    once for each layout. This takes time in addition to `time_budget_s`; what the model itself has
+    compiled is not changed.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -120,7 +121,7 @@ class _Tuning:
     division: StepDivision = WHOLE
 
     def run(self, traced: Traced) -> Plan:
-        """Tune the model and judge the plan, again while steps exceed the memory budget."""
+        """Tune the model and judge the plan; repeat it while steps exceed the memory budget."""
         plan = self._within_budget(traced)
         if self.division != WHOLE:
             plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
@@ -163,13 +164,14 @@ class _Tuning:
     def _tuned_and_judged(self, traced: Traced) -> Plan:
         if self.config.layout == "keep":
             return self._as_it_is(traced)
-        # The original model is asked: the copy that steps run on shares memory with no tensor.
+        # The original model is examined, not the copy on which steps run, because the copy shares
+        # memory with no other tensor.
         reason = why_not_channels_last(original_of(self.model))
         if reason is None:
             try:
                 last = self._traced("channels_last")
-            # A model that cannot be computed in channels_last keeps its layout. The reason is the
-            # error of the model's own code, which is the cause of this error.
+            # A model that cannot be computed in channels_last keeps its layout. The reason that is
+            # given is the cause of this error: the error that the model's own code raised.
             except ConfigError as error:
                 reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
             else:
@@ -183,9 +185,10 @@ class _Tuning:
 
     def _as_it_is(self, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
-        # A time budget that the user set reserves no steps for the hint on channels_last.
+        # If the user set a time budget, none of it is reserved for the steps of the hint on
+        # channels_last.
         hint_steps = HINT_STEPS if has_other and self.config.time_budget_s is None else 0
-        # A model that was converted by a plan for channels_last is traced in that layout.
+        # A model that was converted by a plan for channels_last is in that layout already.
         layout, steps = memory_format_of(self.model), RACE_STEPS + hint_steps
         plan = self._tuned(traced, self.config.time_budget_s, steps, self.on_progress, layout)
         return self._judged(plan)
@@ -221,7 +224,7 @@ class _Tuning:
         if self.config.time_budget_s is None:
             return None
         left_s = self.began + self.config.time_budget_s - monotonic()
-        # A step is assumed to take twice as long as its convolutions; its time is not known yet.
+        # The time of a step is not known yet. It is assumed to be twice that of its convolutions.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
         return max(0.0, left_s - race_s if self.config.step_race else left_s)
 
@@ -268,7 +271,7 @@ class _Tuning:
 
 
 class _Joined:
-    """Reports the progress of two tunings as one; the second tuning has `more` kernels."""
+    """Reports the progress of two successive tunings as one; the second one has `more` kernels."""
 
     def __init__(self, report: Report | None, more: int) -> None:
         self._report = report

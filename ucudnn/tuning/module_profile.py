@@ -71,8 +71,9 @@ class ModuleWatcher:
         self._mark = mark
         self._marks = 0
         self._stack = [self.root]
-        # Calls whose backward has begun. If its arguments have no gradients or are written to, a
-        # call's backward ends when that of a call outside it begins or ends.
+        # Calls whose backward has begun and not ended. If the arguments of a call have no gradients
+        # or are written to, nothing shows the end of its backward. Then it ends when the backward
+        # of a call outside it begins or ends.
         self._open: list[ModuleCall] = []
         self._model = model
         self._names = names
@@ -88,7 +89,8 @@ class ModuleWatcher:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if name in self._names:
-                    # Before forward and after it, these hooks run after the module's earlier hooks.
+                    # Both hooks, the one before forward and the one after it, run after the hooks
+                    # that the module has already.
                     begin = module.register_forward_pre_hook(
                         self._beginner(name), prepend=False, with_kwargs=True
                     )
@@ -100,7 +102,7 @@ class ModuleWatcher:
             end_mark = self.mark()
         self._close(end_mark, self.root)
         begins = [call.backward[0] for call in self.root.walk() if call.backward]
-        # The step's backward begins with that of the call that ran last.
+        # The backward of the step begins when that of the first of its calls begins.
         self.root.forward.append(min(begins, default=end_mark))
         self.root.backward = [min(begins), end_mark] if begins else []
 
@@ -113,8 +115,9 @@ class ModuleWatcher:
             views = dict[int, Tensor]()
 
             def apart(tensor: Tensor) -> Tensor:
-                # Each call gets its own view: when the view's gradient is there, the backward is
-                # over. A tensor gets one view: attention checks if arguments are the same tensor.
+                # Each call gets views of its arguments: when the gradients of these views are
+                # there, the backward of the call is over. Arguments that are the same tensor get
+                # the same view, because attention checks for that.
                 if not (tensor.requires_grad and torch.is_grad_enabled()):
                     return tensor
                 return views.setdefault(id(tensor), tensor.view_as(tensor))
@@ -149,7 +152,7 @@ class ModuleWatcher:
         call.result_bytes = sum(map(_bytes, tensors))
 
         def began(_: object) -> None:
-            # The backward of a call begins at the latest with that of a call inside it.
+            # When the backward of a call begins, that of each call around it has begun, too.
             for one in path:
                 if not one.backward:
                     number = self.mark()
@@ -235,7 +238,7 @@ class ModuleProfile:
         )
 
     def between(self, call: ModuleCall) -> list[Option]:
-        """Costs of what runs in a call before, between and after its children, as options."""
+        """Costs of a call's own operations: before, between and after its children, as options."""
         forward, backward = [call.forward[0]], call.backward[-1:]
         for child in call.children:
             forward += child.forward
@@ -282,7 +285,8 @@ def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> 
         watchers.append(ModuleWatcher(steps.model, names, mark))
         watchers[-1].run(steps)
 
-    # Collect now: tensors in cycles of references would be freed at an arbitrary moment.
+    # Collect garbage now: else tensors in cycles of references would be freed at some moment of the
+    # step.
     gc.collect()
     spans = backend.spans(watched)
     assert spans is not None

@@ -1,4 +1,4 @@
-"""Noise of the times of a plan: load, wide intervals, wrong predictions, single runs."""
+"""Count the reasons not to trust a plan's times: load, varying times, wrong predictions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 from ucudnn.plan import KernelPlan, Plan, Timing
 
-# Times of a kernel are wide if their interquartile range is above this fraction of the median.
+# The times of a kernel vary too much if their interquartile range is above this fraction of the
+# median.
 _WIDE = 0.1
 # A prediction is wrong if it differs from the measured time by more than this fraction.
 _OFF = 0.25
-# A plan is noisy if more than this fraction of its kernels is perturbed, wide or mispredicted.
+# A plan is noisy if more than these fractions of its kernels were timed on a busy machine, have
+# times that vary too much, or were predicted wrongly.
 _MOST_PERTURBED, _MOST_WIDE, _MOST_OFF = 0.1, 0.25, 0.25
 
 

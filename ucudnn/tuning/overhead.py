@@ -33,7 +33,7 @@ _timing = ForkSafeLock()
 
 
 def planned_call_ns(backend: AbstractBackend) -> int:
-    """Overhead in ns of one pass of a planned layer, beyond the part that a benchmark times.
+    """Time in ns that one pass of a planned layer takes on the host beyond what tuning times.
 
     It is 0 if the device computes asynchronously.
     """
@@ -45,9 +45,9 @@ def planned_call_ns(backend: AbstractBackend) -> int:
 
 @lru_cache
 def _measured(backend_name: str) -> int:
-    """Overhead in ns per pass of a small layer: by plan minus by torch, both without kernels."""
+    """Time in ns per pass of a small layer by plan, minus that by torch, both without kernels."""
     threads = torch.get_num_threads()
-    # With one thread, none waits for others, so the measured processor time is that of the work.
+    # A single thread never waits for other threads, so its processor time is that of the work.
     torch.set_num_threads(1)
     try:
         return _difference_ns(open_backend(backend_name))
@@ -85,7 +85,7 @@ def _difference_ns(backend: AbstractBackend) -> int:
 
 
 def _undivided(backend: AbstractBackend, problem: Problem) -> Call:
-    """A planned, undivided call, by the first algorithm that is not torch's own."""
+    """An undivided call by the first algorithm of the backend that is not torch's own."""
     names = (candidate.algorithm for candidate in backend.candidates(problem))
     algorithm = next(name for name in names if name != DEFAULT_ALGORITHM)
     return bind(backend, problem, Split("batch", (Chunk(problem.batch, algorithm),)))

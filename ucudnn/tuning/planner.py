@@ -1,6 +1,6 @@
 """Plan one kernel under one limit: measure or recall chunks, solve, race whole calls.
 
-If no split fits the limit, the error names the smallest limit that would suffice.
+If no split fits the workspace limit, the error names the smallest limit that would suffice.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class KernelPlanner:
     """Finds the plan of one kernel within a limit."""
 
     def __init__(self, source: AbstractSource) -> None:
-        # `_tighten` replaces it by a source with a lower limit for chunks, if whole calls need more
-        # workspace than their chunks.
+        # If whole calls need more workspace than their chunks, `_tighten` replaces this source by
+        # one with a lower limit for chunks.
         self._source = source
         self._session = source.session
         self._config = source.config
@@ -45,7 +45,7 @@ class KernelPlanner:
         Raises PlanError if no plan fits the limit.
         """
         try:
-            # Each pass returns, or lowers the limit for chunks.
+            # Each pass of this loop returns, raises an error, or lowers the limit for chunks.
             while True:
                 evidence = self._source.evidence()
                 tables = self._tables(evidence)
@@ -62,8 +62,8 @@ class KernelPlanner:
                 )
                 if winner is not None:
                     return self._plan(winner, finalists, evidence, tables)
-                # Measuring was cut short, and torch's own convolution is the only finalist. Splits
-                # that were not measured may fit.
+                # If measuring was cut short and torch's own convolution is the only finalist, there
+                # is no error, because splits that were not measured may fit.
                 if self._is_cut_short and all(one.split.is_default for one in finalists):
                     return None
                 if self._config.deterministic and not any(f.is_deterministic for f in finalists):
@@ -86,8 +86,8 @@ class KernelPlanner:
         default = None if own is None else own.timing
         layers = self._source.kernel.layers
         plan = plan_by(tables, self._problem, winner.split, layers, winner.timing, default)
-        # No note says that an algorithm was ruled out if the plan uses it, or if it is torch's own
-        # and was raced.
+        # Notes on algorithms that were ruled out are left out for those that the plan uses, and for
+        # torch's own if it was raced.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
         ruled_out = [said for name, said in evidence.ruled_out if name not in raced]
         return replace(
@@ -125,7 +125,7 @@ class KernelPlanner:
     def _finalists(
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence
     ) -> list[Finalist]:
-        """Splits with times of whole calls: raced, recalled, or predicted from their chunks."""
+        """Splits with times of whole calls: raced, from the cache, or predicted from chunks."""
         # A backend may lack torch's own convolution, such as a recording that does not contain it.
         applies = self._session.kernel_of(self._problem, DEFAULT_ALGORITHM) is not None
         default = Split("batch", (Chunk(self._problem.batch, DEFAULT_ALGORITHM),))
@@ -157,11 +157,11 @@ class KernelPlanner:
     def _tighten(self, finalists: Sequence[Finalist], evidence: Evidence) -> None:
         """Lower the limit for chunks, because whole calls needed more than their chunks."""
         limit, chunk_limit = self._limit, self._source.bounds.chunk_limit
-        # Only a limit can have refused every finalist.
+        # Without a limit, `choose` would have found a winner.
         assert limit is not None
         assert chunk_limit is not None
-        # torch's own convolution is a finalist in any case. If its chunk exceeds the limit, it does
-        # not show what whole calls need beyond their chunks.
+        # torch's own convolution is a finalist even if its chunk exceeds the limit. Then it does
+        # not show what whole calls need beyond their chunks, and is left out here.
         chunks = [(one, self._chunk_bytes(one.split, evidence)) for one in finalists]
         needs = [
             (one.timing.workspace_bytes, chunk)
@@ -172,8 +172,9 @@ class KernelPlanner:
             raise self._nothing_fits(evidence)
         need, chunk = min(needs)
         self._call_overhead_bytes = need - chunk
-        # The limit falls by the whole excess: else other algorithms that need almost as much would
-        # be raced one by one. It falls below `chunk`, so that this split is not found again.
+        # The limit is lowered by the whole excess. Otherwise other algorithms that need almost as
+        # much workspace would be raced one after the other. It is also set below `chunk`, so that
+        # the same split is not found again.
         lower = min(chunk_limit - (need - limit), chunk - 1)
         # Even a split without any workspace would exceed the limit as a whole call.
         if lower < 0:
@@ -186,7 +187,7 @@ class KernelPlanner:
         """The largest workspace of a split's chunks, in bytes; None if no workspace is known."""
         axis = axis_of(self._problem, split)
         chunks = {(axis.part(axis.size_of(chunk)), chunk.algorithm) for chunk in split.chunks}
-        # A chunk may have run in several roles: the role with the largest workspace counts.
+        # A chunk may have run in several roles; the largest workspace of any role is used.
         sizes = [
             entry.workspace_bytes + held_bytes(self._problem, entry.key.conditions.role)
             for entry in evidence.everything
@@ -209,8 +210,8 @@ class KernelPlanner:
                 f"{format_bytes(least)} and was not timed; tune on the device with these settings"
             )
         more = "" if config.policy == "all" else " or allow more sizes by policy"
-        # The user did not set the limit that a memory budget leaves to a kernel. The caller knows
-        # what else is allocated then, and adds how far to raise the budget.
+        # This limit was not set by the user: it is what a memory budget leaves to the kernel. The
+        # caller knows what else is allocated, and adds by how much to raise the budget.
         if config.memory_budget is not None and limit != config.limit_bytes:
             return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
         total, calls = config.total_bytes, len(source.kernel.layers)
@@ -240,12 +241,12 @@ def predict(
 
 
 def _measured(split: Split, default: Measurement | None) -> Finalist | None:
-    """The finalist of torch's own convolution, as measured; None for other splits or if untimed."""
+    """The finalist of torch's own convolution; None for other splits or if it was not timed."""
     if not split.is_default or default is None or default.time_ns is None:
         return None
     spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
     timing = Timing(default.time_ns, spread_ns, default.workspace_bytes or 0, len(samples))
-    # One sample, because the sums of other splits have no more: they are sums of medians, without a
+    # The finalist gets one sample, like the other splits, whose times are sums of medians without a
     # known interval. `choose` takes the ratio of two single samples as it is.
     return Finalist(
         split,
@@ -281,7 +282,8 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> Pl
             f"one has {min(one.error or 0.0 for one in ran):.2g}"
         )
     failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
-    # A candidate that ran out of memory leaves no entry.
+    # If every candidate ran out of memory, there are no entries, because such failures are not
+    # kept.
     if failed or not evidence.everything:
         reasons = "; ".join(failed) or "there was too little memory"
         return PlanError(f"no algorithm could be run on {problem}: {reasons}")
@@ -312,6 +314,6 @@ def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | N
         ]
         for entries in evidence.known
     )
-    # Slabs may fit where no micro-batch does, as at batch 1.
+    # All tables are asked, because slabs may fit where no micro-batch does, for example at batch 1.
     found = (table.smallest() for table in source.tables(known, limit=None))
     return min(filter(None, found), default=None, key=itemgetter(0))

@@ -1,10 +1,10 @@
 """Divide one pool of workspace among the kernels of a model; more time gives a better division.
 
-If kernels own parts of a pool, their workspaces add up, so they cannot be planned one by one. Each
-kernel has a front of time over workspace, known as far as its chunks were timed. An integer program
-chooses one point of each front. This is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018,
-section III), made lazy: the same program, on lower bounds of the fronts, chooses the kernel to
-measure next.
+Each kernel owns a part of the pool, so the workspaces of all kernels add up, and kernels cannot be
+planned one by one. Each kernel has a front: its best times for every amount of workspace, as far as
+its chunks were timed. An integer program chooses one point of each front. This is the WD method of
+mu-cuDNN (Oyama et al., CLUSTER 2018, section III). Here it is lazy: the same program, on lower
+bounds of the times, also chooses which kernel to measure next.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from ucudnn.tuning.sources import AbstractSource
 from ucudnn.tuning.splits import Front, Point, pareto
 from ucudnn.units import format_bytes
 
-# A better division is not worth finding if it saves no more than this fraction of the time.
+# A better division is not searched for if it could save no more than this fraction of the time.
 _TOLERANCE = 0.005
-# The fraction of the time that is for dividing a pool; the rest is for races of whole calls.
+# This fraction of the time budget is for dividing a pool; the rest is for races of whole calls.
 _DIVIDING = 0.6
-# Before the pool is divided anew, a kernel is measured for the time of this many calls by torch,
-# and for at least this many seconds. A larger time budget gives more such turns, not longer ones.
+# Kernels are measured in turns, and the pool is divided anew after each turn. A turn lasts as long
+# as this many calls by torch, and at least this many seconds. A larger time budget gives more
+# turns, not longer ones.
 _TURN_CALLS = 10
 _TURN_S = 0.2
-# First a chunk of this fraction of each batch is run once, so that there is a division early.
+# At first only a chunk of this fraction of each batch is run, once, to have a division early.
 _FIRST_PART = 1 / 8
 # Planning the kernels is assumed to take at most this many times as long as dividing the pool.
 _PLANNING = 4
@@ -44,13 +45,13 @@ _PLANNING = 4
 
 @dataclass(frozen=True, slots=True)
 class KernelChoices:
-    """Options of a kernel in a division of a pool."""
+    """What a division of the pool can choose from for one kernel."""
 
     # Number of calls of the kernel in a step.
     calls: int
     # Largest part in bytes that one call may own.
     most: int
-    # Points of one call whose workspace plus the surplus is at most `most`.
+    # The front of one call: its points whose workspace plus the surplus is at most `most`.
     front: Front
     # Measured workspace of a whole call minus that of its chunks, in bytes.
     surplus: int = 0
@@ -70,7 +71,8 @@ class KernelChoices:
         return self.calls * self.points[0][0]
 
     def part(self, size: int, left: int) -> int:
-        """Bytes that a call owns: those of its split within `size`, and usable ones of `left`."""
+        """Bytes that a call owns: those of its split within `size`, and what it can use of `left`.
+        """
         point = max(
             (point for point in self.front if point.workspace_bytes + self.surplus <= size),
             key=attrgetter("workspace_bytes"),
@@ -145,16 +147,18 @@ class WorkspacePool:
     def __post_init__(self) -> None:
         assert self.config.total_bytes is not None
         self._total_bytes = self.config.total_bytes
-        # Per kernel: its choices by what was timed, and the front of lower bounds of its times.
+        # Per kernel: the choices that follow from what was timed, and a front of lower bounds of
+        # its times.
         self._known: dict[Problem, KernelChoices] = {}
         self._hoped: dict[Problem, Front] = {}
-        # Per kernel: limits in bytes at which nothing is left to measure, and seconds of a turn.
+        # Per kernel: the limits in bytes within which nothing is left to measure, and the length of
+        # a turn in seconds.
         self._settled: dict[Problem, set[int]] = {}
         self._turns_s: dict[Problem, float] = {}
         # Kernels with chunks that were not run, because they would have ended after the budget.
         self._lacking_time: set[Problem] = set()
-        # Per kernel: bytes that a call needs beyond its chunks, errors that `learn` has yet to see,
-        # and the error that showed these bytes.
+        # Per kernel: the bytes that a call needs beyond its chunks; the error that `learn` has not
+        # handled yet; and the error from which these bytes are known.
         self._surplus: dict[Problem, int] = {}
         self._refusals: dict[Problem, PlanError] = {}
         self._learned: dict[Problem, PlanError] = {}
@@ -169,8 +173,8 @@ class WorkspacePool:
     def look_first(self) -> None:
         """Run small chunks of torch's own convolutions until splits into them fit the pool.
 
-        These splits give a first division, and their times show how long whole calls take. The
-        cheapest kernels come first, because there may not be time for all kernels.
+        These splits allow a first division of the pool, and their times show how long whole calls
+        take. The cheapest kernels come first, because there may not be time for all of them.
         """
         part, last = _FIRST_PART, self.budget.last_moment
         most = max(problem.batch for problem in self.layers)
@@ -198,16 +202,16 @@ class WorkspacePool:
     def divide(self) -> None:
         """Find each kernel's part of the pool, in bytes per call.
 
-        There is a division as soon as each kernel has a split and these splits fit the pool. It
-        improves until no other division can be better or the time is over. Raises PlanError if the
-        pool is too small.
+        There is a division as soon as each kernel has a split and these splits together fit the
+        pool. It is improved until no other division can be better, or the time is over. Raises
+        PlanError if the pool is too small.
         """
         deadline = self.budget.deadline
         now = monotonic()
         until = None if deadline is None else now + _DIVIDING * max(0.0, deadline - now)
         try:
-            # After a pass that measured nothing, another pass would find the same. In a second tune
-            # the first pass measures nothing.
+            # A pass that measured nothing is the last one, because the next would find the same. In
+            # a second tune that is the first pass.
             while True:
                 before = self.session.measured
                 self._settled = {problem: set() for problem in self.layers}
@@ -226,14 +230,14 @@ class WorkspacePool:
         self._refusals[problem] = error
 
     def learn(self) -> bool:
-        """True if, by what planning the kernels showed, another division is required or better.
+        """True if planning the kernels has shown that another division is needed or better.
 
         Planning shows what calls need beyond their chunks, and times of chunks within the parts.
         """
         for problem, error in self._refusals.items():
             one = self._known[problem]
-            # The front's first point is the least that the chunks of one call need. The error has
-            # the least that all calls of the kernel need.
+            # The first point of the front is the least workspace that the chunks of one call need.
+            # The error names the least that all calls of the kernel need together.
             surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
             # The error shows nothing new, so another division would fail in the same way.
             if surplus <= self._surplus.get(problem, 0):
@@ -274,7 +278,8 @@ class WorkspacePool:
             self._known[problem] = self._choices(problem, front)
             self._hoped.pop(problem, None)
         known = {problem: one for problem, one in self._known.items() if one.front}
-        # If not all kernels fit the pool, those that need most get no part, and the others a plan.
+        # If the kernels do not all fit the pool, those that need most get no part of it, so that
+        # the others can have a plan.
         while sum(one.least for one in known.values()) > self._total_bytes:
             del known[max(known, key=lambda problem: known[problem].least)]
         self.parts = divided(known, self._total_bytes, self.config.solver)
@@ -297,7 +302,7 @@ class WorkspacePool:
         return KernelChoices(calls, most, fitting, surplus)
 
     def _is_divided(self) -> bool:
-        """Measure until each kernel has a split and all fit the pool; False if time ran out before.
+        """Measure until all kernels have splits that together fit the pool; False if time ran out.
 
         Raises PlanError if nothing more can be measured and the splits do not fit the pool.
         """
@@ -315,7 +320,7 @@ class WorkspacePool:
                 if one.least and _below(one) not in self._settled[problem]
             ]
             if not unseen:
-                # Chunks that were not run for lack of time might fit, so there is no error.
+                # Some chunks were not run for lack of time. They might fit, so no error is raised.
                 if self._lacking_time:
                     break
                 divided(known, self._total_bytes, self.config.solver)
@@ -342,7 +347,8 @@ class WorkspacePool:
     def _look_for(self, problem: Problem, limit: int, until: float | None) -> None:
         """Measure a kernel until one of its splits fits a limit."""
         session = self.session
-        # Any split will do. With the time for chunks over, measuring ends at the first plan.
+        # Any split will do here. The time for chunks is set to be over, so that measuring ends as
+        # soon as there is a plan.
         session.until, session.race_until = 0.0, until
         source = self.source_of(problem, limit)
         self.on_work(problem)
@@ -369,7 +375,8 @@ class WorkspacePool:
             if aim is None:
                 break
             self._measure(*aim, until)
-        # To plan a kernel within its part may take measurements that the division did not need.
+        # Planning a kernel within its part of the pool may need measurements that dividing the pool
+        # did not need.
         for problem in self._problems:
             part = self.parts.get(problem)
             if part is not None and part not in self._settled[problem] and not _is_over(until):
@@ -387,7 +394,8 @@ class WorkspacePool:
             source.evidence()
             source.release()
             if _is_over(end):
-                # Otherwise a turn too short to measure anything would be repeated again and again.
+                # The next turn of this kernel is twice as long. Otherwise a turn that is too short
+                # to measure anything would be repeated again and again.
                 self._turns_s[problem] = 2 * turn_s
             else:
                 self._settled[problem].add(limit)
@@ -422,12 +430,13 @@ class WorkspacePool:
         return problem, parts[problem]
 
     def _hoped_choices(self, problem: Problem) -> KernelChoices:
-        """Choices of a kernel by lower bounds of its times, which measurements raise."""
+        """What a division could choose from if the kernel's times were their lower bounds."""
         if problem not in self._hoped:
             sources = self._sources(problem)
             self._hoped[problem] = pareto(p for one in sources for p in one.hoped_front())
         known, points = self._known[problem], list(self._known[problem].front)
-        # The best split at a limit where nothing is left to measure bounds all smaller limits, too.
+        # If nothing is left to measure within a limit, the best split within it is also a lower
+        # bound for every smaller limit.
         best = {_reach(limit): known.time_within(limit) for limit in self._settled[problem]}
         for point in self._hoped[problem]:
             starts = [point.workspace_bytes, *(1 + reach - known.surplus for reach in best)]
@@ -440,7 +449,7 @@ class WorkspacePool:
 
 
 def _reach(limit: int) -> int:
-    """The limit in bytes up to which the measurements at `limit` suffice: a twentieth above it."""
+    """Bytes of the largest limit for which measurements within `limit` suffice: 5 % more."""
     return limit + limit // 20
 
 

@@ -14,13 +14,15 @@ from ucudnn.tuning.items import chunk_items
 from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
 from ucudnn.units import format_bytes, format_ns
 
-# Measurements of the plan's machine, by their problem with a batch of 1.
+# The measurements of the plan's machine by problem. The batch of each problem is set to 1, so that
+# chunks of all sizes are found together.
 _Known = dict[Problem, list[Measurement]]
 # Statuses of measurements with a time.
 _TIMED = ("ok", "screened")
 # The least ratio of times that is printed as more than 1.00.
 _SLOWER = 1.005
-# Roles of chunks of one size: a single chunk is ALONE; of several, one is FIRST, the others LATER.
+# The roles of equal chunks in a split: a single chunk is ALONE; of several, one is FIRST and the
+# others are LATER.
 _POSITIONS = ({Role.ALONE}, {Role.FIRST, Role.LATER})
 # The largest number of alternatives that a rationale lists.
 _MOST = 8
@@ -31,9 +33,9 @@ class Alternative:
     """A way to compute a kernel that its plan does not take."""
 
     split: Split
-    # Of the whole call, or the sum of its chunks; None if neither was timed.
+    # Time of the whole call, or the sum of the times of its chunks; None if neither is known.
     time_ns: int | None
-    # Of the whole call or of its largest chunk; None if it is not known.
+    # Workspace of the whole call or of its largest chunk; None if it is not known.
     workspace_bytes: int | None
     # The largest relative error (L2) of its chunks against float64; None if it is not known.
     error: float | None
@@ -64,7 +66,7 @@ class Rationale:
     front: tuple[tuple[int, int], ...] = ()
     # Fastest first.
     alternatives: tuple[Alternative, ...] = ()
-    # torch's own convolution of the same sizes in channels_last; None if it is not known.
+    # Timing of torch's own convolution of the same sizes in channels_last; None if it is not known.
     channels_last: Timing | None = None
 
 
@@ -108,7 +110,8 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
         if entry.key.subject == Subject.CHUNK and entry.status == "ok"
     ]
     points = []
-    # No split mixes algorithms that add a bias with others.
+    # A split consists of algorithms that add a bias, or of algorithms that do not, so each kind has
+    # its own splits.
     for adds_bias in (False, True):
         usable = [
             entry
@@ -124,7 +127,7 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
 
 
 def _as_timed(problem: Problem, algorithm: str) -> str:
-    """A kernel name that differs for each batch, so that no time counts for another batch."""
+    """A name of an implementation for each batch, so that no time is used for another one."""
     return f"{algorithm} at {problem.batch}"
 
 
@@ -165,7 +168,8 @@ def _alternatives(
     varying = {e.key.algorithm for e in known if not e.is_deterministic}
     found: dict[Split, Alternative] = {}
     for one in (*_of_plan(kernel), *_raced(known), *_uniform(kernel.problem, known)):
-        # The first of equal splits is kept: a whole call, whose time is better than a sum.
+        # If a split occurs twice, the first one is kept: the whole call, whose time is more
+        # reliable than a sum of chunks.
         found.setdefault(one.split, one)
     found.pop(kernel.split(kernel.problem.batch), None)
     judged = [
@@ -211,11 +215,11 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
 def _uniform_chunks(
     problem: Problem, measurements: Sequence[Measurement]
 ) -> dict[tuple[int, str], dict[Role, Item]]:
-    """Items by size and algorithm, one for each position in a split into equal chunks."""
+    """For each size and algorithm one item per position in a split into equal chunks."""
     found: dict[tuple[int, str], dict[Role, Item]] = {}
     for position in Role:
         for item in chunk_items(problem, measurements, role_of(problem, position)):
-            # A chunk of the whole batch is alone in its split, and a smaller chunk never is.
+            # Only a chunk of the whole batch is alone in its split.
             if (position == Role.ALONE) is (item.batch == problem.batch):
                 found.setdefault((item.batch, item.algorithm), {})[position] = item
     return {chunk: items for chunk, items in found.items() if set(items) in _POSITIONS}
@@ -229,7 +233,7 @@ def _summed(count: int, chunk: Chunk, items: Mapping[Role, Item]) -> Alternative
 
 
 def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
-    """Algorithms that ran once for their workspace, which was too large for timing them."""
+    """Algorithms that ran once and were not timed, because their workspace was too large."""
     for entry in chunks:
         if entry.status == "untimed" and entry.key.problem == problem:
             split = _undivided(problem, entry.key.algorithm)
@@ -249,7 +253,7 @@ def _error_of(split: Split, errors: dict[tuple[int, str], float]) -> float | Non
 
 
 def _reason(one: Alternative, plan: Plan, kernel: KernelPlan, varying: set[str]) -> str:
-    """Reason why an alternative is not the plan: the first of these that holds."""
+    """Reason why an alternative was not chosen: the first of the reasons below that holds."""
     limit, most = plan.limit_bytes(kernel), plan.config.max_error
     ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
     names = {chunk.algorithm for chunk in one.split.chunks}

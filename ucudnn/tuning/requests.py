@@ -1,7 +1,7 @@
 """What is known of the chunks of one kernel, and which of them to run next.
 
-Small chunks run first, to find their workspace or their time. Then the chunks of the split that
-could be the fastest are timed.
+Small chunks are run first, to extrapolate workspace or times from them. Then those chunks are timed
+that could be part of the fastest split.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ucudnn.tuning.candidates import KernelCandidates
     from ucudnn.tuning.session import Session
 
-# Splits within this fraction of the fastest time are as good: a race could not tell them apart.
+# A split that is slower than the fastest one by at most this fraction counts as equally fast,
+# because a race could not show the difference.
 TOLERANCE = 0.02
 
 
@@ -35,11 +36,12 @@ class KernelRecords:
     session: Session
     listed: KernelCandidates
     limit: int | None
-    # Largest relative error (L2) of a candidate; None: any result that is not wrong.
+    # Largest relative error (L2) that a candidate may have; None: any error that is explained by
+    # rounding.
     max_error: float | None
     deterministic: bool = False
     by_arm: dict[Arm, Measurement] = field(default_factory=dict)
-    # Candidates for which there was no memory this time.
+    # Candidates that could not be run this time, because there was too little memory.
     skipped: set[Arm] = field(default_factory=set)
 
     @cached_property
@@ -49,7 +51,7 @@ class KernelRecords:
         return WorkspaceModel(self.listed, self.by_arm, self.limit, memory)
 
     def recall(self) -> None:
-        """Read known measurements, from the cache or made for a kernel that has the same chunks."""
+        """Read what is known: from the cache, or measured for a kernel with the same chunks."""
         for arm in self.listed.by_arm:
             known = self.session.find(self.key(arm))
             if known is not None:
@@ -90,7 +92,7 @@ class KernelRecords:
         return workspace is not None and self.workspaces.fits(arm, workspace)
 
     def is_open(self, arm: Arm) -> bool:
-        """True for a candidate that was run once and can still win."""
+        """True for a candidate that was run once, was not timed in full, and can still win."""
         entry = self.by_arm.get(arm)
         if entry is None or entry.status != "screened" or self.has_lost(arm, entry):
             return False
@@ -107,7 +109,7 @@ class KernelRecords:
         return winner is not None and self.is_usable(rival, winner)
 
     def fastest(self, arm: Arm) -> Arm:
-        """The best known arm of the same size and role."""
+        """The fastest known arm of the same size and role as the given one."""
         rivals = {
             other: entry
             for other, entry in self.by_arm.items()
@@ -118,7 +120,7 @@ class KernelRecords:
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Time of the fastest allowed arm of each size and role, as (median, upper end) in ns."""
         usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
-        # Sorted by falling time, so that the fastest arm replaces the slower ones.
+        # They are sorted by falling time, so that in the dict the fastest arm replaces slower ones.
         return {
             (arm.size, arm.role): (interval.time_ns, interval.high_ns)
             for arm, entry in sorted(usable, key=lambda item: -(item[1].time_ns or 0))
@@ -141,7 +143,8 @@ class Requests:
 
     def wanted(self) -> list[Arm]:
         """Chunks to time next; empty if the best split is known precisely enough."""
-        # A plan is made of the best splits under each of these penalties, so all must be known.
+        # Planning races the best split under each of these penalties, so each of these splits must
+        # be known.
         for launch_ns in CHUNK_NS:
             missing = self.outlook(launch_ns).wanted
             if missing:
@@ -149,17 +152,19 @@ class Requests:
         return self._wanted_by_smaller_batches()
 
     def first_runs(self) -> list[Arm]:
-        """Small chunks that must run before larger ones of their curves may."""
+        """Small chunks that must run before larger chunks of the same curve may run."""
         ruled_out = self.elimination.reasons()
         probes = [arm for arm in self._probes() if self.listed.curves[arm] not in ruled_out]
-        # Workspace comes first, because chunks that do not fit the limit need not be timed.
+        # Runs for workspace come before runs for time, because chunks that exceed the limit need
+        # not be timed.
         return probes or self.elimination.trials()
 
     def _probes(self) -> list[Arm]:
         """The smallest chunks of curves whose workspace must be known, but is not."""
         if not self.must_probe:
             return []
-        # An implementation may need other workspace in another role, so each role is probed.
+        # In another role an implementation may need another workspace, so one chunk of each role is
+        # run.
         groups: dict[tuple[str, str], list[Arm]] = {}
         for arm, curve in self.listed.curves.items():
             entry = self.records.by_arm.get(arm)
@@ -169,8 +174,9 @@ class Requests:
         return [arm for arm in found if arm is not None]
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The arm of a curve to run next for its workspace, the smallest or second one; or None."""
-        # Chunks that no split may contain run only if they may show that the whole call fits.
+        """The curve's smallest or second smallest arm, to run for its workspace; or None."""
+        # Some chunks cannot be part of a split. They are run only if they may show that the whole
+        # call fits.
         if not self.listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
             return None
         known = sum(map(self.records.fits, arms))
@@ -180,28 +186,29 @@ class Requests:
         return self._second(arms) if known == 1 else None
 
     def _first(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The smallest arm; None if it ran, or if it is the whole call and smaller chunks exist."""
+        """The smallest arm; None if it ran, or if it is the whole call and smaller ones exist."""
         first, curves, whole = arms[0], self.listed.curves, self.listed.axis.extent
         if first in self.records.by_arm:
             return None
-        # The whole is never the first chunk of an implementation to run where smaller ones exist:
+        # If an implementation has smaller chunks, the whole call is not the first to run, because
         # it may need more memory than there is.
         smaller = any(arm.size < whole for arm, name in curves.items() if name == curve)
         return None if first.size == whole and smaller else first
 
     def _second(self, arms: Sequence[Arm]) -> Arm | None:
-        """The second smallest arm, if the first does not show that the whole call fits."""
+        """The second smallest arm, if the smallest does not show that the whole call fits."""
         workspaces, whole = self.records.workspaces, arms[-1]
         if whole.size != self.listed.axis.extent or whole in self.records.by_arm:
             return None
         second = arms[min(1, len(arms) - 1)]
-        # A second arm that a split may contain is run when the solver asks for it.
+        # If a split may contain the second arm, it need not run here: the solver asks for it if
+        # needed.
         if workspaces.can_be_run(whole) or self.listed.lists(second):
             return None
         return second if workspaces.can_be_run(second) else None
 
     def _is_worth_telling(self, curve: str, whole: Arm) -> bool:
-        """True if the undivided call may fit, and only small chunks in role alone can show that."""
+        """True if the undivided call may fit, and only small chunks in role ALONE can show it."""
         if not self.records.workspaces.may_fit(whole) or self.records.workspaces.can_be_run(whole):
             return False
         return any(
@@ -214,10 +221,11 @@ class Requests:
         return self.outlook().time_ns is not None
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
-        """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
+        """The best split of the timed chunks, a bound for better ones, and what to time next."""
         options = list(self._options())
-        # Chunks too short for what their calls cost are left out. A chunk that runs alone stays,
-        # because no split has fewer calls. So does an untimed chunk, which may be long enough.
+        # Chunks that take too little time to be worth their calls are left out. A chunk that is the
+        # whole call stays, because no split has fewer calls. A chunk that was not timed stays, too,
+        # because it may take long enough.
         worthwhile = [
             option
             for option in options
@@ -235,14 +243,15 @@ class Requests:
 
     def hoped_front(self) -> list[tuple[int, int]]:
         """For each workspace a lower bound of the time of every split within it."""
-        # No elimination: a chunk too slow at the largest limit may be the best at a smaller one.
+        # Nothing is eliminated here: a chunk that is too slow within the largest limit may be the
+        # best one within a smaller limit.
         self.elimination.is_active = False
         options = self._options(at_any_limit=True)
         return bound_front(options, self.listed.axis.extent, tolerance=self.tolerance)
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
         """Chunks to time for the first batch that has no split yet and could have one."""
-        # Slabs contain all samples of the call, so only micro-batches depend on the batch.
+        # Slabs contain all samples of a call, so there is nothing to look for in smaller batches.
         if self.listed.axis.name != "batch":
             return []
         axis, sizes = self.listed.axis, self.listed.sizes
@@ -256,7 +265,8 @@ class Requests:
                 else option
                 for option in options
             )
-            # The tolerance accepts any split: smaller batches need a plan, not the best one.
+            # With this tolerance any split is good enough: smaller batches need some plan, not the
+            # best one.
             missing = outlook(possible, batch, tolerance=1.0).wanted
             if missing:
                 return _arms(missing)
@@ -271,7 +281,8 @@ class Requests:
         for arm in self.listed.by_arm:
             entry = self.records.by_arm.get(arm)
             is_out = arm in self.records.skipped or (entry is not None and entry.status == "failed")
-            # A chunk that was measured before its curve was ruled out still bounds other sizes.
+            # A chunk that was measured before its curve was ruled out stays, because its time
+            # bounds those of other sizes.
             if self.listed.curves[arm] in ruled_out and entry is None:
                 is_out = True
             if not is_out:
@@ -284,7 +295,7 @@ class Requests:
     def _at_any_limit(
         self, arm: Arm, entry: Measurement | None, option: ChunkOption
     ) -> ChunkOption:
-        """The option, allowed if only a rival or unknown workspace rules it out at this limit."""
+        """The option, allowed even if a rival or unknown workspace rules it out at this limit."""
         if entry is not None and self.records.has_lost(arm, entry):
             return replace(option, lists=self.listed.lists(arm), is_timed=True)
         workspaces = self.records.workspaces
@@ -295,7 +306,7 @@ class Requests:
         return replace(option, lists=self.listed.lists(arm), workspace_bytes=least)
 
     def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> ChunkOption:
-        """An arm as an option of the solver; without positions if it may not be part of a split."""
+        """An arm as an option for the solver; it has no positions if no split may contain it."""
         has_lost = entry is not None and self.records.has_lost(arm, entry)
         may_matter = may_matter and not has_lost and self._is_allowed(arm, entry)
         return ChunkOption(

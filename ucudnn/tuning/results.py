@@ -83,12 +83,13 @@ class Results:
     config: Config
     pool: WorkspacePool | None = None
     plans: dict[Problem, KernelPlan] = field(default_factory=dict)
-    # Kernels without a plan within the memory budget. The error names the one that needs most.
+    # Kernels that have no plan within the memory budget. The error that is raised for them names
+    # the kernel that needs most memory.
     refusals: dict[Problem, PlanError] = field(default_factory=dict)
     # Kernels that have no split within the user's limit. They are named together at the end, so
     # that the user can raise the limit once for all of them.
     over_limit: dict[Problem, PlanError] = field(default_factory=dict)
-    # Kernels with smaller batches that have no plan, because the time did not suffice.
+    # Kernels of which smaller batches have no plan, because the time did not suffice.
     unfinished: set[Problem] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -97,9 +98,10 @@ class Results:
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
-        """The best plan so far of each kernel that has one within the limit."""
+        """For each kernel that has a plan within its limit, the best plan so far."""
         plans = (self.plans.get(p) or self.by_torch(p) for p in self.layers)
-        # An unfinished plan by torch's own convolution is left out: torch runs the same without it.
+        # A plan by torch's own convolution that does not cover all batches is left out, because
+        # without it torch runs the same.
         return tuple(
             plan
             for plan in plans
@@ -115,18 +117,19 @@ class Results:
 
     @property
     def unraced(self) -> list[Problem]:
-        """Kernels whose plan rests on a prediction or on a single run, or that have none so far."""
+        """Kernels that have no plan, or one that rests on a prediction or on a single run."""
         refused = self.refusals.keys() | self.over_limit.keys()
         raced = {p for p, plan in self.plans.items() if plan.timing.samples > 1}
         return [p for p in self.layers if p not in refused and p not in raced]
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kernels that have no plan, or no plan of a smaller batch, because the time was over."""
+        """Kernels that have no plan, or none for a smaller batch, because the time was over."""
         plans = {kernel.problem: kernel for kernel in self.kernels}
         planned = plans.keys() | self.over_limit.keys()
         missing = [problem for problem in self.layers if problem not in planned]
-        # An unfinished kernel is named at the largest batch that has no plan.
+        # A kernel whose smaller batches are not all planned is named with the largest batch that
+        # has no plan.
         cut = [p.with_batch(plans[p].uncovered()[-1]) for p in plans if p in self.unfinished]
         return tuple(map(str, missing + cut))
 
@@ -166,7 +169,7 @@ class Results:
         assert default.workspace_bytes is not None
         spread_ns, samples = default.spread_ns or 0, len(default.samples)
         timing = Timing(default.time_ns, spread_ns, default.workspace_bytes, samples)
-        # Only the whole batch was timed. Smaller ones that torch computes by the same
+        # Only the whole batch was timed. Smaller batches that torch computes by the same
         # implementation take no longer, so the plan covers them, too.
         whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
         kernels = (
@@ -264,7 +267,7 @@ class Results:
 
 
 def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
-    """The plan with the splits of a smaller batch, which is tuned alone, if any split fits."""
+    """The plan with the splits that tuning a smaller batch by itself has found, if any fits."""
     try:
         smaller = KernelPlanner(source).decide()
     except PlanError:
@@ -277,7 +280,7 @@ def _all_over_limit(
 ) -> PlanError:
     """One error for all kernels that have no split within the workspace limit.
 
-    `unknown` is the number of other kernels, for which there was no time.
+    `unknown` is the number of further kernels that were not examined, because the time was over.
     """
     remedy = (
         ", or leave what does not fit to torch's own convolution by unplanned='torch'"

@@ -29,7 +29,7 @@ from ucudnn.tuning.results import Progress, Results, warn_of_untuned
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
 
-# Estimate of a step's time before any step was run, as a multiple of the time of its convolutions.
+# Before any step was run, a step is assumed to take this many times as long as its convolutions.
 _LONGER = 1.25
 
 
@@ -77,7 +77,8 @@ class TuningScheduler:
         # the step.
         self._by_share = is_whole_step and not self.session.is_recorded
         if not self._by_share:
-            # Without shares no kernel is too small, and no roofline may rule anything out.
+            # If kernels are not ranked by their share of a step, none is too small to be tuned, and
+            # no roofline may rule an algorithm out.
             self.session.effort = replace(self._effort, ignored_share=0)
         self._shares = StepShares(self.session, layers_by_problem, limits)
         self.results = Results(
@@ -132,7 +133,8 @@ class TuningScheduler:
     @property
     def budget_s(self) -> float | None:
         """The time budget in seconds; None: there is none, or the default one is not known yet."""
-        # Messages name the budget that the user set, even if these problems get only a part of it.
+        # Messages name the time budget that the user set, even if these problems get only a part of
+        # it.
         return self._config.time_budget_s or self._budget.seconds
 
     @property
@@ -164,8 +166,9 @@ class TuningScheduler:
             self._tune_each(self._shares.by_geometry())
         self._tune_missing()
         self.results.require_plans()
-        # What is left of a budget that was set is used for kernels whose plan was not raced. A
-        # default budget is not used up for small gains. With two layouts the second one needs time.
+        # If the user set a time budget, what is left of it is used for kernels whose plan was not
+        # raced. A default budget is not used up for small gains. If two layouts are tuned, the
+        # second one needs the rest.
         race_s = LEAST_RACE_STEPS * self._step_s
         if self._by_share and self._config.layout == "keep" and self._budget.go_on(race_s):
             self._tune_by_gain(self.results.unraced)
@@ -192,7 +195,7 @@ class TuningScheduler:
                 return
 
     def _plan_by_known(self) -> None:
-        """Plan kernels that have a part of the pool from earlier times; nothing is measured."""
+        """Plan the kernels that have a part of the pool by what is known; nothing is measured."""
         pool = self.results.pool
         if pool is None:
             return

@@ -140,9 +140,10 @@ class SegmentSearch:
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
         self.findings: dict[str, Independence] = {}
         self._known: dict[Segment, _Known] = {}
-        # Ratios of measured to estimated times, by the number of micro-batches.
+        # For each number of micro-batches the ratios of measured to estimated times.
         self._ratios: dict[int, list[float]] = {}
-        # Modules without children are left out, because they keep their result and little else.
+        # Modules without children are no candidates for segments, because they keep their result
+        # and little else.
         names = [name for name, one in self._modules.items() if any(one.children())]
         with gradient_mode(is_training):
             steps()
@@ -156,7 +157,7 @@ class SegmentSearch:
         self._samples = {call.name: call.samples for call in self._root.walk()}
 
     def ways(self, held_bytes: int) -> tuple[Way, ...]:
-        """The steps that were run, and estimated steps of the front.
+        """The ways to run a step: those that were run, and the estimated ones of the front.
 
         Args:
             held_bytes: bytes that are allocated all through a step.
@@ -202,7 +203,7 @@ class SegmentSearch:
         return top
 
     def _foresee(self, call: ModuleCall) -> None:
-        """Note each segment that a call may be, with its estimated cost."""
+        """Note each segment that this call could be run as, with its estimated cost."""
         assert call.name is not None
         cost, name = self._own.cost(call), call.name
         gradients = sum(
@@ -293,7 +294,7 @@ class SegmentSearch:
             division = StepDivision(tuple(map(self._described, chosen)))
             if any(one.division == division for one in self.seen):
                 break
-            # As long as no step fits, the search goes on even if the time is over.
+            # As long as no step fits the limit, the search goes on even if the time is over.
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
@@ -324,8 +325,9 @@ class SegmentSearch:
                 last = self.try_(division(size, inner.within(max(0, room)).division.segments))
                 if last.peak_bytes <= limit or room <= 0:
                     break
-                # Memory beside the micro-batches may grow, so the second try leaves more for it.
-                # The last try takes the segments of the smallest peak.
+                # The memory beside the micro-batches may be larger than estimated, so the second
+                # attempt leaves more room for it. The last attempt takes the segments with the
+                # smallest peak.
                 room = room - 2 * (last.peak_bytes - limit) if is_first else 0
             if last.peak_bytes > limit or self.is_over(2):
                 break
@@ -354,7 +356,7 @@ class SegmentSearch:
         tried = [one for one in self.seen if one.division.micro_batch]
         for size in sizes:
             is_known = any(one.division.micro_batch == size for one in tried)
-            # As long as no step fits, the search goes on even if the time is over.
+            # As long as no step fits the limit, the search goes on even if the time is over.
             is_found = any(limit is None or one.peak_bytes <= limit for one in tried)
             if not is_known and not (is_found and self.is_over(2)):
                 tried.append(self.try_(StepDivision(micro_batch=size)))
@@ -403,7 +405,7 @@ class SegmentSearch:
         return raced_of(*samples)
 
     def elapsed_ns(self, division: StepDivision) -> int:
-        """Time in ns of a step by a division, which also applies to all further steps."""
+        """Time in ns of a step by a division; further steps are divided in the same way."""
         self._steps.divide(division)
         with gradient_mode(self._is_training):
             return self._backend.elapsed_ns(self._steps)
@@ -421,7 +423,7 @@ class SegmentSearch:
         return all(map(self._may_be, segments))
 
     def _described(self, one: Segment) -> Segment:
-        """The segment, with its fields `shared` and `training` as found for its module."""
+        """The segment with the fields `shared` and `training` that its module was found to need."""
         found = self.findings[one.module]
         modes = (module.training for module in self._modules[one.module].modules())
         return replace(one, shared=found.shared, training=sum(modes))
@@ -459,7 +461,8 @@ class SegmentSearch:
             return of.time_ns - sum(cost.forward_ns + cost.backward_ns for cost in costs)
 
         before, now = rest_ns(self._own), rest_ns(profile)
-        # If the rest is small, its time says nothing about the load.
+        # If the part of the step outside the segments is short, its time does not show the load of
+        # the machine.
         return now / before if before > _TELLING * self._own.time_ns and now > 0 else 1.0
 
     def try_sizes(self, loop: bool = False) -> None:
@@ -515,7 +518,7 @@ def faster_division(
     if not is_run or len(several) > 1:
         return WHOLE
     (inputs,), backend = several, open_backend(config.backend)
-    # Results that fit the cache as a whole gain nothing from micro-batches.
+    # If all results together fit the processor's cache, micro-batches would not be faster.
     results = sum(
         prod(problem.result_shape) * problem.bytes_per_element
         for _, problem in traced.layers
@@ -576,10 +579,11 @@ def _recomputed(
     inside = cost.kept_bytes - result
     beside = min(cost.beside_bytes + gradients, cost.backward_bytes)
     transient = max(0, cost.backward_bytes - cost.kept_bytes - beside)
-    # The results of micro-batches are in memory beside the whole result that they are copied into.
+    # In forward, the results of all micro-batches and the whole result that they are copied into
+    # are in memory at once.
     forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
     backward = result + beside + call.argument_bytes + round(part * (inside + transient))
-    # Smaller micro-batches are assumed to be slower, so that of sizes that may be equally fast the
+    # Smaller micro-batches are assumed to be slower. So of the sizes whose times may be equal, the
     # largest is run first.
     time_ns = round((2 * cost.forward_ns + cost.backward_ns) * part**-_SLOWER)
     return Option(result, max(forward, backward), time_ns, one)

@@ -35,12 +35,12 @@ class Session:
     cache: AbstractCache
     # Called after each measurement, new or found in the cache, to show progress.
     on_run: Callable[[], None] = lambda: None
-    # The `time.monotonic` at which measuring chunks stops, and at which timing whole calls stops;
-    # None: never.
+    # The values of `time.monotonic` at which measuring chunks stops, and at which timing whole
+    # calls stops; None: never.
     until: float | None = None
     race_until: float | None = None
     effort: Effort = EFFORTS["thorough"]
-    # Measure everything anew, even if it is known.
+    # True: measure everything anew, even if it is in the cache.
     remeasure: bool = False
     # The `time.monotonic` at which a budget that was set ends. Nothing begins that is expected to
     # end later.
@@ -57,7 +57,8 @@ class Session:
         # The recording that is replayed instead of measuring; None if there is none.
         self.recording = self.backend if isinstance(self.backend, RecordedBackend) else None
         self._worker = Worker(self.backend) if self.backend.in_worker else None
-        # Asked once, so that a session recalls either all perturbed measurements or none.
+        # The load is read once, so that a session uses either all or none of the measurements that
+        # were taken on a busy machine.
         self.is_busy = self.backend.state().load > 0
         # Name of the implementation by which an algorithm computes a problem; None if it cannot.
         self.kernel_of: Callable[[Problem, str], str | None] = lru_cache(None)(self._find_kernel)
@@ -112,7 +113,8 @@ class Session:
             for key, speed in zip(keys, found[:2], strict=True):
                 time_ns = round(_UNIT * 1e9 / speed)
                 self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
-        # Read back, so that this run computes with the same rounded numbers as a second one.
+        # The numbers are read back from the cache, so that this run computes with the same rounded
+        # numbers as a second run.
         operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
@@ -123,8 +125,8 @@ class Session:
         known = self.find(key)
         if known is None:
             time_ns = planned_call_ns(self.backend)
-            # There is no overhead on a device that computes while the host goes on. This is not
-            # cached, because finding it out again costs nothing.
+            # On a device that computes while the host goes on, the overhead is 0. It is not cached,
+            # because finding it again costs nothing.
             if not time_ns:
                 return 0
             known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
@@ -172,7 +174,7 @@ class Session:
         With `remeasure`, measurements of other sessions are taken anew. Measurements that were
         taken while other processes used the machine are taken anew as soon as it is quiet.
         """
-        # A measurement that is not written to the cache yet is the newest one.
+        # A measurement that was not written to the cache yet is newer than the one in the cache.
         if key in self._fresh:
             return self._fresh[key]
         known = self.cache.get(key)
@@ -193,18 +195,18 @@ class Session:
     def keep(self, measurement: Measurement) -> Measurement:
         """Count a new measurement; `flush` writes it to the cache."""
         self._fresh[measurement.key] = measurement
-        # A candidate that is first run once and later timed in full counts once.
+        # A candidate that was run once and later timed in full is counted only once.
         self.measured += measurement.key not in self._taken
         self._taken.add(measurement.key)
         self.on_run()
         return measurement
 
     def state(self) -> DeviceState:
-        """Conditions that perturb times now; none with a worker, whose results have their own."""
+        """What perturbs times now; nothing with a worker, whose results say it themselves."""
         return self.backend.state() if self._worker is None else DeviceState()
 
     def note(self, measurement: Measurement) -> None:
-        """Keep a measurement for the cache, without counting it as that of a candidate."""
+        """Keep a measurement for the cache that is not one of a candidate, so it is not counted."""
         self._fresh[measurement.key] = measurement
 
     def flush(self) -> None:

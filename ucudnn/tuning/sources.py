@@ -21,8 +21,8 @@ from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
 
-# Fields of a key of which a plan needs many values. If a recording lacks a kernel, the error says
-# in which of the other fields the nearest entry differs.
+# Fields of a key that differ among the entries of one kernel. If a recording lacks a kernel, the
+# error says in which of the other fields the nearest entry differs.
 _ANY = ("algorithm", "conditions.role", "protocol")
 
 
@@ -51,9 +51,9 @@ class Cut:
 class Evidence:
     """Measurements of a kernel's chunks, for each cut of its source."""
 
-    # Chunks that a split may consist of.
+    # Measurements of the chunks that a split may consist of.
     usable: tuple[tuple[Measurement, ...], ...]
-    # The usable measurements, and those of chunks that failed, were eliminated or do not fit.
+    # The usable measurements, and also those of chunks that failed, were eliminated or do not fit.
     known: tuple[tuple[Measurement, ...], ...]
     notes: tuple[str, ...] = ()
     # Algorithms that were not measured further, each with a sentence that gives the reason.
@@ -94,7 +94,7 @@ class AbstractSource(ABC):
         sizes = samples.sizes(policy)
         return (
             Cut(BatchSplits, samples, sizes),
-            # If the layer has no bias, an algorithm that adds a bias computes too much.
+            # An algorithm that adds a bias can compute only layers that have one.
             Cut(BatchSplits, samples, sizes if self.kernel.has_bias else (), adds_bias=True),
             *((Cut(RowSplits, rows, rows.sizes(policy)),) if self._may_cut_rows else ()),
         )
@@ -116,7 +116,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def hoped_front(self) -> Front:
-        """For each workspace a lower bound of the time of every split; nothing is measured."""
+        """Lower bounds of the time of every split for each workspace; nothing is measured."""
 
     def _front(self, measurements: Iterable[Sequence[Measurement]]) -> Front:
         # Splits along all axes compete for the same workspace, so they share one front.
@@ -232,8 +232,8 @@ class LiveSource(AbstractSource):
                 pass
             self.session.flush()
         measurers = [self._measurer(cut) for cut in self.cuts]
-        # If there is no time for more, kernels of a pool use everything that was timed, even in a
-        # single run: the pool was divided by the same times.
+        # If the time is over, kernels of a pool also use chunks that were timed by a single run,
+        # because the pool was divided by the same times.
         is_rough = self.config.total_bytes is not None and (self.session.is_over or self.lacks_time)
         return Evidence(
             tuple(tuple(one.timed if is_rough else one.usable) for one in measurers),
@@ -262,7 +262,8 @@ class LiveSource(AbstractSource):
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
         for measurer in self._measurer_by_cut.values():
             measurer.release()
-        # malloc keeps the memory that chunks needed, and kernels of other sizes would add to it.
+        # malloc keeps memory that chunks have freed. Without this call the memory of kernels of
+        # other sizes would be added to it.
         give_back_free_blocks()
 
 
@@ -271,7 +272,8 @@ class ReplayedSource(AbstractSource):
     """Source that recalls the measurements of a device that need not be in this machine."""
 
     def __post_init__(self) -> None:
-        # A measurement that was passed in does not count: only the recording does.
+        # The measurement of torch's own convolution is taken from the recording, not from the
+        # argument.
         self.default = self.look_at_default()
 
     def look_at_default(self) -> Measurement | None:
@@ -288,7 +290,8 @@ class ReplayedSource(AbstractSource):
             raise self._miss()
         usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
         if not self._has_split(usable):
-            # Tuning did not go beyond first runs of this kernel, so their times are all there is.
+            # When this kernel was recorded, tuning did not go beyond first runs, so their times are
+            # used.
             usable = tuple(tuple(filter(self._is_timed, entries)) for entries in known)
         return Evidence(usable, known)
 
@@ -308,7 +311,7 @@ class ReplayedSource(AbstractSource):
 
     def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
         found = self._recall(cut.axis, cut.sizes)
-        # A recording may be of a layer with a bias and be replayed for one without.
+        # The recorded layer may have had a bias, and the layer of the replay none.
         return tuple(entry for entry in found if entry.adds_bias == cut.adds_bias)
 
     def _recall(self, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
@@ -335,7 +338,8 @@ class ReplayedSource(AbstractSource):
         if entry.time_ns is None or (self.config.deterministic and not entry.is_deterministic):
             return False
         most = self.config.max_error
-        # Recordings made by other means may lack errors; an unknown error excludes no candidate.
+        # Recordings that were not made by ucudnn may lack errors; a candidate of unknown error is
+        # not excluded.
         return most is None or (entry.error or 0.0) <= most
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:

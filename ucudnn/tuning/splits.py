@@ -39,37 +39,40 @@ CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 
 # Items by the position of their chunk in a split.
 Items = Mapping[str, Sequence[Item]]
-# For n = 1..N how to compute a batch of n, as `ReuseTable.walk` returns it.
+# How to compute each batch n = 1..N, as `ReuseTable.walk` returns it: undivided, or by a last chunk
+# of some size after the best chunks of the batch that is left.
 Walk = Sequence[WalkEntry]
 
 
 class PlanDraft:
     """Splits of every batch of one kernel, which split tables fill in one after the other.
 
-    The winner of a race of whole calls is the split of the largest batch. For every other batch the
-    first table that has a split counts, so the table in which the winner was found comes first.
+    The largest batch is computed by the split that has won a race of whole calls. Every other batch
+    is computed by the first table that has a split for it, so the table in which the winner was
+    found comes first.
     """
 
     def __init__(self, problem: Problem, winner: Split) -> None:
         self.problem = problem
         self.winner = winner
-        # Batches that are computed like the largest one: undivided, or by the winner's slabs.
+        # Batches that are computed in the same way as the largest one: those that are not divided,
+        # and those that are cut into the same slabs as the winner.
         self._undivided: frozenset[int] = frozenset()
         self._by_slabs: frozenset[int] = frozenset()
         self._walk: Walk = (WalkEntry(None, None),) * problem.batch
         self._walk_number: int | None = None
 
     def compute_as_winner(self, batches: Iterable[int]) -> None:
-        """Compute some batches as the winner computes the largest: undivided, or by its slabs."""
+        """Compute these batches in the winner's way: undivided, or cut into its slabs."""
         if self.winner.axis == "spatial":
             self._by_slabs |= frozenset(batches)
         else:
             self._undivided |= frozenset(batches)
 
     def follow(self, walks: Sequence[Walk]) -> None:
-        """Split batches as one of the walks does, if no walk followed before has a split for them.
+        """Split batches by one of these walks, if no earlier walk has a split for them.
 
-        `walks` are the walks of one table, one for each penalty of `CHUNK_NS`.
+        `walks` are those of one table: one for each penalty of `CHUNK_NS`.
         """
         if self._walk_number is None:
             # If the winner is in no walk, smaller batches follow the walk of the second penalty,
@@ -125,16 +128,16 @@ class PlanDraft:
         return None if item is None else item.algorithm
 
     def _last(self, n: int, is_passed: bool) -> Item | None:
-        """Last chunk of a batch's best chain; None if there is no chain or none is needed."""
+        """Last chunk of a batch's best chain of chunks; None if it has or needs no chain."""
         return None if n in self._ended and not is_passed else self._walk[n - 1].last
 
     @property
     def _ended(self) -> frozenset[int]:
-        """Batches left to torch's own convolution; only chains of larger ones lead through them."""
+        """Batches left to torch's own convolution; chains of larger ones may lead through them."""
         return self._undivided if self.winner.is_default else frozenset()
 
     def _passed(self) -> set[int]:
-        """Batches that chains of larger ones lead through; no chain begins at those in `_ended`."""
+        """Batches that the chain of a larger batch leads through, chunk by chunk."""
         passed: set[int] = set()
         for n in range(self.problem.batch, 0, -1):
             last = self._last(n, n in passed)
@@ -167,8 +170,9 @@ class Point(NamedTuple):
 
     workspace_bytes: int
     time_ns: int
-    # This split is used only if the workspace is less than this. From there on a split into longer
-    # chunks is preferred, even if it is slower. None: the split is used within any workspace.
+    # The split is used only within a workspace of less than this many bytes. Within a larger
+    # workspace, a split into longer chunks is preferred, even if it is slower. None: there is no
+    # such limit.
     below: int | None = None
 
 
@@ -177,7 +181,7 @@ Front = tuple[Point, ...]
 
 
 def pareto(points: Iterable[Point]) -> Front:
-    """The points that no other point beats in both, with rising workspace and falling time.
+    """The points that no other point beats in both workspace and time, workspace rising.
 
     >>> front = pareto([Point(4, 9), Point(0, 20), Point(8, 9), Point(2, 20)])
     >>> [point[:2] for point in front]
@@ -189,7 +193,7 @@ def pareto(points: Iterable[Point]) -> Front:
 
 @dataclass(frozen=True, eq=False)
 class AbstractSplitTable(ABC):
-    """Splits of one kernel along one axis, by the measurements of its chunks.
+    """Splits of one kernel along one axis, found from the measurements of its chunks.
 
     Law: every split of `splits` computes the whole problem by chunks that fit the limit. The first
     split is the fastest of all whose chunks were timed and take long enough to be worth a call.
@@ -225,10 +229,10 @@ class AbstractSplitTable(ABC):
         """Add the splits of this table for each batch to a draft of the plan."""
 
     def front(self) -> Front:
-        """Front of time over workspace of the largest batch's splits; the limit does not matter.
+        """Front of time over workspace of the splits of the largest batch, without a limit.
 
-        It first takes chunks that are long enough to be worth a call. For less workspace than these
-        need, it continues with shorter chunks.
+        Its points are splits into chunks that take long enough to be worth their calls. Only for
+        less workspace than those need, it has splits into shorter chunks.
         """
         points: list[Point] = []
         for choice in (worthwhile(self.items), self.items):
@@ -247,7 +251,8 @@ class AbstractSplitTable(ABC):
             return None
         found = []
         for position, chunk in zip(positions(len(split.chunks)), split.chunks, strict=True):
-            # The last slab may have fewer rows than it was measured with; it counts as a full one.
+            # The last slab of a split may have fewer rows than the slab that was measured. The time
+            # of the full one is used.
             wanted = self.axis.size_of(chunk), chunk.algorithm
             items = self.items[position]
             fitting = [item for item in items if (item.batch, item.algorithm) == wanted]
@@ -281,7 +286,8 @@ class BatchSplits(AbstractSplitTable):
         """Splits of the largest batch to race as whole calls, the fastest by its chunks first."""
         splits = [split for split in map(end_of, self._walks) if split is not None]
         batch, limit = self.axis.extent, self.limit
-        # The solver favours chunks with lucky samples, so the best undivided call is raced, too.
+        # The solver prefers chunks whose samples were short by chance. So the best undivided call
+        # is always raced, too.
         undivided = [
             item
             for item in self.items[Role.ALONE]
@@ -300,10 +306,10 @@ class BatchSplits(AbstractSplitTable):
         return least, f"micro-batch {first.size}, {first.algorithm}"
 
     def fill(self, draft: PlanDraft) -> None:
-        """Add undivided calls like the winner's, and a walk for all other batches.
+        """Add the batches that stay undivided like the largest one, and a walk for the others.
 
-        If torch's default wins, it also computes smaller batches, because their splits were not
-        timed as whole calls. Batches for which torch runs another implementation are excepted.
+        If torch's default has won, it also computes smaller batches, because their splits were not
+        timed as whole calls. Batches for which torch runs another implementation follow the walk.
         """
         winner = draft.winner
         if winner.axis == self.axis.name and len(winner.chunks) == 1:
@@ -338,8 +344,8 @@ class BatchSplits(AbstractSplitTable):
         """The batches for which torch's default runs the implementation of the largest batch."""
         problem = self.axis.problem
         whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
-        # torch picks an implementation by batch. That its choice has won at the largest batch says
-        # nothing about its other choices.
+        # torch chooses an implementation by batch. If the one for the largest batch has won, this
+        # does not show that the one for another batch is fast.
         return [
             n
             for n in range(1, problem.batch + 1)
@@ -348,7 +354,7 @@ class BatchSplits(AbstractSplitTable):
 
 
 class RowSplits(AbstractSplitTable):
-    """Splits of the largest batch into slabs, which may serve smaller batches, too."""
+    """Splits of the largest batch into slabs; smaller batches may be cut into the same slabs."""
 
     @cached_property
     def items(self) -> Items:
@@ -386,7 +392,7 @@ class RowSplits(AbstractSplitTable):
         return None if found is None else (found[0], str(self.axis.split(found[1])))
 
     def fill(self, draft: PlanDraft) -> None:
-        """If slabs have won, add the batches that the winner's slabs compute."""
+        """If slabs have won, add the batches that can be cut into the winner's slabs."""
         if self.chunks(draft.winner) is not None:
             draft.compute_as_winner(self._batches_of(draft.winner))
 
@@ -399,7 +405,8 @@ class RowSplits(AbstractSplitTable):
             for entry, chunk in zip(entries, split.chunks, strict=True)
             if entry.problem is not None
         }
-        # Another batch may be computed by another implementation, whose workspace is not known.
+        # At another batch an algorithm may run another implementation, whose workspace is not
+        # known.
         return [
             n
             for n in range(1, problem.batch + 1)

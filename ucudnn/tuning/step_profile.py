@@ -42,7 +42,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Allocated memory at the convolutions of a step, with the memory held all through it."""
+    """The memory that is allocated at each convolution of a step, and all through the step."""
 
     held: Held
     # For each kernel the most that is allocated beside the workspace in any of its calls.
@@ -125,17 +125,18 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
         raise UnsupportedError(
             "its convolutions run in several threads, in which memory cannot be seen"
         )
-    # Mark n ends span n. The spans between the first and the last mark of a call are not part of
-    # the rest of the step.
+    # Mark n ends span n. The spans between the first and the last mark of a call belong to that
+    # call, all others to the rest of the step.
     inside = {n for call in watcher.calls for n in range(call.marks[0] + 1, call.marks[2] + 1)}
     rest = [span.peak_bytes for n, span in enumerate(spans) if n not in inside]
     own_peak = peak = max(rest)
-    # The calls are taken in the order in which they begin, as in a step of one thread.
+    # The calls are sorted by their beginning, which is their order in a step.
     for copied, (_, began, ended) in sorted(watcher.calls, key=lambda call: call.marks[1]):
         peak_bytes = max(span.peak_bytes for span in spans[began + 1 : ended + 1])
         end_bytes = spans[ended].end_bytes
         peak = max(peak, peak_bytes)
-        # A call that no plan can be made for is, with its workspace, part of the rest of the step.
+        # If no plan can be made for a call, its workspace cannot be limited, so it counts as part
+        # of the rest of the step.
         if not copied:
             own_peak = max(own_peak, peak_bytes)
         for problem, copied_bytes in copied.items():
@@ -157,7 +158,7 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, each counted once."""
+    """Bytes of the memory that tensors lie in; memory that tensors share is counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -165,7 +166,8 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def _optimizer_state(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Tensors in the state of all optimisers of these parameters."""
     ids, found = set(map(id, parameters)), list[Tensor]()
-    # A parameter has no reference to its optimiser, so all objects of the process are searched.
+    # A parameter has no reference to its optimiser, so all objects of the process are searched for
+    # optimisers.
     for one in gc.get_objects():
         # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
         if issubclass(type(one), torch.optim.Optimizer):

@@ -16,13 +16,14 @@ from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED, StepRace
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 
-# Largest number of rounds of one race. Steps are long, so there are few rounds: the 95 % interval
-# of up to seven pairs reaches from the smallest ratio to the largest, and one perturbed round can
-# hide a difference.
+# Largest number of rounds of one race; it is small because steps are long. The 95 % interval of so
+# few pairs reaches from the smallest ratio to the largest, so one perturbed round can hide a
+# difference.
 _MOST_ROUNDS = 7
 
-# With this confidence, the interval of six or seven pairs leaves out the smallest and the largest
-# ratio, so that one perturbed round cannot hide a difference. With fewer pairs it spans them all.
+# Confidence of intervals in races of steps. With it, the interval of six or seven pairs leaves out
+# the smallest and the largest ratio, so that one perturbed round cannot hide a difference. The
+# interval of fewer pairs spans all ratios.
 CONFIDENCE = 0.75
 
 _Times = TypeVar("_Times")
@@ -31,7 +32,8 @@ _Times = TypeVar("_Times")
 class StepTimes(NamedTuple):
     """Time of a step, and of its kernels.
 
-    On a GPU a step must wait for each kernel that is timed, which makes the step longer.
+    To time kernels inside a step on a GPU, the step would have to wait for each of them and would
+    take longer.
     """
 
     step_ns: int
@@ -50,11 +52,11 @@ class Raced(NamedTuple):
     # True if steps by the plan are faster beyond the noise, or if its kernels, all together, are
     # faster inside the steps. Also True if there were too few rounds to know, and no clear loss.
     pays: bool
-    # The kernels that, each by itself, are faster inside most steps. None: it is not known which,
-    # or the steps are slower for another reason than the kernels.
+    # The kernels that are faster by the median over the steps, each compared by itself. None: it is
+    # not known which ones, or the steps are slower for another reason than the kernels.
     faster: frozenset[Problem] | None = None
-    # If the kernels that must stay planned took part by themselves: the race of steps by only these
-    # kernels against torch. Then `pays` and `faster` compare the plan with these steps.
+    # Some kernels must stay planned. If steps with only these kernels planned took part, too: their
+    # race against torch. Then `pays` and `faster` compare the plan with those steps.
     rest: StepRace | None = None
 
 
@@ -66,14 +68,14 @@ def race(
 ) -> list[list[_Times]]:
     """Time several ways to compute a step in turn, until it is clear which is faster.
 
-    Each way is timed once per round. After the first counted round, none begins if `is_over` says
-    that there is no time for so many steps. A round to warm up comes first and does not count; it
-    is left out if all ways have just run (`is_warm`).
+    Each way is timed once per round. After the first counted round, another one begins only if
+    there is time for its steps (`is_over`). The first round warms up and does not count; it is left
+    out if all ways have just run (`is_warm`).
     """
     samples: list[list[_Times]] = [[] for _ in runs]
     order = list(range(len(runs)))
-    # In random order no contestant always runs after the same other one, whose data is in the
-    # caches.
+    # The order is random, so that no contestant always runs after the same other one and finds that
+    # one's data in the caches.
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     # Round 0 warms up and does not count.
     for number in range(is_warm, _MOST_ROUNDS + 1):
@@ -100,7 +102,7 @@ def steps_ns(samples: Samples) -> list[list[int]]:
 
 
 def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True if the interval of the ratio is clear: it shows a gain, a loss or no difference.
+    """True if the interval of the ratio shows clearly a gain, a loss or no difference.
 
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
@@ -118,8 +120,8 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
     ratio, low, high = ratio_interval(by_plan, by_torch)
     rounds = len(by_plan)
     outcome = StepRace(median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds)
-    # Too few rounds prove nothing. But the kernels have won races of their own, so only a clear
-    # loss counts against the plan.
+    # So few rounds prove nothing. But the plan's kernels have each won a race before, so the plan
+    # is only given up for a clear loss.
     if rounds < LEAST_ROUNDS:
         return Raced(outcome, not outcome.is_loss)
     return Raced(outcome, _is_faster(by_plan, by_torch))
@@ -133,7 +135,8 @@ def raced_inside(
 ) -> Raced:
     """The outcome of a race in which the kernels of steps were timed, too.
 
-    Only `kernels` are compared: those of the plan that torch computes in the other steps.
+    Only `kernels` are compared: the plan's kernels that torch computes instead in the steps
+    `by_torch`.
     """
     raced = raced_of(*steps_ns([by_torch, by_plan]))
     planned, torchs = (_kernel_times(plan, times) for times in (by_plan, by_torch))
@@ -150,15 +153,17 @@ def raced_inside(
     )
     raced = raced._replace(race=replace(raced.race, inside=ratio_interval(ones, others)))
     is_faster, is_slower = _is_faster(ones, others), _is_faster(others, ones)
-    # In so few rounds whole steps may be slower by chance; kernels are less affected by it.
+    # In so few rounds whole steps may be slower by chance. The times of kernels vary less, so the
+    # plan also pays if they are faster.
     if raced.race.rounds < LEAST_ROUNDS:
         return raced._replace(pays=raced.pays or is_faster)
-    # Something else than these kernels slows the steps down.
+    # The steps are slower although these kernels are not: something else slows them down.
     if raced.race.is_loss and not is_slower:
         return raced
-    # Each kernel has won a race of its own before, so that a median below 1 is enough here.
+    # Each kernel has won a race of its own before, so here a median ratio below 1 is enough.
     faster = frozenset(problem for problem, pair in pairs.items() if ratio_interval(*pair)[0] < 1)
-    # Whole steps may be faster by chance in a few rounds, though their kernels are slower.
+    # A few rounds of whole steps may be faster by chance. So the plan does not pay if its kernels
+    # are clearly slower.
     return raced._replace(pays=is_faster or (raced.pays and not is_slower), faster=faster)
 
 
@@ -173,7 +178,8 @@ def _kernel_times(plan: Plan, steps: Sequence[StepTimes]) -> dict[Problem, list[
     times: dict[Problem, list[int]] = {}
     for number, step in enumerate(steps):
         for problem, time_ns in step.kernels_ns.items():
-            # The strides of a single sample do not show its layout, so the plan is asked for both.
+            # The strides of a single sample do not show its layout, so both layouts are looked up
+            # in the plan.
             for one in (problem, replace(problem, layout="nhwc")):
                 if plan.covers(one):
                     of_kernel = times.setdefault(plan.kernel(one).problem, [0] * len(steps))

@@ -41,8 +41,8 @@ _BUSY = (
     "other processes use this machine: times will be too long and gains uncertain; end them, or "
     "tune again later, which takes anew what was measured meanwhile"
 )
-# Two tunings at once would perturb each other's times. Also, workspace is measured by torch's
-# profiler, of which a process has only one.
+# Only one tuning runs at a time. Two would perturb each other's times, and workspace is measured by
+# torch's profiler, of which a process has only one.
 _measuring = ForkSafeLock()
 
 
@@ -144,7 +144,8 @@ def layers_by_problem(
     """
     names: dict[Problem, list[str]] = {}
     for name, problem in layers:
-        # A layer that is called twice in a step is in the list twice, and counts twice.
+        # The name of a layer that is called twice in a step is in the list twice, so that its time
+        # counts twice.
         names.setdefault(problem, []).append(name)
     if not names:
         raise ConfigError(
@@ -188,7 +189,7 @@ def device_type(config: Config) -> str:
     >>> device_type(Config(backend="torch_cpu"))
     'cpu'
     """
-    # Only the recorded measurements say which kind of device they are of.
+    # For a recording, the kind of device is read from its measurements.
     if config.backend == "recorded":
         with _open_cache(config) as cache:
             return _open_backend(config, cache).device().type
@@ -207,7 +208,7 @@ def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
         return RecordedBackend(cache, config.device)
     if config.device is None:
         return open_backend(config.backend)
-    # A setting that would have no effect is refused.
+    # A device profile has an effect only with cuDNN, so with other backends it is refused.
     if config.backend != "cudnn":
         raise ConfigError(
             f"device (={quoted(config.device)}) is what backend='recorded' replays, or a GPU's "
@@ -222,7 +223,7 @@ def open_recording(path: str | None) -> AbstractCache:
 
     None: the user's cache.
     """
-    # A cache is a folder. A path that does not exist is left to `cache.open`, which reports it.
+    # A cache is a folder. For a path that does not exist, `cache.open` raises the error.
     if path is None or not os.path.isfile(path):
         return cache_room.open(path, "r")
     cache = MemoryCache()
@@ -231,7 +232,7 @@ def open_recording(path: str | None) -> AbstractCache:
 
 
 def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
-    """The recording of a profile's device, as far as the installed cuDNN could run it."""
+    """The recorded measurements of a profile's device that the installed cuDNN can use."""
     profile = DeviceProfile.load(path)
     of_device = [
         entry
@@ -260,6 +261,6 @@ def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 
 def _is_engine(entry: Measurement) -> bool:
     """True for an engine of cuDNN that computes a plain convolution, as listed without a GPU."""
-    # torch's own convolution exists with any version of cuDNN.
+    # torch's own convolution is left out, because it exists with any version of cuDNN.
     is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
     return is_candidate and not entry.adds_bias
