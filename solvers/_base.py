@@ -54,7 +54,7 @@ class Item:
 
 def require_int(name: str, value: object, least: int) -> None:
     """Refuse everything but an int of at least `least`, also floats, bools, strings and arrays."""
-    # Not `isinstance`, which would accept True; a bool here is a mistake of the caller.
+    # `isinstance` would accept True, which is a mistake of the caller here.
     if type(value) is not int or value < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
 
@@ -67,7 +67,7 @@ def require_limit(name: str, value: object) -> None:
 
 def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
     """The items as a tuple; a ConfigError if any is not an `Item`."""
-    # A tuple first, because callers may pass a generator, which can be read only once.
+    # Make a tuple first, because callers may pass a generator, which can be read only once.
     values = tuple(items)
     for value in values:
         if type(value) is not Item:
@@ -97,7 +97,7 @@ class Pool:
             raise ConfigError("fronts must not be empty; pass one front per kernel")
         for kernel, front in enumerate(self.fronts):
             require_front(kernel, front)
-        # Checked here once: no solver can find a division of such a pool.
+        # This is checked here, once for all solvers: such a pool has no division.
         if self.smallest_bytes > self.total_bytes:
             raise PlanError(
                 f"the pool must hold the smallest workspaces of {len(self.fronts)} kernel(s), "
@@ -115,7 +115,8 @@ class Pool:
     def divided(self, choice: Iterable[int], lower_bound_ns: int, solver: str) -> Division:
         """The division with one choice per kernel, with its sums of time and workspace."""
         picked = tuple(choice)
-        # Summed here in Python ints, because a solver's own sums may be scaled, or floats.
+        # The sums are computed here, in Python's ints, because a solver's own sums may be scaled or
+        # floats.
         points = [front[place] for front, place in zip(self.fronts, picked, strict=True)]
         return Division(
             choice=picked,
@@ -130,7 +131,7 @@ def require_front(kernel: int, front: Front) -> None:
     """Refuse a front that is empty or holds anything but pairs of ints in range."""
     if not front:
         raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")
-    # Lists are refused, because `Choices.of` puts fronts into a set, so they must be hashable.
+    # Lists are refused, because fronts must be hashable: `Choices.of` puts them into a set.
     for point in front:
         if type(point) is not tuple or len(point) != 2:
             raise ConfigError(
@@ -176,8 +177,9 @@ class Division:
 class AbstractDivider(ABC):
     """A solver of the division problem, a multiple-choice knapsack.
 
-    Every result meets this law: it has one choice per kernel. The workspaces sum up to at most the
-    pool. The time is the sum of the kernels' times. No division is faster than the lower bound.
+    Every result obeys this law: it has one choice per kernel; the workspaces add up to at most the
+    size of the pool; the time is the sum of the kernels' times; and no division is faster than the
+    lower bound.
     """
 
     @abstractmethod

@@ -49,7 +49,7 @@ Collective = Callable[[int, float, Link], float]
 
 
 def ring(ranks: int, size_bytes: float, link: Link) -> float:
-    """All-reduce in a ring: parts of size / ranks go round twice, first added up, then copied.
+    """All-reduce in a ring: each 1 / ranks of the data goes round twice: added up, then copied.
 
     >>> ring(4, 4000, Link(1000, 1.0))
     12000.0

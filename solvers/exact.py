@@ -1,20 +1,23 @@
 """Exact division of a pool: Lagrangian bound, reduced-cost fixing, then a dynamic program.
 
-The relaxation: a byte of memory gets a price, and every kernel takes the choice of least cost, its
-time plus the price of its workspace. For any price, also a rounded one, the sum of these costs
-minus the price of the pool is a lower bound. To find the best price, kernels start at their
-smallest workspaces and move down their convex hulls, the steepest step first. The best price is the
-slope at which the pool is exhausted. The division found on the way is at most one such step from
-the bound (Sinha and Zoltners 1979; Pisinger 1995).
+The relaxation: a byte of memory gets a price. The cost of a choice is its time plus the price of
+its workspace, and every kernel takes its choice of least cost. For any price, also a rounded one,
+the sum of these costs minus the price of the whole pool is a lower bound of the time. To find the
+best price, kernels start at their smallest workspaces and move down their convex hulls of time over
+workspace, the steepest step first. The best price is the slope of the step at which the pool is
+exhausted. The division found in this way is at most one such step from the bound (Sinha and
+Zoltners 1979; Pisinger 1995).
 
-The search: each choice has a reduced cost. A division costs at least the bound plus the reduced
-cost of any of its choices. So choices whose reduced cost exceeds the gap between the best division
-known and the bound are removed. Kernels that still have several choices are then added one by one
-to the relaxation's base. A partial division is kept if no other dominates it, and the bound at each
-of several prices allows a better division. If it fits together with the base choices of the other
-kernels, it may become the best division known, which narrows the gap (Pisinger, "A minimal
-algorithm for the multiple-choice knapsack problem", 1995). Kernels whose workspace changes in large
-steps come first: the gap is due to their steps, and the other kernels must close it.
+The search: the reduced cost of a choice is its cost minus that of its kernel's best choice. A
+division costs at least the bound plus the reduced cost of any one of its choices. So a choice is
+removed if its reduced cost exceeds the gap, which is the best time known minus the bound. Then the
+search begins with the relaxation's best choices (the base), and lets the kernels that still have
+several choices vary, one after the other. A partial division is kept if no other dominates it, and
+if by the bound at each of several prices it may still lead to a better division. If it fits
+together with the base choices of the other kernels, it may become the best division known, which
+narrows the gap (Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995).
+Kernels whose workspace changes in large steps come first: their steps cause the gap, and the other
+kernels must close it.
 
 All computations are in integers, so the proof of optimality has no rounding.
 """
@@ -29,14 +32,15 @@ import numpy as np
 
 from ucudnn.solvers._base import SAFE, AbstractDivider, Division, Integers, Pool, undominated
 
-# Binary digits of the price after its point, if numbers outgrow 64 bits and Python's ints are used.
+# Number of binary digits behind the point of the price, used if numbers exceed 64 bits and Python's
+# ints are used.
 _DIGITS = 40
 # Number of states that are kept when the state limit is exceeded.
 _FOLLOWED = 1 << 12
-# Up to this many states, testing each state's bound at every price is not worth the time.
+# With no more states than this, it is not worth the time to test each state's bound at every price.
 _FEW = 1 << 7
-# Prices at which a state's bound is taken, in 64ths of the price that is best for the whole pool.
-# The price that is best for the kernels that are left lies around it.
+# Prices at which a state's bound is computed, in 64ths of the price that is best for the whole
+# pool. The price that is best for the remaining kernels is near it.
 _PRICES = (0, 16, 32, 48, 56, 60, 62, 63, 64, 65, 66, 68, 72, 80, 96, 128, 256)
 _BEST_PRICE = _PRICES.index(64)
 
@@ -60,7 +64,7 @@ class Exact(AbstractDivider):
         relaxation = relax(pool)
         search = _Search(pool, relaxation)
         proven = search.run(self.state_limit)
-        # A search that dropped states proves nothing, so the relaxation's bound is reported.
+        # A search that dropped states proves nothing, so the lower bound is that of the relaxation.
         return pool.divided(
             relaxation.choices.places[search.best].tolist(),
             search.best_ns if proven else min(search.best_ns, relaxation.bound_ns),
@@ -103,15 +107,16 @@ class Choices:
 class Relaxation:
     """A price of memory, and the bound and choices that follow from it; costs are in ns / scale.
 
-    For each division: scale * time = bound + reduced costs of its choices + price * unused bytes.
+    For every division of the pool, scale * time = bound + the sum of the reduced costs of its
+    choices + price * unused bytes.
     """
 
     choices: Choices
     scale: int  # units of cost in one ns
     price: int  # cost of one byte
     reduced: Integers  # cost of each choice at that price, minus the cost of its kernel's best one
-    # The best choice of each kernel at that price, up to rounding. Together these choices fit; with
-    # the next step down the hulls they would not.
+    # The best choice of each kernel at that price, up to rounding. These choices fit the pool
+    # together; after one more step down the hulls they would not.
     base: Integers
     bound: int  # lower bound of the cost of any division
     greedy: Integers  # choice of each kernel in a division that fits
@@ -119,7 +124,7 @@ class Relaxation:
     @property
     def bound_ns(self) -> int:
         """Lower bound of the time of any division."""
-        # Rounded up, because the time of a division is a whole number of ns.
+        # The bound may be rounded up, because the time of a division is a whole number of ns.
         return -(-self.bound // self.scale)
 
 
@@ -150,7 +155,7 @@ def relax(pool: Pool) -> Relaxation:
 def _scale(choices: Choices, saved: int, extra: int) -> int | None:
     """The largest power of two that keeps sums of all costs in 64 bits; None if 1 is too large.
 
-    At this scale, sums still fit if a caller multiplies the price of the relaxation by 4.
+    At this scale sums fit in 64 bits even if a caller multiplies the price of the relaxation by 4.
     """
     count = len(choices.starts)
     time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
@@ -167,8 +172,8 @@ def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, Integers, tupl
     that fit, and the slope of that first step: the time that it saves and the bytes that it takes,
     or (0, 1) if all steps fit.
     """
-    # Sorting keeps the order of equal slopes, also with `reverse`, so a kernel's steps stay in
-    # sequence.
+    # Sorting keeps the order of steps of equal slope, also with `reverse`, so the steps of a kernel
+    # stay in their order.
     steps = sorted(_steps(choices), key=lambda step: step[0], reverse=True)
     reached = choices.starts[:-1].copy()
     left = total_bytes - sum(choices.workspaces[reached].tolist())
@@ -192,7 +197,8 @@ def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:
         points = [(workspaces[place], times[place]) for place in places]
         for a, b in pairwise(_hull(points)):
             saved, extra = points[a][1] - points[b][1], points[b][0] - points[a][0]
-            # A float is precise enough: the bound is valid for any order of nearly equal slopes.
+            # The slope may be a float: the bound is valid in whatever order nearly equal slopes
+            # come.
             yield saved / extra, kernel, places[a], places[b], saved, extra
 
 
@@ -202,7 +208,8 @@ def _hull(points: Sequence[tuple[int, int]]) -> list[int]:
     for index, (x, y) in enumerate(points):
         while len(hull) > 1:
             (x0, y0), (x1, y1) = points[hull[-2]], points[hull[-1]]
-            # Slopes compared crosswise, in integers: is the last point below the new line?
+            # Keep the last point only if it lies below the line from the point before it to the new
+            # one. The slopes are compared by cross-multiplication, in integers.
             if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
                 break
             hull.pop()
@@ -211,7 +218,7 @@ def _hull(points: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
-    """Use the memory that the steps left, by choice after choice, the one that saves most first."""
+    """Use the memory that the steps left: change one choice at a time, the one that saves most."""
     sizes = np.diff(choices.starts)
     left = total_bytes - sum(choices.workspaces[reached].tolist())
     while True:
@@ -261,29 +268,32 @@ class _Search:
         self._base_ns = self._sum(choices.times, base)
         self._slack = pool.total_bytes - self._sum(choices.workspaces, base)
         sizes = np.diff(choices.starts)
-        # Differences from the base, so that a kernel with no other choice left can be skipped.
+        # All numbers are differences from the base, so that a kernel of which only the base choice
+        # is left can be skipped.
         self._extra = choices.workspaces - np.repeat(choices.workspaces[base], sizes)
         self._later = choices.times - np.repeat(choices.times[base], sizes)
 
     @staticmethod
     def _sum(values: Integers, choice: Integers) -> int:
-        # As Python ints, because a sum of int64 may overflow.
+        # The sum is computed in Python's ints, because int64 might overflow.
         return sum(values[choice].tolist())
 
     def run(self, state_limit: int) -> bool:
         """Add kernels until no better division is possible; False if states had to be dropped."""
-        # A zero in the dtype of the pool's numbers, which is int64 or object.
+        # `none` is a zero in the dtype of the pool's numbers, which is int64 or object.
         none = self._extra[:1] * 0
         layers = [_States(none, none, np.zeros(1, np.int64), self._relaxation.base[:1])]
         proven = True
         kernels = self._kernels()
         rest = self._rest(kernels)
         for turn, kernel in enumerate(kernels):
-            # A better division was found since `rest` was made: fewer choices and tighter bounds.
+            # If a better division was found since `rest` was made, the gap is smaller: fewer
+            # choices are left, and bounds are tighter.
             if self._gap() < rest.gap:
                 rest = self._rest(kernels)
             options = self._options(kernel, rest.gap)
-            # Skipped if a better division can only have the base's choice: no state would change.
+            # Skip the kernel if a better division can only have its base choice, because no state
+            # would change.
             if set(options.tolist()) <= {int(self._relaxation.base[kernel])}:
                 continue
             states = self._promising(self._combined(layers[-1], options, rest, turn), rest, turn)
@@ -294,7 +304,7 @@ class _Search:
         return proven
 
     def _gap(self) -> int:
-        # Minus 1, because only a division that is at least 1 ns faster is better.
+        # The 1 is subtracted, because only a division that is at least 1 ns faster is better.
         return self._relaxation.scale * (self.best_ns - 1) - self._relaxation.bound
 
     def _options(self, kernel: int, gap: int) -> Integers:
@@ -306,10 +316,11 @@ class _Search:
         """Kernels with a choice besides the base's, those with the largest steps first."""
         others = self._relaxation.reduced <= self._gap()
         others[self._relaxation.base] = False
-        # `largest` exceeds every step. It marks kernels with only their base choice left.
+        # `largest` is greater than every step. It marks kernels of which only the base choice is
+        # left.
         largest = abs(self._extra).max() + 1
         steps = np.minimum.reduceat(np.where(others, abs(self._extra), largest), self._starts)
-        # Stable, so that equal inputs give equal divisions.
+        # The sort is stable, so that equal inputs give equal divisions.
         order = np.argsort(-steps, kind="stable")
         return [kernel for kernel in order.tolist() if steps[kernel] < largest]
 
@@ -326,15 +337,15 @@ class _Search:
         return _Rest(gap, _sums_after(least), _sums_after(cheapest))
 
     def _combined(self, states: _States, options: Integers, rest: _Rest, turn: int) -> _States:
-        """The states with each choice of one more kernel, if undominated and within the bound."""
+        """Each state with each choice of one more kernel, as far as it can become better."""
         extra = (self._extra[options, None] + states.extra).reshape(-1)
         later = (self._later[options, None] + states.later).reshape(-1)
-        # Before the sort, bounds are tested at one price only. `_promising` tests the other prices,
-        # on the states that are not dominated.
+        # Before the sort, bounds are tested at one price only. Later `_promising` tests them at the
+        # other prices, for the states that are not dominated.
         alive = self._may_improve(extra, later, rest, turn, _BEST_PRICE)
         alive = np.flatnonzero(alive & (extra + rest.least[turn] <= self._slack))
-        # Sorted by bytes, then by time: a state stays if it is faster than all states before it.
-        # The slice below drops the leading True if no state is alive.
+        # The states are sorted by bytes, then by time: a state stays if it is faster than all
+        # states before it. If no state is alive, the slice below also drops the leading True.
         alive = alive[np.lexsort((later[alive], extra[alive]))]
         lowest = np.minimum.accumulate(later[alive])
         kept = alive[np.append(True, lowest[1:] < lowest[:-1])[: len(alive)]]
@@ -366,7 +377,8 @@ class _Search:
     def _improve(self, layers: list[_States]) -> None:
         """Complete the fastest state with base choices; keep it if it is the best one so far."""
         states = layers[-1]
-        # States with more bytes take less time, so the last state that fits is the fastest.
+        # States are sorted by rising bytes and falling time, so the last one that fits is the
+        # fastest.
         place = int(np.searchsorted(states.extra, self._slack, "right")) - 1
         if place < 0 or self._base_ns + int(states.later[place]) >= self.best_ns:
             return
@@ -374,7 +386,8 @@ class _Search:
         self.best = self._relaxation.base.copy()
         for layer in reversed(layers[1:]):
             option = int(layer.options[place])
-            # Skipped kernels have no layer, so the kernel is found from the index of the choice.
+            # Kernels that were skipped have no layer, so a layer's kernel is found from the index
+            # of its choice.
             kernel = int(np.searchsorted(self._starts, option, "right")) - 1
             self.best[kernel] = option
             place = int(layer.parents[place])

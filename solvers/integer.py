@@ -1,10 +1,10 @@
 """Division of a pool by integer programming: HiGHS or CBC, through the modeller PuLP.
 
 It is an independent check of the exact solver. HiGHS and CBC compute in floating point with
-absolute tolerances of about 1e-6. With a model in raw bytes and ns, they call suboptimal points
-optimal (mu-cuDNN's own model did so for 23 of 100 limits). Here the objective and the memory
-constraint are scaled, so that one byte and one ns are far above the tolerance. The time and memory
-of the answer are summed up again in integers.
+absolute tolerances of about 1e-6. If a model is written in bytes and ns, they report points as
+optimal that are not (for mu-cuDNN's own model in 23 of 100 limits). Here the objective and the
+memory constraint are scaled, so that one byte and one ns are far above the tolerance. The time and
+the memory of the answer are then added up in integers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import AbstractDivider, Division, Integers, Pool
 from ucudnn.solvers.exact import Choices, relax
 
-# Binary digits of the largest scaled coefficient, in the objective and in the memory constraint.
+# Number of binary digits of the largest scaled coefficient: in the objective, and in the memory
+# constraint.
 _DIGITS_TIME = 24
 _DIGITS_WORKSPACE = 20
 # Largest error of a solver's optimum, in units of the scaled objective.
 _TOLERANCE = 1e-6
-# Statuses that mean proven optimal. 1: optimal, in PuLP 3 (on the problem) and PuLP 4 (on the
-# outcome); -7: within the gap that was asked for, which is 0, in PuLP 4.
+# Statuses that mean that the answer is proven optimal. 1 is "optimal": PuLP 3 has it on the
+# problem, PuLP 4 on the outcome. -7 is "within the gap that was asked for" in PuLP 4; the gap asked
+# for is 0.
 _PROVEN = (1, -7)
 
 
@@ -50,7 +52,8 @@ class IntegerProgram(AbstractDivider):
         scale = _Scale.of(choices, pool.total_bytes)
         values = self._solve(pulp, choices, scale)
         ends = zip(choices.starts[:-1], choices.starts[1:], strict=True)
-        # Values are floats near 0 or 1, so the largest value of a kernel marks its choice.
+        # The values of the variables are floats near 0 or 1, so the largest value of a kernel's
+        # variables marks its choice.
         picked = np.array([start + values[start:end].argmax() for start, end in ends])
         division = pool.divided(choices.places[picked].tolist(), 0, self.solver)
         if division.workspace_bytes > pool.total_bytes:
@@ -121,8 +124,8 @@ class _Scale:
         workspaces = (choices.workspaces - np.repeat(smallest, sizes)).tolist()
         unit_ns = _unit(max(times), _DIGITS_TIME)
         unit_bytes = _unit(max(workspaces), _DIGITS_WORKSPACE)
-        # `room` is at most the sum of all workspaces, so that it stays in scale. A larger pool
-        # would exclude nothing, either.
+        # `room` is limited to the sum of all workspaces, so that it is of their scale. A larger
+        # pool would not exclude any choice either.
         return cls(
             times=[time / unit_ns for time in times],
             workspaces=[workspace / unit_bytes for workspace in workspaces],

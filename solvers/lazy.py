@@ -1,17 +1,18 @@
-"""Choice of the chunks to time next, until no untimed one can be part of a faster split.
+"""Choose which chunks to time next, until no untimed chunk can be part of a faster split.
 
 The solver takes the times of timed chunks, and lower bounds of the times of all others. If the
 split that it finds contains only timed chunks, no split is faster, because every other split costs
 at least its bound. Else the untimed chunks of the split are to be timed. The bounds rest on two
 assumptions about a curve, the times of one implementation over the chunk size, in any role:
 
-    grows    no chunk takes less time than a smaller one;
-    economy  per sample, no chunk is faster than both neighbouring timed sizes by more than a tenth
-             for every doubling between these two beyond the first.
+* "grows": no chunk takes less time than a smaller one;
+* "economy": per sample, a chunk may take less time than both neighbouring timed sizes, but at most
+  a tenth less for each doubling between these two sizes after the first.
 
-Measured times may break both. A time that is longer than that of a larger size is replaced by the
-shortest time of any larger size. Every timed size is compared with the bound that the other sizes
-give for it: the worst ratio of a time to its bound, if it is below 1, lowers all bounds of a curve.
+Measured times may contradict both assumptions. A time that is longer than that of a larger size is
+replaced by the shortest time of any larger size. Every timed size is compared with the bound that
+the other sizes of its curve give for it. If a time is below its bound, all bounds of the curve are
+lowered by the smallest such ratio.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from ucudnn.measurement import Role, positions
 from ucudnn.solvers._base import Item, undominated
 from ucudnn.solvers.reuse import reuse_by_position
 
-# Least factor by which one doubling between timed sizes changes the time per sample ("economy"
-# above). It is a fraction of two ints, because bounds are ints.
+# By "economy" (see above), one doubling between timed sizes lowers the time per sample at most by
+# this factor. It is a fraction of two ints, because bounds are ints.
 _KEPT, _OF = 9, 10
 
 
@@ -93,33 +94,35 @@ def outlook(
     4
 
     All options fit the limit. Once every curve has a time, no chunk is wanted if the gap is at most
-    `tolerance`, a fraction of the time. A time that is below its bound by less than `tolerance`
-    counts as noise. The caller accepts no chunk of less than `least_ns` in a split of several, so
-    an untimed chunk there counts at least `least_ns`.
+    `tolerance`, a fraction of the time. A time that is below its bound by less than `tolerance` is
+    taken for noise. In a split of several chunks the caller accepts only chunks of at least
+    `least_ns`, so there the bound of an untimed chunk is at least `least_ns`.
     """
     everything = tuple(options)
     curves = _by_curve(everything)
     bound_by_option = _lower_bounds(curves.values(), tolerance, least_ns)
     known = {one: one.interval.time_ns for one in everything if one.is_timed and one.interval}
-    # The problem is solved twice: with the timed chunks only, and with a bound of every chunk.
+    # The best split is computed twice: from the timed chunks only, and from the lower bounds of all
+    # chunks.
     best = _Solved(known, batch, launch_ns)
     optimistic = _Solved(bound_by_option, batch, launch_ns)
     time_ns, bound_ns = best.time_ns, optimistic.time_ns
     # No chunks add up to the batch, timed or not, so nothing is worth timing.
     if bound_ns is None:
         return Outlook(time_ns, bound_ns)
-    # Without a time a curve has no bound, so one chunk of each such curve is timed first.
+    # A curve of which no chunk was timed has no bounds, so one chunk of each such curve is timed
+    # first.
     unknown = tuple(max(curve, key=_most_telling) for curve in filter(_is_new, curves.values()))
     if unknown:
         return Outlook(time_ns, bound_ns, unknown)
     if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns:
         return Outlook(time_ns, bound_ns)
-    # For each curve and size only one role is wanted now; the next call can ask for other roles.
+    # Of each curve and size only one role is asked for now; the next call may ask for other roles.
     found: dict[tuple[str, int], ChunkOption] = {}
     for option in optimistic.options():
         if not option.is_timed:
-            # Not always the option itself: a size in the middle between timed sizes tightens the
-            # bounds of many sizes.
+            # Instead of the option, a size in the middle between timed sizes may be asked for,
+            # because it tightens the bounds of many sizes.
             chosen = _middle(option, curves[option.curve])
             found.setdefault((chosen.curve, chosen.batch), chosen)
     return Outlook(time_ns, bound_ns, tuple(found.values()))
@@ -134,7 +137,7 @@ def bound_front(
     >>> bound_front([timed, ChunkOption(16, "gemm", "gemm", (Role.ALONE,))], batch=16)
     [(0, 9)]
 
-    The workspace of each option must be the least that the option may need.
+    The workspace of each option must be a lower bound of what it needs.
     """
     items: dict[str, list[Item]] = {name: [] for name in Role}
     bounds = _lower_bounds(_by_curve(tuple(options)).values(), tolerance, least_ns)
@@ -181,7 +184,7 @@ def _is_new(curve: Iterable[ChunkOption]) -> bool:
 
 
 def _most_telling(option: ChunkOption) -> tuple[int, bool]:
-    """Sort key: larger sizes bound more sizes; of one size, a chunk alone is a split by itself."""
+    """Sort key: larger sizes come last, because their times bound more sizes; then role ALONE."""
     return option.batch, Role.ALONE in option.lists
 
 
@@ -191,8 +194,9 @@ def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> li
     )
     sizes = tuple(option.batch for option in curve)
     bounds = _promises(sizes, points, tolerance)
-    # A timed chunk costs its time. One that ran too briefly costs at least the lower end of its
-    # interval. `least_ns` does not apply to the undivided batch, which may take less time.
+    # The bound of a timed chunk is its time. If it ran too briefly, the bound is at least the lower
+    # end of its interval. `least_ns` does not apply to the undivided batch, which may take less
+    # time.
     return [
         max(bound, option.least_ns, 0 if option.lists == (Role.ALONE,) else least_ns)
         if option.interval is None
@@ -203,21 +207,21 @@ def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> li
     ]
 
 
-# Cached, because one measurement changes one curve, and the bounds of all other curves stay.
+# The bounds are cached, because a measurement changes only the curve that it belongs to.
 @lru_cache(maxsize=4096)
 def _promises(
     sizes: tuple[int, ...],
     points: tuple[tuple[int, Interval], ...],
     tolerance: float,
 ) -> tuple[int, ...]:
-    """Lower bounds of sizes from the timed ones of a curve, lowered if a time broke its bound."""
+    """Lower bounds of sizes from a curve's timed sizes, lowered if a time is below its bound."""
     kept, of = 1, 1
-    # Leave one out: each time is compared with what all others promise for its size.
+    # Each time is compared with the bound that all other times give for its size.
     for place, (size, interval) in enumerate(points):
         others = _Curve(points[:place] + points[place + 1 :])
         promised = others.bound_ns(size)
         broken = interval.high_ns < (1 - tolerance) * promised
-        # The smallest ratio of all is kept; ratios are compared crosswise, in integers.
+        # The smallest ratio is kept. Ratios are compared by cross-multiplication, in integers.
         if broken and interval.high_ns * of < kept * promised:
             kept, of = interval.high_ns, promised
     curve = _Curve(points)
@@ -228,13 +232,14 @@ class _Curve:
     """Lower bounds of untimed sizes, which follow from the timed sizes by the two assumptions."""
 
     def __init__(self, points: Sequence[tuple[int, Interval]]) -> None:
-        # Bounds must hold for a chunk in any role, so for each size the fastest role counts.
+        # Bounds must hold for a chunk in any role, so of each size the time of the fastest role is
+        # used.
         least: dict[int, int] = {}
         for size, interval in points:
             least[size] = min(interval.time_ns, least.get(size, interval.time_ns))
         self._sizes = sorted(least)
         self._times = [least[size] for size in self._sizes]
-        # Suffix minima: for each size the least time of this size and all larger sizes.
+        # For each size the shortest time of this size and of all larger sizes.
         self._growing = list(accumulate(reversed(self._times), min))[::-1]
 
     def bound_ns(self, size: int) -> int:
@@ -251,11 +256,11 @@ class _Curve:
     def _economical(self, size: int, below: int | None, above: int) -> int:
         neighbours = [above] if below is None else [below, above]
         least = self._sizes[neighbours[0]] if below is not None else size
-        # Between two timed sizes the first doubling lowers no bound. Below the smallest timed size
-        # every doubling does.
+        # Between two timed sizes the first doubling does not lower the bound. Below the smallest
+        # timed size every doubling lowers it.
         doublings = _doublings(least, self._sizes[above]) - (below is not None)
         kept, of = _KEPT ** max(0, doublings), _OF ** max(0, doublings)
-        # Rounded down, as it is a lower bound.
+        # The result is rounded down, because it is a lower bound.
         promised: int = min(
             size * self._times[place] * kept // (self._sizes[place] * of) for place in neighbours
         )
@@ -271,11 +276,11 @@ def _middle(option: ChunkOption, curve: Sequence[ChunkOption]) -> ChunkOption:
     """The option nearest to the middle between the two timed sizes around a given option."""
     timed = sorted({other.batch for other in curve if other.interval is not None})
     place = bisect_left(timed, option.batch)
-    # Only the option's own time helps if it ran too briefly, if its size ran in another role, or if
-    # no smaller size is timed.
+    # Only the option's own time helps if it ran too briefly before, if its size was timed in
+    # another role, or if no smaller size was timed.
     if option.batch in timed or not place:
         return option
-    # Without a larger timed size, the range ends at the option itself.
+    # If no larger size was timed, the range ends at the option itself.
     below, top = timed[place - 1], (*timed, option.batch + 1)[place]
     between = [other for other in curve if below < other.batch < top]
     within = [other for other in between if other.lists == option.lists]
@@ -284,8 +289,8 @@ def _middle(option: ChunkOption, curve: Sequence[ChunkOption]) -> ChunkOption:
 
 
 def _imbalance(size: int, below: int, above: int) -> float:
-    # 1 at the geometric mean of the two sizes, and more on either side. Ratios of sizes matter
-    # here, not differences, because "economy" counts doublings.
+    # The result is 1 at the geometric mean of the two sizes, and greater on either side. Ratios of
+    # sizes matter here, not differences, because "economy" is about doublings.
     return max(size * size / (below * above), below * above / (size * size))
 
 

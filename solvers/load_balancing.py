@@ -1,10 +1,10 @@
-"""Load balancing: local batches of unequal devices that minimize the time of the slowest.
+"""Load balancing: how many samples each of several unequal devices should compute.
 
-Each device has its own time for each local batch. The times need not increase with the batch, as
-plans are better at some sizes than at others. The makespan is the time of the slowest device. The
-smallest one is found by bisection over the times that occur. Whether the devices can compute the
-whole batch within a makespan is a subset-sum problem, which bit sets solve exactly. The
-heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER 2018) is an example.
+Each device has its own time for each local batch. These times need not increase with the batch,
+because plans are better at some sizes than at others. The makespan is the time of the slowest
+device. The smallest makespan is found by bisection over the times that occur. Whether the devices
+can compute the whole batch within a makespan is a subset-sum problem, which bit sets solve exactly.
+The heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER 2018) is an example.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, in
 
 def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> bool:
     """True if the devices can compute the batch with no time above `most_ns`."""
-    # Bit n is set if the devices so far can compute n samples. A shift adds one size to all sums at
-    # once, which is faster than a table of sums.
+    # Bit n is set if the devices considered so far can compute n samples together. A shift adds one
+    # size to all these sums at once, which is faster than a table of sums.
     sums, every = 1, (1 << (batch + 1)) - 1
     for sizes in choices:
         reached = 0
@@ -103,9 +103,9 @@ def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> boo
 
 def _least_sum(choices: Sequence[dict[int, int]], batch: int) -> tuple[int, ...]:
     """The sizes that sum up to the batch and whose times have the smallest sum."""
-    # Dynamic programming, device by device. `least` is the least sum of times for n samples on the
-    # devices so far. `back` is the last device's size in that sum, which the traceback at the end
-    # follows. Sums that might overflow 64 bits are computed with Python's ints.
+    # Dynamic programming, device by device. `least` has for each n the least sum of times in which
+    # the devices so far compute n samples, and `back` the last device's size in it. The sizes are
+    # read from `back` at the end. Sums that might overflow 64 bits are computed with Python's ints.
     infinite = 1 + sum(max(sizes.values()) for sizes in choices)
     dtype = np.int64 if 2 * infinite < SAFE else object
     least = np.full(batch + 1, infinite, dtype)

@@ -1,10 +1,11 @@
 """Overlap of backward and gradient exchange: the best buckets, and when the exchange ends.
 
-Backward computes gradients one after the other. A bucket can be sent when its last gradient is
-ready, while backward goes on; buckets are sent one after the other. Few large buckets wait long for
-their last gradient. Many small buckets pay the fixed cost of an exchange often. A dynamic program
-finds the best cut into buckets: a link that is free later never finishes earlier, so of all cuts of
-the first gradients only the one that ends first matters (MG-WFBP: Shi, Chu, Li, INFOCOM 2019).
+Backward computes gradients one after the other. A bucket can be sent as soon as its last gradient
+is ready, while backward goes on; buckets are sent one after the other. If there are few large
+buckets, each waits long for its last gradient. If there are many small ones, the fixed cost of an
+exchange is paid often. A dynamic program finds the best cut into buckets. Of all cuts of the first
+n gradients, only the one whose exchanges end first matters, because the link is free for the rest
+earlier (MG-WFBP: Shi, Chu, Li, INFOCOM 2019).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def fit(samples: Sequence[tuple[int, int]]) -> Line:
     if not samples:
         raise ConfigError("samples must not be empty; pass (bytes, ns) of at least one exchange")
     sizes, times = np.asarray(samples, float).T
-    # Solves (a + b * size) / time = 1 for all samples. If a or b were negative, it is fixed at 0.
+    # This solves (a + b * size) / time = 1 for all samples, by least squares. If a or b were
+    # negative, it is set to 0.
     columns = np.stack([1 / times, sizes / times], axis=1)
     found = np.linalg.lstsq(columns, np.ones(len(times)))[0]
     for kept in (0, 1):
@@ -138,7 +140,8 @@ def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: 
         raise ConfigError(f"a line must have no negative part, got {quoted(line)}")
     ready = np.maximum.accumulate(np.asarray([0, *ready_ns], np.int64))
     until = np.cumsum(np.asarray([0, *sizes], np.int64))
-    # Row n, column i: cost of exchanging a bucket of the gradients i to n - 1; unused where i >= n.
+    # The entry in row n and column i is the time of exchanging the gradients i to n - 1 as one
+    # bucket; entries with i >= n are not used.
     costs = np.rint(line.fixed_ns + line.per_byte_ns * (until[:, None] - until)).astype(np.int64)
     places = np.arange(len(until))
     is_bucket = places[:, None] > places
@@ -146,7 +149,8 @@ def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: 
     for n in places[1:]:
         ends[n] = (np.maximum(ready[n], ends[:n]) + costs[n, :n]).min()
     wanted = ends[-1] + slack_ns
-    # The same search with one bucket, then two, and so on, until the end is early enough.
+    # To use few buckets, search again with one bucket, then with two, and so on, until the end is
+    # early enough.
     never = np.iinfo(np.int64).max // 2
     ends = np.where(places == 0, 0, never)
     before = []

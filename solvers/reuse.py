@@ -16,19 +16,21 @@ from ucudnn.solvers._base import Item, require_int, require_items
 from ucudnn.solvers.reuse_table import ReuseTable
 from ucudnn.solvers.sweep import ANY, FIRST, LATER, SINGLE, Arc, Rows, Sweep, order
 
-# One list: a chunk costs the same alone or among others, so every chunk leads back to the only row.
+# For one list of items: a chunk costs the same alone or among others, so there is one row, and
+# every chunk leads from it back to it.
 _ONE_LIST = Rows(count=1, start=(0,), gate={ANY: 0}, arcs={ANY: (Arc(0, 0),)}, final=0, chain=0)
-# Three lists. Row 0: later chunks only. Row 1: one first chunk and any later chunks. Row 2: the
-# answer, which has a row of its own because a first chunk by itself is not a split.
+# For three lists of items there are three rows. Row 0 has sequences of later chunks only, row 1
+# those of one first chunk and any number of later ones. Row 2 has the splits: it is not row 1,
+# because a first chunk by itself is no split.
 _THREE_LISTS = Rows(
     count=3,
     start=(0,),
     gate={SINGLE: 2, FIRST: 1, LATER: 0},
     arcs={
-        # Only from batch 0, because a chunk that is alone has no chunks before it.
+        # This arc leads only from batch 0, because a chunk that is alone has no chunks before it.
         SINGLE: (Arc(0, 2, stop=1),),
-        # A later chunk may be added before the first chunk, because the order of a sum does not
-        # matter. The answer needs at least one later chunk, hence start=1.
+        # The sweep may add the first chunk after later ones, because the order of a sum does not
+        # matter. A split with a first chunk has at least one later chunk, hence start=1.
         FIRST: (Arc(0, 1), Arc(0, 2, start=1)),
         LATER: (Arc(0, 0), Arc(1, 1), Arc(1, 2)),
     },
@@ -56,7 +58,8 @@ def reuse(
 
     With all three lists, an item of `items` computes a batch alone. A split of two or more chunks
     has one chunk of `first`, and all its other chunks are of `accumulate`. The lists differ because
-    a chunk alone is neither copied nor added, and a first chunk is not added.
+    a chunk alone is neither copied into a larger result nor added to one, and a first chunk is not
+    added.
 
     Among splits that take equally long, the one with fewer chunks wins, then the one with less
     workspace, then the one with the lower sum of ranks.
@@ -77,7 +80,8 @@ def reuse(
     require_int("batch", batch, 1)
     require_int("launch_ns", launch_ns, 0)
     lists = _by_role(items, first, accumulate)
-    # With one list all chunks are alike. With three, states tell whether the first chunk is there.
+    # With one list all chunks are alike. With three lists the row of a sequence says whether it has
+    # its first chunk.
     rows = _ONE_LIST if ANY in lists else _THREE_LISTS
     costs = order(lists, batch, launch_ns)
     return ReuseTable(batch, launch_ns, rows, costs, Sweep(rows, costs, batch).run())
@@ -92,10 +96,11 @@ def reuse_by_position(
     True
     """
     alone, first, later = items[Role.ALONE], items[Role.FIRST], items[Role.LATER]
-    # A first chunk that no later chunk can follow is no split.
+    # Without later chunks a first chunk cannot be part of a split.
     if not later:
         first = ()
-    # Later chunks need a first chunk. So without first chunks, only a chunk alone is a split.
+    # Later chunks need a first chunk. So without first chunks, only a chunk alone can be a split,
+    # and without those there is none.
     if not alone and not first:
         return None
     return reuse(alone, batch, first=first, accumulate=later, launch_ns=launch_ns)
@@ -105,14 +110,15 @@ def _by_role(
     items: Iterable[Item], first: Iterable[Item] | None, accumulate: Iterable[Item] | None
 ) -> dict[int, tuple[Item, ...]]:
     """The lists by the role of their chunks, without items that no split can contain."""
-    # With only one of the two lists, splits of several chunks would silently be impossible.
+    # If only one of these two lists were given, no split of several chunks would be found, without
+    # any error.
     if (first is None) != (accumulate is None):
         missing = "first" if first is None else "accumulate"
         raise ConfigError(
             f"first and accumulate must be given together, got no {missing}; "
             f"pass {missing}=() for none"
         )
-    # Here both are None or neither is. Testing both shows the type checker that below neither is.
+    # Here both are None or neither is. Both are tested only for the type checker.
     if first is None or accumulate is None:
         lists = {ANY: require_items("items", items)}
     else:

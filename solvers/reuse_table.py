@@ -64,9 +64,9 @@ class ReuseTable:
         entries = self.history.entries(self.rows.final, n)
         keys, last = self.history.keys[entries].tolist(), self.history.last[entries].tolist()
         for key, item in zip(keys, last, strict=True):
-            # A lower key with the same time means fewer chunks or lower ranks, and is no new point.
-            # Several items may need the same workspace. The last entry of these is the fastest, and
-            # replaces the ones before it.
+            # An entry with a lower key and the same time has fewer chunks or lower ranks, and is no
+            # new point of the front. If several entries have the same workspace, the last one is
+            # the fastest and replaces those before it.
             if key // self.costs.unit_ns != time_ns:
                 time_ns = key // self.costs.unit_ns
                 fastest[int(self.costs.workspaces[item])] = time_ns
@@ -113,19 +113,20 @@ class ReuseTable:
     def smallest_bytes(self, n: int) -> int | None:
         """The smallest workspace in bytes of any split of batch n; None if there is no split."""
         entries = self.history.entries(self.rows.final, self._require_batch(n))
-        # Without an entry, no split of n exists. Else the first entry needs the least workspace.
+        # If there is no entry, no split of n exists. Otherwise the first entry is the one of least
+        # workspace.
         if entries.start == entries.stop:
             return None
         return int(self.costs.workspaces[self.history.last[entries.start]])
 
     def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
-        """Entries of a plan file for n = 1..N, from which the split of any n can be traced back.
+        """The entries of a plan for n = 1..N, from which the split of any n can be read.
 
-        If `alone` is None, `last` is the last chunk and the traceback continues at n - last.batch.
-        The chunks take as long as those of `split`, with one exception. With three lists, the
-        traceback may be a first chunk by itself, which is no split. If that chunk is faster than
-        every split and every item alone, the traceback is faster than `split`. Measured times
-        exclude this, because a call alone does no more work than a first one.
+        If `alone` is None, `last` is the last chunk of n, and the chunks before it are those of n -
+        last.batch. The chunks found in this way take as long as those of `split`, with one
+        exception: with three lists they may be a first chunk by itself, which is no split. It would
+        have to be faster than every split and every chunk alone. Measured times exclude this,
+        because a call alone does no more work than a first chunk.
 
         Args:
             limit: workspace in bytes, None for any.
@@ -139,12 +140,12 @@ class ReuseTable:
         count = self._settled(n, limit)
         if count is None:
             return None
-        # The traceback begins with the last chunk. If that is as large as n, it is the only one.
+        # `_chunks` yields the last chunk first. If it is as large as n, it is the only one.
         _, item = next(self._chunks(self.rows.final, n, count))
         return item if item.batch == n else None
 
     def _last(self, n: int, count: int) -> Item | None:
-        """The last chunk of the best sequence; its first chunk only if it has no later chunks."""
+        """The last chunk of the best sequence; its first chunk only if it is the only one."""
         first = None
         for role, item in self._chunks(self.rows.chain, n, count):
             if role != FIRST:
@@ -153,7 +154,7 @@ class ReuseTable:
         return first
 
     def _chunks(self, row: int, n: int, count: int) -> Iterator[tuple[int, Item]]:
-        """Role and item of each chunk of the best split of n by the first `count` items."""
+        """Role and item of each chunk of the best split of n by the first `count` items only."""
         while n and (entry := self.history.latest(row, n, count)) is not None:
             # The table is exact for the first `count` items, so removing the last chunk leaves the
             # best split of the rest.
@@ -164,24 +165,26 @@ class ReuseTable:
 
     @cached_property
     def _sources(self) -> dict[tuple[int, int], int]:
-        # At most one arc of each role leads to a row, so role and target row determine the source.
+        # For each role at most one arc leads to a row, so the role of a chunk and the row after it
+        # determine the row before it.
         return {
             (role, arc.target): arc.source for role, arcs in self.rows.arcs.items() for arc in arcs
         }
 
     def _settled(self, n: int, limit: int | None) -> int | None:
-        """Number of items that suffice for the best time and number of chunks within the limit.
+        """Number of items that suffice for the best time within a limit, with the fewest chunks.
 
-        Further items could only lower the rank, and a split with less workspace is preferred.
+        Further items could only lower the sum of ranks, and a split with less workspace is
+        preferred to that.
         """
         entry = self.history.latest(self.rows.final, self._require_batch(n), self._count(limit))
         if entry is None:
             return None
         keys, start = self.history.keys, self.history.entries(self.rows.final, n).start
         unit = self.costs.unit_chunk
-        # Go back to the first entry of this time and number of chunks, whatever its rank: it needs
-        # the least workspace. Other items of that workspace are included, as they may lower the
-        # rank.
+        # Of the entries with this time and number of chunks, the first one needs the least
+        # workspace. All items of that workspace are included, because they may lower the sum of
+        # ranks.
         best = keys[entry] // unit
         while entry > start and keys[entry - 1] // unit == best:
             entry -= 1
@@ -211,7 +214,7 @@ class ReuseTable:
                 f"batch {n} must be a sum of micro-batch sizes that were measured, and of those in "
                 f"the list is none; measure more sizes"
             )
-        # A split exists, so only a limit can have excluded it.
+        # There is a split without a limit, so a limit must have been given.
         assert limit is not None
         first = self.items(n, smallest)[0]
         return PlanError(
@@ -223,7 +226,7 @@ class ReuseTable:
 
 
 def _turn(chunk: tuple[int, Item]) -> tuple[bool, int, str, int]:
-    """Sort key: first the first chunk, then larger chunks before smaller ones."""
+    """Sort key: the chunk of role FIRST comes first, then larger chunks before smaller ones."""
     role, item = chunk
-    # Name and workspace are only there to make the order unique.
+    # Algorithm and workspace are part of the key only to make the order unique.
     return role != FIRST, -item.batch, item.algorithm, item.workspace_bytes

@@ -1,4 +1,4 @@
-"""Segments: the best way to run each module of a step, for every limit of the peak at once.
+"""Choose how to run each module of a step, for every limit of the peak at once.
 
 The module that runs first in forward runs last in backward. So the tensors that a module keeps for
 its backward stay allocated while all later modules run. While a module runs, a step needs the bytes
@@ -176,13 +176,13 @@ def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
     ['recomputed', 'as it is']
 
     By default the front is exact, and may have as many points as there are choices. With a larger
-    resolution, only the fastest of all points between two multiples of it is kept, and the point of
-    smallest peak. Every point still has the true peak and time of its choice. For any choice of m
-    options there is a point that is no slower, and whose peak is larger by less than m times the
-    resolution.
+    resolution, of all points between two multiples of it only the fastest is kept; the point of the
+    smallest peak is always kept. Every point still has the true peak and time of its choice. For
+    any choice of m options there is a point that is no slower, and whose peak is larger by less
+    than m times the resolution.
 
-    If several options of a node lead to the same memory and time, of the node and all that follows,
-    the first option wins. The node's options win over its children.
+    If several options of a node give the same memory and time, together with all that follows, the
+    first option is chosen. An option of the node is chosen before options of its children.
 
     Args:
         root: the whole step.
@@ -200,7 +200,7 @@ def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """Pareto front of the rest of a step: of all modules from a given one on.
+    """Pareto front of the rest of a step, which is everything from some module on.
 
     Args:
         rooms: bytes that the rest needs above what is allocated when it begins, ascending.
@@ -214,7 +214,7 @@ class _Rest:
 
 
 class _Search:
-    """The dynamic program, with a log of the options behind every point of every front."""
+    """The dynamic program; its log has the option and the rest that each point was made of."""
 
     def __init__(self, root: Node, resolution_bytes: int) -> None:
         self._root = root
@@ -239,7 +239,7 @@ class _Search:
         )
 
     def _ahead(self, node: Node, rest: _Rest) -> _Rest:
-        """The front of a node and all that follows it, given the front of all that follows it."""
+        """The front of a node with all that follows it; `rest` is the front without the node."""
         rooms = [np.maximum(rest.rooms + o.kept_bytes, o.peak_bytes) for o in node.options]
         times = [rest.times + o.time_ns for o in node.options]
         inner = rest
@@ -266,9 +266,10 @@ class _Search:
         return np.arange(self._entries - len(lines), self._entries)
 
     def _undominated(self, rooms: Integers, times: Integers) -> Integers:
-        """Indices of the points that no other dominates, one for each multiple of the resolution.
+        """Indices of the points that no other dominates, one per multiple of the resolution.
 
-        Dominated points can be dropped: no option before them makes them better than the others.
+        Dominated points can be dropped, because whatever module runs before them, the points that
+        dominate them stay better.
         """
         # A stable sort keeps the first of equal points. It is fast, because it merges sorted runs.
         order = np.argsort(rooms, kind="stable")
@@ -276,9 +277,10 @@ class _Search:
         points = order[np.append(True, lowest[1:] < lowest[:-1])]
         ascending = rooms[points]
         multiples = ascending // self._resolution
-        # The last point of each multiple is its fastest.
+        # Times fall, so the last point of each multiple of the resolution is the fastest.
         kept = np.append(multiples[1:] != multiples[:-1], True)
-        # The fastest point in the smallest room is kept, too, so that the smallest peak is exact.
+        # The fastest point that needs the least memory is kept, too, so that the smallest peak is
+        # exact.
         kept[np.searchsorted(ascending, ascending[0], "right") - 1] = True
         left: Integers = points[kept]
         return left

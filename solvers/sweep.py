@@ -1,13 +1,13 @@
-"""Threshold sweep: the lowest cost of every batch under every workspace limit, by item insertion.
+"""Sweep over workspace limits: the lowest cost of every batch under each limit.
 
-Under a limit the problem is an unbounded knapsack over the items that fit, and adding one item to a
-solved knapsack takes one pass over the table. Items are added in the order of their workspace.
-After the last item of a workspace, the table is exact for a limit of that workspace. Every cost
-that a pass lowered is a possible breakpoint of its batch's front.
+Under one limit the problem is an unbounded knapsack of the items that fit. Adding one item to a
+solved knapsack takes one pass over the table of costs. So items are added in the order of their
+workspace: after all items of up to some workspace, the table is exact for that limit. Every cost
+that was lowered may be a point of the front of its batch, and is logged.
 
-A row of the table holds the cost of every batch in one state, such as "only later chunks" or "one
-first chunk and any number of later ones". An arc is a transition: a chunk of a given role leads
-from one row to another.
+A row of the table has the costs of all batches for one kind of sequence, such as "only later
+chunks" or "one first chunk and any number of later ones". An arc says that adding a chunk of some
+role leads from one row to another.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import numpy as np
 
 from ucudnn.solvers._base import SAFE, Integers, Item
 
-# Items per block: numpy compares a block with the table at once, and rejects each item for whose
-# batch the table has a cost as low. Within a block the table improves, so the others are compared
-# again.
+# Number of items per block. numpy compares a block of items with the table at once, and rejects the
+# items for whose batch the table has a cost that is as low. The items that remain are compared
+# again one by one, because the table improves while they are added.
 _BLOCK = 512
-# Roles of a chunk: alone, first of several, or a later one; ANY if the role does not matter.
+# Roles of a chunk: SINGLE if it is alone, FIRST of several, or LATER; ANY if the role does not
+# matter.
 SINGLE, FIRST, LATER, ANY = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Arc:
-    """A transition from one row to another by a chunk, for source batches `start` <= n < `stop`."""
+    """A transition between rows by adding a chunk to a batch n, where `start` <= n < `stop`."""
 
     source: int
     target: int
@@ -51,7 +52,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Costs:
-    """Items in the order of the sweep, with costs that compare by time, then chunks, then rank."""
+    """Items in the order of the sweep; costs are compared by time, then chunks, then rank."""
 
     items: tuple[Item, ...]  # sorted by workspace, as are all arrays here
     roles: Integers
@@ -66,9 +67,10 @@ class Costs:
 def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Costs:
     """Sort items for the sweep, and make one integer of each item's time, chunk count and rank.
 
-    Items are sorted by workspace. Any order within one workspace gives the same costs; efficient
-    items come first, because that saves passes. The order is total, so that the same items in
-    another order give the same splits. Items larger than the batch are left out.
+    Items are sorted by workspace. Any order of the items of one workspace gives the same costs.
+    Those with the least time per sample come first, because then fewer passes are needed. The order
+    does not depend on that of the lists, so that the same items always give the same splits. Items
+    larger than the batch are left out.
     """
     items, roles = _joined(lists, batch)
     batches = np.array([item.batch for item in items], np.int64)
@@ -80,10 +82,11 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
     unit_chunk = batch * int(ranks.max(initial=0)) + 1
     unit_ns = (batch + 1) * unit_chunk
     rates = times.astype(float) / batches
-    # Upper bound of any split: every sample takes the longest time per sample, and a margin for
-    # rounding.
+    # An upper bound of the cost of any split: every sample takes the longest time per sample, with
+    # a margin for rounding.
     most = int(rates.max(initial=0) * 1.001 + 1) * batch * unit_ns
-    # Then Python's ints are used, and a bound without floats: `batch` chunks of the longest time.
+    # If that exceeds 64 bits, Python's ints are used, and the bound is computed without floats: as
+    # `batch` chunks of the longest time.
     if most > SAFE:
         times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
     keys = times * unit_ns + unit_chunk + ranks
@@ -96,7 +99,7 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
         batches=batches[sweep],
         workspaces=workspaces[sweep],
         keys=keys[sweep],
-        # More than every cost; in 64 bits there is still room to add the cost of an item.
+        # This is more than every cost. In 64 bits the cost of an item can still be added to it.
         infinite=max(most, SAFE) if keys.dtype == object else 2 * SAFE,
         unit_ns=unit_ns,
         unit_chunk=unit_chunk,
@@ -122,14 +125,14 @@ def integers(values: Sequence[int]) -> Integers:
 
 
 class Sweep:
-    """A table of costs under construction, with a log of every cost that was lowered."""
+    """The table of costs while items are added, with a log of every cost that was lowered."""
 
     def __init__(self, rows: Rows, costs: Costs, batch: int) -> None:
         self._rows = rows
         self._costs = costs
         self._end = batch + 1
-        # Nearly twice as wide as needed, because a pass reshapes a row into a grid, whose last line
-        # may reach beyond the batch.
+        # A row is nearly twice as long as the batch, because a pass reshapes it into a grid whose
+        # last line may reach beyond the batch.
         self._cost = np.full((rows.count, 2 * batch + 1), costs.infinite, costs.keys.dtype)
         self._cost[list(rows.start), 0] = 0
         self._counts = np.arange(batch + 1, dtype=costs.keys.dtype)[:, None]
@@ -138,7 +141,7 @@ class Sweep:
     def run(self) -> History:
         """Insert every item that lowers a cost, and sort the log by row and batch."""
         costs = self._costs
-        # `get`, because roles without a gate, which no item here has, need some value, too.
+        # Roles that no item has here have no gate; they need some value, too.
         gates = np.array([self._rows.gate.get(role, 0) for role in range(max(self._rows.gate) + 1)])
         rows = gates[costs.roles]
         for start in range(0, len(costs.keys), _BLOCK):
@@ -153,7 +156,8 @@ class Sweep:
     def _insert(self, index: int) -> None:
         key, size = self._costs.keys[index], int(self._costs.batches[index])
         for arc in self._rows.arcs[int(self._costs.roles[index])]:
-            # The row may take any number of these chunks, and at least two fit: one pass adds them.
+            # If the arc leads from a row to itself, the chunk may be repeated. If at least two such
+            # chunks fit the batch, one pass adds any number of them.
             if arc.source == arc.target and 2 * size < self._end:
                 self._lower(arc.target, size, self._repeated(arc.source, size, key), index)
                 continue
@@ -164,8 +168,8 @@ class Sweep:
     def _repeated(self, row: int, size: int, key: int) -> Integers:
         """Costs of batches from `size` on after any number of copies of one chunk were added.
 
-        Within each residue class modulo the size, the lowest cost minus the cost of n // size
-        copies is a running minimum over n.
+        Batches with the same remainder modulo the size are computed together: over n, the lowest
+        cost minus that of n // size copies is a running minimum.
         """
         # The grid has a line per number of copies and a column per residue class.
         lines = -(-self._end // size)
@@ -191,7 +195,8 @@ class Sweep:
         last = np.repeat(
             np.array([log[2] for log in self._log], np.int32), [len(log[0]) for log in self._log]
         )
-        # A stable sort: the entries of one cell stay in the order of the sweep, by workspace.
+        # The sort is stable, so the entries of one cell stay in the order of the sweep, which is by
+        # workspace.
         by_cell = np.argsort(cells, kind="stable")
         starts = np.searchsorted(cells[by_cell], np.arange(self._rows.count * self._end + 1))
         return History(self._end, starts, keys[by_cell], last[by_cell])
@@ -212,7 +217,7 @@ class History:
         return slice(int(self.starts[cell]), int(self.starts[cell + 1]))
 
     def latest(self, row: int, n: int, count: int) -> int | None:
-        """The latest entry of a cell from the first `count` items; None if they made none."""
+        """The last entry that the first `count` items have made in a cell; None without one."""
         cell = self.entries(row, n)
         place = int(np.searchsorted(self.last[cell], count))
         return cell.start + place - 1 if place else None

@@ -32,7 +32,7 @@ class Executable(ABC):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute the result of these operands into a new tensor."""
 
-    # The defaults below are correct for any algorithm, but take a temporary result and a copy.
+    # The methods below are correct for any algorithm, but they take a temporary result and a copy.
     # An algorithm that can compute in place overrides them.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Compute into a slice of an existing result (fprop, dgrad)."""
@@ -131,12 +131,13 @@ class Roofline(NamedTuple):
         """Lower bound of the time of a candidate with this cost on this machine.
 
         The bounds of two batches may differ by a larger factor than the batches do, because caches
-        absorb a larger share of the smaller batch's traffic. A caller that extrapolates by the
-        ratio of two bounds must limit it to the ratio of the batches.
+        absorb a larger share of the traffic of the smaller batch. A caller that extrapolates by the
+        ratio of two bounds must limit this ratio to that of the batches.
         """
-        # At best arithmetic and memory traffic overlap completely: the longer of them is the time.
+        # At best, arithmetic and memory traffic overlap completely. Then the longer of the two is
+        # the time.
         computing = cost.operations / self.operations_per_s
-        # Traffic that a cache absorbs may take no time at all; a lower bound has to leave it out.
+        # Traffic that a cache absorbs may take no time at all, so a lower bound must not count it.
         moving = max(0, cost.traffic_bytes - self.cached_bytes) / self.bytes_per_s
         return int(1e9 * max(computing, moving))
 
@@ -204,8 +205,8 @@ class AbstractBackend(ABC):
             UnsupportedError: no algorithm computes the problem.
         """
 
-    # Listed separately, because cuDNN has other engines for the fused pattern than for the plain
-    # convolution.
+    # Candidates with a bias are listed separately, because cuDNN has other engines for the
+    # convolution with a fused bias than for the plain convolution.
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates that compute a convolution and add a bias in one kernel.
 
@@ -218,13 +219,15 @@ class AbstractBackend(ABC):
     def kernel(self, problem: Problem, algorithm: str) -> str:
         """Name of the implementation that an algorithm runs; it may depend on the batch."""
 
-    # Lower bounds rule candidates out without running them. Candidates without bounds are timed.
+    # Lower bounds allow candidates to be ruled out without a run. Candidates without bounds are
+    # timed.
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
         """Lower bounds of a candidate's operations, traffic and workspace; None if unknown."""
         del problem, algorithm
         return None
 
-    # False on GPUs, where launches are asynchronous and host code overlaps with kernels.
+    # True if the host waits until a call is computed. False on GPUs, where launches are
+    # asynchronous and host code overlaps with kernels.
     blocks_host: bool = False
     """True if a call returns only when its result is computed: host code around it adds up."""
 
@@ -241,7 +244,8 @@ class AbstractBackend(ABC):
             UnsupportedError: the algorithm does not compute the problem.
         """
 
-    # Separate from `refusal`, which is called for every batch size and so must not build anything.
+    # This is not part of `refusal`, which is called for every batch size and so must not build
+    # anything.
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why a candidate cannot run, found by building it; None if it can run."""
         del problem, algorithm
@@ -263,7 +267,7 @@ class AbstractBackend(ABC):
             parts: pairs (problem at the batch of a chunk, algorithm), for all chunks of the call.
         """
 
-    # Used to measure the peaks of whole steps and of their modules.
+    # The peaks of whole steps and of their modules are measured by this method.
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span] | None:
         """Run once and return the allocated memory between marks; None if it cannot be counted.
 
@@ -294,7 +298,7 @@ class AbstractBackend(ABC):
         """CPU time of this process so far; None if times on the device do not depend on it."""
         return None
 
-    # Between two timed batches, tuning prefers to time a batch from this list next.
+    # If a batch between two timed ones is to be timed, tuning prefers one of this list.
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
         """Batches up to the problem's that load all processors equally; () if not known."""
         del problem

@@ -22,7 +22,8 @@ class Kernels(NamedTuple):
     convolution_backward: Callable[..., Any]
 
 
-# Filled by `keep_kernels`. Until then torch's operators are called directly.
+# Kept kernels by kind of device, filled by `keep_kernels`. Before that, torch's operators are
+# called directly.
 _kept: dict[str, Kernels] = {}
 
 
@@ -67,7 +68,8 @@ def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:
 
 def _forward_kernel(device_type: str, dispatch_key: str) -> Callable[..., Any]:
     name = "aten::convolution"
-    # A kernel that is registered for this dispatch key itself belongs to another library.
+    # If a kernel is registered for this dispatch key itself, it belongs to another library, and is
+    # kept.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
         return _boxed(name, dispatch_key)
     # On every device `aten::convolution` only calls `aten::_convolution` with four more flags.
@@ -92,8 +94,9 @@ def tf32_allowed() -> bool:
     >>> torch.backends.cudnn.conv.fp32_precision == ("tf32" if tf32_allowed() else "ieee")
     True
     """
-    # `torch.backends.cudnn.allow_tf32` raises once `fp32_precision` was set. `fp32_precision` is
-    # right whichever was set. It is read in C++, because from Python every read takes 1 us.
+    # `torch.backends.cudnn.allow_tf32` raises an error once the newer setting `fp32_precision` was
+    # used, whereas `fp32_precision` is right whichever of the two was set. It is read in C++,
+    # because every read from Python takes 1 us.
     return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
 
 

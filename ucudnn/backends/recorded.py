@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _Group(NamedTuple):
-    """Key fields that the measurements of one recording share."""
+    """Fields of the keys that are the same in all measurements of one recording."""
 
     device: Device
     software: Software
@@ -70,11 +70,13 @@ class RecordedBackend(AbstractBackend):
         if len(groups) != 1:
             raise ConfigError(_not_one(list(groups), device))
         (self._group,) = groups
-        # The name is that of the device's own backend, because a plan names the backend to run it.
+        # The name is that of the device's own backend, because a plan names the backend that can
+        # run it.
         self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
-        # A chunk that writes into a slice may take another time than one that allocates its result,
-        # so a chunk has a measurement per role. Some recordings have role `ALONE` only.
+        # A chunk that is written into a slice may take another time than one that allocates its
+        # result, so chunks are measured in each role. Some recordings have measurements in role
+        # `ALONE` only.
         self._has_roles = any(entry.key.conditions.role != Role.ALONE for entry in listed)
         # `_entries` has measurements by problem, algorithm and role; `_sizes` the measured batches.
         self._entries: dict[Problem, dict[str, dict[Role, Measurement]]] = {}
@@ -86,7 +88,7 @@ class RecordedBackend(AbstractBackend):
                 continue
             by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
             if not by_role:
-                # As a key, the problem at batch 1 stands for the problem at any batch.
+                # Measurements of all batches of a problem are found by the problem at batch 1.
                 geometry = problem.with_batch(1)
                 self._sizes.setdefault((geometry, algorithm), []).append(problem.batch)
             by_role[entry.key.conditions.role] = entry
@@ -171,8 +173,9 @@ class RecordedBackend(AbstractBackend):
         if self._twin is not None:
             return self._twin.kernel(problem, algorithm)
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
-        # If both recorded batches around this batch run the same implementation, this batch surely
-        # runs it, too. Otherwise it gets a name of its own, so that nothing is inferred from it.
+        # If the recorded batches on both sides of this batch run the same implementation, this
+        # batch is assumed to run it, too. Otherwise it gets a name of its own, so that nothing is
+        # inferred from the times of other batches.
         at = bisect_left(sizes, problem.batch)
         kernels = {
             self._implementation(problem, algorithm, size)
@@ -247,7 +250,8 @@ def _not_one(groups: Sequence[_Group], device: str | None) -> str:
 
 
 def _default_first(names: Iterable[str]) -> tuple[str, ...]:
-    # Sorted, so that a replayed plan does not depend on the order of the recorded measurements.
+    # The names are sorted, so that a replayed plan does not depend on the order of the recorded
+    # measurements.
     return tuple(sorted(names, key=lambda name: (name != DEFAULT_ALGORITHM, name)))
 
 
@@ -256,8 +260,8 @@ def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[Role, ...]:
         return (Role.ALONE,)
     roles = {role_of(problem, position) for position in (Role.FIRST, Role.LATER)}
     # In a split of fprop or dgrad, no part of the batch has the role `ALONE`. Only torch's own
-    # convolution was measured so, because the workspace of the undivided call is extrapolated from
-    # the workspace of two smaller batches.
+    # convolution was measured for parts in that role, because the workspace of the undivided call
+    # is extrapolated from that of two smaller batches.
     if problem.op == "wgrad" or algorithm == DEFAULT_ALGORITHM:
         roles.add(Role.ALONE)
     return tuple(role for role in Role if role in roles)
@@ -265,7 +269,8 @@ def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[Role, ...]:
 
 def _stand_in(alone: Measurement, role: Role) -> Measurement:
     problem, workspace = alone.key.problem, alone.workspace_bytes
-    # In half precision each chunk's gradient is a temporary that is added to the sum in float32.
+    # In half precision the gradient of each chunk is a temporary tensor, which is then added to a
+    # sum in float32.
     if workspace is not None and problem.op == "wgrad" and problem.bytes_per_element < 4:
         workspace += prod(problem.w_shape) * problem.bytes_per_element
     conditions = replace(alone.key.conditions, role=role)

@@ -44,7 +44,7 @@ def in_channels_last(tensor: Tensor) -> Tensor:
     ((4, 1, 4, 4), (1,))
     """
     layout = CHANNELS_LAST_BY_RANK.get(tensor.dim() - 2)
-    # `contiguous` would not change the strides of a 1x1 filter, but torch picks a layout by them.
+    # `contiguous` would not change the strides of a 1x1 filter, by which torch chooses the layout.
     return tensor if layout is None else tensor.to(memory_format=layout)
 
 
@@ -101,14 +101,15 @@ def problem_of(
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
         return None
-    # Filters have the shape (K, C / groups, ...); if transposed, they have (C, K / groups, ...).
+    # Filters have the shape (K, C / groups, ...); those of a transposed convolution have the shape
+    # (C, K / groups, ...).
     channels = w.shape[0] if transposed else w.shape[1] * groups
     if x.dim() != w.dim() or x.shape[1] != channels or x.device != w.device:
         return None
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     try:
         return _problem(which, x, w, geometry, device_type or x.device.type)
-    # No convolution has this geometry: torch raises its own error when the call is made.
+    # If no convolution has this geometry, torch raises its own error when it computes the call.
     except ProblemError:
         return None
 
@@ -134,7 +135,7 @@ def _problem(which: str, x: Tensor, w: Tensor, geometry: Any, where: str) -> Pro
         layout="nhwc" if rank > 1 and uses_channels_last(x, w, geometry, where) else "nchw",
         math="tf32" if where == "cuda" and dtype == "float32" and tf32_allowed() else "strict",
     )
-    # If output_padding is not below the stride, no convolution has this call as its gradient.
+    # If output_padding is not below the stride, this call is not the gradient of any convolution.
     return problem if not transposed or problem.output_size == x_size else None
 
 
@@ -183,11 +184,13 @@ def uses_channels_last(
     ):
         return False
     if device_type == "cuda":
-        # torch's rule for cuDNN: either operand in channels-last suffices, except in float64.
+        # torch's rule for cuDNN: if either operand is in channels-last, so is the result, except in
+        # float64.
         return x.dtype != torch.float64
     if device_type != "cpu" or x.numel() == 0 or w.numel() == 0:
         return True
-    # On a CPU the layout depends on the kernel: oneDNN keeps channels-last, some kernels do not.
+    # On a CPU the layout of the result depends on the kernel: oneDNN keeps channels-last, other
+    # kernels may not.
     backend = torch._C._select_conv_backend(x, w, None, *geometry)
     form = torch._C._conv_determine_backend_memory_format(x, w, backend)
     return bool(form == CHANNELS_LAST_BY_RANK[x.dim() - 2])
@@ -199,11 +202,11 @@ def _per_axis(values: Sequence[int], rank: int) -> tuple[int, ...]:
     return sizes * rank if len(sizes) == 1 else sizes
 
 
-# aten's operators pad both ends equally. If the paddings of a problem differ, the excess of one end
-# is written out as zeros, as torch does for `padding="same"`. This takes a copy, which counts as
-# workspace and is timed with the algorithm.
+# aten's operators pad both ends of an axis by the same number of zeros. If the two paddings of a
+# problem differ, the surplus of one end is added to a copy of the input as zeros, as torch does for
+# `padding="same"`. The copy counts as workspace, and its time as time of the algorithm.
 def symmetric(problem: Problem) -> Problem:
-    """An equivalent problem with equal padding at both ends, whose input includes the excess.
+    """The same problem with equal padding at both ends and the surplus as part of the input.
 
     >>> p = symmetric(Problem("fprop", 1, 4, 4, (8,), (3,), padding=((2, 1),)))
     >>> p.input_size, p.padding
@@ -244,7 +247,8 @@ class _Padded(Executable):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         return self._run(a, b).contiguous(memory_format=memory_format(self._problem))
 
-    # `write` and `add` read the part that dgrad cuts out of a larger dx, without copying it first.
+    # dgrad computes a larger dx, of which a part is the result. `write` and `add` read this part
+    # without copying it first.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(self._run(a, b))
 
@@ -252,7 +256,8 @@ class _Padded(Executable):
         out.add_(self._run(a, b))
 
     def _run(self, a: Tensor, b: Tensor) -> Tensor:
-        # The inner dgrad is the gradient of the padded input; gradients of the zeros are cut away.
+        # The inner executable computes the gradient of the padded input; the gradients of its zeros
+        # are cut off.
         if self._problem.op == "dgrad":
             return self._inner.alone(a, b)[self._inside]
         # Only fprop and wgrad get here, and their first operand is x.

@@ -1,15 +1,16 @@
 """Error of a candidate's result, found by comparing a part of the result with float64 values.
 
-Each candidate is checked once for each problem that it is measured as, on the operands that it is
-timed with. A crop of its result is compared with values computed in float64 (`Reference`). The
-whole result is searched for elements that are not finite: for all candidates but torch's own its
-memory is filled with NaN before the run, so that an element that was not written is still NaN.
+Each candidate is checked once for each problem that it computes, on the operands with which it is
+timed. Some elements of its result, a crop, are compared with values computed in float64
+(`Reference`). The whole result is searched for elements that are not finite: for all candidates but
+torch's own its memory is filled with NaN before the run, so that an element that was not written is
+still NaN.
 
-To compute the whole result in float64 would take many times as long as the candidate. A wrong
-implementation is wrong in whole samples, channels or rows, mostly at a border, so a crop shows it.
-The crop has the first, a middle and the last sample and channel, and along each spatial axis
-positions at both ends and in the middle. Each element is computed from its definition as a sum of
-products, with gathered operands, on the device that holds them. No code is shared with the
+Computing the whole result in float64 would take many times as long as the candidate. A wrong
+implementation is wrong in whole samples, channels or rows, mostly at a border, so a crop is enough
+to show it. The crop has the first, a middle and the last sample and channel, and along each spatial
+axis positions at both ends and in the middle. Each element is computed from its definition as a sum
+of products, with gathered operands, on the device that holds them. No code is shared with the
 convolutions of torch or cuDNN.
 
 The cost is bounded for every problem. A crop takes at most 2**23 multiplications, unless the
@@ -36,16 +37,16 @@ from ucudnn.execution.execute import empty_result
 from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
-# Chunks of a weight gradient are added to this value. It is not 0, so that the check can see if a
-# chunk overwrites the sum or adds nothing.
+# In a check, a chunk of a weight gradient is added to this value. It is not 0, so that the check
+# notices if a chunk overwrites the sum or adds nothing.
 _BASE = 1.0
-# Bounds of the time and of the memory of one reference; the module docstring explains them.
+# Limits of the time and of the memory that one reference takes; the module docstring explains them.
 _MOST_PRODUCTS = 1 << 23
 _MOST_COLUMNS = 1 << 21
-# Most positions along each axis of a result, by its number of spatial axes. They are few, so that
-# an error at one position makes the relative error of the whole crop large.
+# The largest number of positions along each axis of a result, by its number of spatial axes. There
+# are few, so that an error at one position makes the relative error of the whole crop large.
 _POSITIONS_BY_RANK = {1: 11, 2: 11, 3: 5}
-# The first, a middle and the last position.
+# A crop has at least this many positions per axis: the first, a middle and the last one.
 _LEAST_POSITIONS = 3
 _DOUBLE = torch.float64
 
@@ -56,15 +57,15 @@ class Accuracy(NamedTuple):
     # Relative error in the L2 norm; infinite if any element was not written or is not finite.
     error: float
     # The largest difference of an element, in units in the last place of the dtype. The unit is
-    # that of the element's magnitude, or of the root mean square of the crop if that is larger.
+    # that of the element itself, or of the root mean square of the crop if that is larger.
     ulp: float
 
 
 class Check:
     """A run of one candidate in one role, whose result is judged afterwards.
 
-    For torch's own call, memory is not filled with NaN: torch does this only in its deterministic
-    mode, in which it may choose another kernel on a GPU.
+    Memory is not filled with NaN for torch's own convolution: torch can fill memory only in its
+    deterministic mode, in which it may choose another kernel on a GPU.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class Check:
         """Judge the result of `run` by the reference for the same operands."""
         found = self._total()
         adds = self._role == Role.LATER and self._part.op == "wgrad"
-        # A sum to which nothing was added is finite, too. It may be right if the expected values
-        # are all zero.
+        # If nothing was added to the sum, all its elements are finite all the same, so this is
+        # tested. It may be right if the expected values are all zero.
         untouched = adds and bool(reference.expected.any()) and _keeps_base(found)
         if untouched or not _is_finite(found):
             return Accuracy(float("inf"), float("inf"))
@@ -141,11 +142,11 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
     largest = float(difference.max())
     if largest == 0.0:
         return Accuracy(0.0, 0.0)
-    # All expected values are zero, so that the relative error is not defined.
+    # If all expected values are zero, the relative error is not defined; it counts as infinite.
     if scale == 0.0:
         return Accuracy(float("inf"), float("inf"))
-    # An element near zero is a difference of large terms, whose rounding errors it has. So the unit
-    # of its error is at least that of a typical element.
+    # An element near zero is a difference of large terms, and has their rounding errors. So its
+    # error is measured in units that are at least those of a typical element.
     typical = scale / expected.numel() ** 0.5
     sizes = expected.abs().clamp_min(typical)
     ulps = difference / (torch.finfo(dtype).eps * torch.exp2(torch.floor(torch.log2(sizes))))
@@ -154,15 +155,16 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
 
 def _is_finite(result: Tensor) -> bool:
     """True if all elements are finite, which their sum shows without a temporary tensor."""
-    # float32 at least: half-precision values that are finite could overflow in their sum.
+    # The sum is computed at least in float32, because in half precision a sum of finite values
+    # could overflow.
     total = result.sum(dtype=torch.promote_types(result.dtype, torch.float32))
     return bool(total.isfinite())
 
 
 def _keeps_base(total: Tensor) -> bool:
     """True if there is a filter or channel in which every element still has the value `_BASE`."""
-    # A wrong implementation leaves out whole filters or channels. The gradient of a single element
-    # may be 0 by chance.
+    # Whole filters and channels are tested, because a wrong implementation leaves out whole ones,
+    # and the gradient of a single element may be 0 by chance.
     kept = (total == _BASE).flatten(2).all(2)
     return bool((kept.all(0).any() | kept.all(1).any()).item())
 
@@ -203,10 +205,11 @@ class Crop:
         """The crop of a problem's result."""
         rows, columns, *sizes = problem.result_shape
         ends = zip(*((0, extent // 2, extent - 1) for extent in (rows, columns)), strict=True)
-        # Axes with one or two elements give the same plane several times.
+        # If an axis has only one or two elements, the same plane occurs several times.
         planes = tuple(dict.fromkeys(ends))
         products = len(planes) * _terms(problem)
-        # As many positions per axis as `_MOST_PRODUCTS` allows, but at least `_LEAST_POSITIONS`.
+        # Take as many positions per axis as `_MOST_PRODUCTS` allows, but at least
+        # `_LEAST_POSITIONS`.
         for most in range(_POSITIONS_BY_RANK[problem.rank], _LEAST_POSITIONS, -1):
             positions = tuple(spread(size, most) for size in sizes)
             if products * prod(map(len, positions)) <= _MOST_PRODUCTS:
@@ -244,8 +247,8 @@ class Reference:
 def spread(extent: int, most: int) -> tuple[int, ...]:
     """Up to `most` indices of an axis: runs at its beginning, in its middle and at its end.
 
-    Neighbours are taken, because a strided gradient is computed differently at neighbouring
-    positions.
+    The indices are taken in runs of neighbours, because the gradient of a strided convolution is
+    computed differently at neighbouring positions.
 
     >>> spread(4, 5), spread(40, 7)
     ((0, 1, 2, 3), (0, 1, 2, 19, 20, 38, 39))

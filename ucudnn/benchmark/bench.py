@@ -36,8 +36,8 @@ class Look(NamedTuple):
 
     workspace_bytes: int  # the most that a chunk of this size needs, at an end or inside
     accuracy: Accuracy  # the largest error of a chunk of this size, at an end or inside
-    # Shortest time of the runs that follow the first one. For torch's own convolution on a CPU it
-    # is the time of the first run if that is long. None if the workspace is over the limit.
+    # Shortest time of the runs after the first one. For torch's own convolution on a CPU it is the
+    # time of the first run if that took long. None if the workspace exceeds the limit.
     time_ns: int | None
 
 
@@ -121,7 +121,8 @@ class LocalBench(AbstractBench):
 
     def look(self, arm: Arm, limit: int | None) -> Look:
         """Run a candidate for the first time, to find its workspace, its error and its time."""
-        # Outside of `try`: too little memory for the operands is no fault of the candidate.
+        # The operands are allocated outside of `try`, because too little memory for them is no
+        # failure of the candidate.
         ring = self.ring
         try:
             return self._look(ring, arm, limit)
@@ -132,14 +133,16 @@ class LocalBench(AbstractBench):
     def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
         accuracy, workspace = Accuracy(0.0, 0.0), 0
         firsts_ns = list[int]()
-        # Slabs at both ends are run, too: padding may take workspace, or be handled wrongly.
+        # For slabs, those at both ends are run, too, because their padding may take workspace or be
+        # handled wrongly.
         for part in (self._axis.part(arm.size), *self._axis.ends(arm.size)):
             reference = self._reference(ring, part)
             check, part_workspace = self._checked(ring, part, arm.algorithm, arm.role, firsts_ns)
-            # Compared as tuples: by the error first.
+            # The accuracies are compared as tuples, by the error first.
             accuracy = max(accuracy, check.accuracy(reference))
             workspace = max(workspace, part_workspace)
-        # No plan at this limit can use the candidate, so only a tune with a larger limit times it.
+        # No plan within this limit can use the candidate, so it is timed only if the limit is
+        # raised.
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
         # The time of the first run is used only for torch's own convolution on a CPU. On a GPU the
@@ -200,8 +203,9 @@ class LocalBench(AbstractBench):
             self._on_turn(place)
             try:
                 entrants[place] = enter()
-            # An entrant that fails leaves the race, and the others are timed. If the device is
-            # broken, as after a fault on a GPU, all others would fail, too: the error is raised.
+            # An entrant that fails leaves the race, and the others are timed. But if the device is
+            # broken, as after a fault on a GPU, all others would fail as well, so the error is
+            # raised.
             except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
@@ -218,15 +222,15 @@ class LocalBench(AbstractBench):
         # `run_rounds` numbers only the entrants that take part; callers number all that they asked
         # for.
         for place, result in zip(places, found, strict=True):
-            # -1 stands for a rival that was timed before, and which has no number here.
+            # -1 stands for a rival that was timed before this race; it has no number here.
             if result.beaten_by is not None and result.beaten_by >= 0:
                 result.beaten_by = places[result.beaten_by]
             results[place] = result
         return results
 
     def _sampler(self, arm: Arm) -> Sampler:
-        # There is no sampler yet if the candidate's first run was in another process or an earlier
-        # tune.
+        # There is no sampler yet if the first run of the candidate was in another process, or in an
+        # earlier tune.
         if arm not in self._samplers:
             part = self._axis.part(arm.size)
             executable = self._backend.executable(part, arm.algorithm)
@@ -244,7 +248,7 @@ class LocalBench(AbstractBench):
             call = bind(self._backend, self._axis.problem, splits[place])
             loop = WholeLoop(ring, call, bias)
             sampler = Sampler(loop, self._backend)
-            # The first run: a call that cannot be computed fails here, and leaves the race.
+            # This is the first run of the call. If it fails, the call leaves the race.
             workspaces[place] = self._workspace_of(loop, call)
             sampler.warm_up(self._how.wholes)
             return Entrant(sampler.sample_ns)
@@ -256,14 +260,14 @@ class LocalBench(AbstractBench):
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
         """Workspace of a call in bytes.
 
-        A backend may not see when a library allocates memory inside an algorithm. It then adds the
-        largest such amount to the peak of the whole call, although another chunk may cause that
-        peak. So if the chunks have different algorithms, each chunk is also measured by itself.
+        A backend may not see when a library allocates memory inside an algorithm. Then it adds the
+        largest such amount to the peak of the whole call, even if that peak is caused by another
+        chunk. So if the chunks have different algorithms, each chunk is also measured by itself.
         """
         together = self._backend.workspace_bytes(loop.once, call.parts)
         parts = dict.fromkeys(call.parts)
-        # A weight gradient also holds the sum of its chunks, which is in the workspace of no single
-        # chunk.
+        # A weight gradient also holds the sum of its chunks, which no single chunk counts as its
+        # workspace.
         if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
             return together
         each = (

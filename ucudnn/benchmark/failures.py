@@ -8,8 +8,8 @@ import torch
 
 from ucudnn.measurement import FailureKind
 
-# If there is too little memory, torch's CPU allocator, CUDA and cuDNN (status 4003 and 4004) raise
-# a plain RuntimeError, which only its text tells apart from other errors.
+# Texts of errors for lack of memory. torch's CPU allocator, CUDA and cuDNN (status 4003 and 4004)
+# raise a plain RuntimeError then, which differs from other errors only by its text.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",

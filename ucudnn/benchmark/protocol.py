@@ -1,8 +1,8 @@
 """Timing of a candidate in the steady state in which it runs during training.
 
-A chunk is timed inside a loop over consecutive chunks of operands larger than the last-level cache.
-So, as in training, its input is cold, its workspace is warm, and the result is new memory for every
-call. docs/measuring.md gives the reasons.
+A chunk is timed in a loop over consecutive chunks of operands that are larger than the last-level
+cache. So, as in training, its input is not in the caches, its workspace is, and the result of every
+call is new memory. docs/measuring.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import format_bytes
 
-# Part of every key: raise it when a change below makes new times incomparable with stored ones.
+# This number is part of every key in the cache. Raise it if a change of this module makes new times
+# incomparable with stored ones.
 PROTOCOL = 5
 
 
@@ -40,22 +41,23 @@ class Protocol:
     # Least and largest number of samples of a candidate that stays in the race.
     least_rounds: int = 5
     most_rounds: int = 9
-    # Width at which a 95 % interval of the median is narrow enough, as a fraction of the median.
+    # The 95 % interval of the median is narrow enough if its width is at most this fraction of the
+    # median.
     target: float = 0.05
-    # Total time of the rounds after which no more begin, once there were `least_rounds`.
+    # After `least_rounds`, no more rounds begin once all rounds together have taken this long.
     enough_ns: int = 500_000_000
     # Largest number of single runs before the first sample. Warm-up ends earlier if two successive
     # runs differ by no more than the fraction `stable`.
     warm_ups: int = 4
     stable: float = 0.1
-    # Time that a sample should take at least. For a shorter chunk, a sample consists of several
-    # runs, because reading the clock costs microseconds.
+    # A sample should take at least this long. If a chunk takes less time, a sample consists of
+    # several runs, because reading the clock costs microseconds.
     sample_ns: int = 4_000_000
     # One factor for each of the first rounds: a candidate whose time is more than this many times
     # the best one leaves the race.
     lapped: tuple[float, ...] = (3.0, 1.5)
-    # A round counts as perturbed if a candidate had less processor time per elapsed time than this
-    # fraction of what it had in its best round, and was interrupted.
+    # A candidate's share is its processor time per elapsed time. A round is perturbed if a
+    # candidate was interrupted and its share was less than this fraction of that in its best round.
     lost_share: float = 0.8
     # Largest number of perturbed rounds that are repeated.
     repeats: int = 5
@@ -65,19 +67,21 @@ class Protocol:
 
 
 # Whole calls are compared by pairs of samples. With nine pairs the 95 % interval leaves out the
-# smallest and the largest ratio, which may be perturbed. `lapped` is empty, because a pair needs a
-# sample of each finalist. `target` is 0, because a tie needs no narrow interval.
+# smallest and the largest ratio, which may be perturbed. `lapped` is empty, so that no finalist
+# leaves the race: a pair needs a sample of each. `target` is 0, so that a narrow interval does not
+# end the race.
 FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000_000, lapped=())
-# Operands fill the cache twice, so that a chunk's data has left it before its turn comes again.
+# The operands are twice as large as the cache, so that the data of a chunk has left the cache
+# before it is used again.
 _RING_CACHES = 2
-# Least number of later chunks in a sample. The first of several chunks takes longer than the next
-# ones, because the caches are full of other data, here as in a call.
+# Least number of runs in a sample of later chunks. The first run takes longer than the next ones,
+# because the caches are full of other data, as they are in a call.
 _LEAST_CHUNKS = 4
-# A shorter run than this is easily perturbed: it is short against the time slices that other
-# processes get.
+# A run that is shorter than this is easily perturbed, because other processes get time slices of
+# about this length.
 _SHORT_NS = 20_000_000
-# A run that takes this time is a long one: even if another process got the processor meanwhile, a
-# short run does not take so long.
+# A run that takes at least this long is certainly a long one: a short run would not take so long
+# even if another process got the processor meanwhile.
 _LONG_NS = 50_000_000
 
 
@@ -121,9 +125,9 @@ class Ring:
         group, turn = divmod(number, turns)
         x_rows = _window(part.input_size[0], self.problem.input_size[0], turn, turns)
         y_rows = _window(part.output_size[0], self.problem.output_size[0], turn, turns)
-        # The ring has at least as many samples as a call. Operands of consecutive chunks go on
-        # through all samples of the ring. The result is that of one call, so its parts begin again
-        # after each call.
+        # The ring has at least as many samples as a call. The operands of consecutive chunks go
+        # through all samples of the ring. The result has the size of one call, so after each call
+        # its parts begin anew.
         samples, place = (
             (_turn(part.batch, batch, group), slice(None))
             for batch in (self.samples, self.problem.batch)
@@ -142,7 +146,7 @@ class Ring:
         return self.a.new_ones(self.problem.result_shape[1])
 
     def result(self) -> Tensor:
-        """Tensor for the chunks of a call: a new one to write into, or for wgrad the sum."""
+        """Tensor for the results of a call's chunks: a new one to write into; for wgrad the sum."""
         return empty_result(self.problem, self.a) if self.total is None else self.total
 
 
@@ -160,7 +164,7 @@ def empty_total(problem: Problem, like: Tensor) -> Tensor:
 
 def _window(size: int, extent: int, turn: int, turns: int) -> slice:
     """One of several windows of an extent, spread evenly from its beginning to its end."""
-    # Slabs read rows beyond their own (the halo), so windows may overlap.
+    # Windows may overlap, because slabs also read rows beyond their own (the halo).
     begin = (extent - size) * turn // max(turns - 1, 1)
     return slice(begin, begin + size)
 
@@ -172,7 +176,8 @@ def ring_samples(problem: Problem, cache_bytes: int) -> int:
     512
     """
     one = problem.with_batch(1)
-    # The filter is not counted: all chunks share it, and it may stay in the cache, as in a call.
+    # The filter is not counted: all chunks use the same one, and as in a call it may stay in the
+    # cache.
     per_sample = (prod(one.x_shape) + prod(one.y_shape)) * problem.bytes_per_element
     return max(problem.batch, ceil(_RING_CACHES * cache_bytes / per_sample))
 
@@ -187,7 +192,7 @@ class AbstractLoop(ABC):
 
     @abstractmethod
     def prepare(self, times: int) -> Callable[[], None]:
-        """Prepare the next runs; the returned function only runs them, one after the other."""
+        """Prepare the next runs, and return a function that only runs them, one after the other."""
 
     def run(self, times: int) -> None:
         """Prepare this many runs, and run them."""
@@ -207,7 +212,7 @@ class ChunkLoop(AbstractLoop):
 
     @property
     def least_times(self) -> int:
-        """At most `_LEAST_CHUNKS`, as far as a call has later chunks; 1 in any other role."""
+        """`_LEAST_CHUNKS` for later chunks, or as many as a call has; 1 in any other role."""
         return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == Role.LATER else 1
 
     def prepare(self, times: int) -> Callable[[], None]:
@@ -218,8 +223,8 @@ class ChunkLoop(AbstractLoop):
     def _run(self, chunks: Sequence[tuple[Slices, Slices, Slices]]) -> None:
         """Run chunks, and allocate and free memory for their results as a call would.
 
-        malloc may take large blocks from the system and return them in every call. The first chunk
-        that writes to a page then takes longer, here as in a call.
+        malloc may take large blocks from the system and return them in every call. Then the first
+        chunk that writes to a page takes longer, as it does in a call.
         """
         ring, executable, result = self._ring, self._executable, None
         is_sum = ring.problem.op == "wgrad"
@@ -230,7 +235,8 @@ class ChunkLoop(AbstractLoop):
                 executable.begin(ring.a[a], ring.b[b])
             else:
                 if turn % self._chunks_per_call == 0:
-                    # Freed first, so that two results are never in memory at the same time.
+                    # The old result is freed first, so that two results are never in memory at the
+                    # same time.
                     result = None
                     result = ring.result()
                 assert result is not None
@@ -286,8 +292,8 @@ class Sampler:
     def shortest_ns(self, before_ns: int = 0) -> int:
         """Time of one run; for a short run, which is easily perturbed, the shortest of three.
 
-        `before_ns` is the time of an earlier run outside of the loop. If that was long, it is
-        returned, and nothing is run.
+        `before_ns` is the time of an earlier run outside of the loop. If that run was long, its
+        time is returned, and nothing is run.
         """
         if before_ns >= _LONG_NS:
             self._once_ns = before_ns
@@ -298,8 +304,8 @@ class Sampler:
     def warm_up(self, protocol: Protocol) -> None:
         """Run until two successive times agree, and set the number of runs in a sample.
 
-        A long run needs no warm-up, because its cold beginning is a small part of it. A very long
-        run whose time is known is not repeated here at all.
+        A long run needs no warm-up, because the time until caches are filled is a small part of it.
+        A very long run whose time is known is not repeated at all.
         """
         known_ns = self._once_ns
         before = time_ns = known_ns if known_ns >= _LONG_NS else self.once_ns()
@@ -308,16 +314,19 @@ class Sampler:
             if abs(time_ns - before) <= protocol.stable * before:
                 break
             before = time_ns
-        # So many runs that a sample is long against reading the clock (`Protocol.sample_ns`).
+        # A sample has so many runs that it takes `Protocol.sample_ns`, which is long compared with
+        # reading the clock.
         self._times = max(self._loop.least_times, min(64, protocol.sample_ns // time_ns))
-        # A sample that takes longer than this was perturbed, see the method `sample_ns`.
+        # A sample that takes longer than this was perturbed; the method `sample_ns` then shortens
+        # the next ones.
         self._most_ns = 4 * protocol.sample_ns
 
     def sample_ns(self) -> int:
         """Mean time of a run over consecutive ones."""
         times = self._times
         elapsed_ns = self._backend.elapsed_ns(self._loop.prepare(times))
-        # Other processes keep the machine busy: shorter samples are less likely to be perturbed.
+        # Other processes keep the machine busy. The next samples have fewer runs, because short
+        # samples are less likely to be perturbed.
         if elapsed_ns > self._most_ns:
             self._times = max(self._loop.least_times, times // 2)
         return max(1, elapsed_ns // times)

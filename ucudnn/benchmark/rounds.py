@@ -15,14 +15,14 @@ from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interv
 if TYPE_CHECKING:
     from ucudnn.benchmark.protocol import Protocol
 
-# Torch's own call is replaced only if more than this fraction of its time is gained. A smaller gain
-# is not worth it, however certain it is.
+# torch's own convolution is replaced only if this saves more than this fraction of its time. A
+# smaller gain is not worth it, even if it is certain.
 WORTHWHILE_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """Something to time; entrants of one group, which is a size and a role, race each other."""
+    """Something to time. Entrants of the same group, a size and a role, race each other."""
 
     sample_ns: Callable[[], int]
     group: tuple[int, str] | None = None
@@ -32,7 +32,7 @@ class Entrant:
 class Result:
     """Result of the rounds of one entrant."""
 
-    # In ns; the n-th samples of all entrants are from the same round.
+    # Times in ns. The n-th samples of all entrants are from the same round.
     samples: list[int] = field(default_factory=list)
     beaten_by: int | None = None  # the entrant that eliminated it; -1: a rival timed before
     failure: Failure | None = None  # why it could not be run any more
@@ -46,7 +46,7 @@ class Result:
         return self.beaten_by is None and not self.failure
 
     def add(self, reading: _Reading, repeated: int) -> None:
-        """Note the sample of a round that counts."""
+        """Add the sample of a round that is not repeated."""
         self.samples.append(reading.time_ns)
         self.switches += reading.switches
         self.repeated = repeated
@@ -75,8 +75,8 @@ def run_rounds(
     but the first begins after the `time.monotonic` of `until`.
     """
     results = [Result() for _ in entrants]
-    # How much processor time an undisturbed candidate gets depends on how many threads it keeps
-    # busy. So each round is compared with the best round of the same candidate.
+    # How much processor time a candidate gets without other processes depends on how many threads
+    # it keeps busy. So each round of a candidate is compared with its own best round.
     most_share: list[float] = [0.0] * len(entrants)
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     repeated = spent = rounds = 0
@@ -144,8 +144,8 @@ def _is_disturbed(
     for number, reading in readings.items():
         if reading.share is not None:
             most_share[number] = max(most_share[number], reading.share)
-            # A candidate that waits has a small share, too. Only an involuntary context switch
-            # shows that another process took the processor.
+            # A candidate whose threads wait has a small share of the processors as well. Only an
+            # involuntary context switch shows that another process took a processor.
             lost = reading.share < protocol.lost_share * most_share[number]
             disturbed |= lost and reading.switches > 0
     return disturbed
@@ -163,7 +163,7 @@ def _is_over(
 
 
 def _is_enough(results: Sequence[Result], protocol: Protocol, spent_ns: int) -> bool:
-    """True if more rounds would change nothing that matters, or would take too long."""
+    """True if more rounds would not change the outcome, or would take too long."""
     if spent_ns >= protocol.enough_ns:
         return True
     if protocol.stops_when_decided and _is_decided(results):

@@ -13,7 +13,8 @@ def median_ns(samples: Sequence[int]) -> int:
     >>> median_ns([4, 9, 5])
     5
     """
-    # A time of 0 would make ratios infinite, and the solver refuses it.
+    # The result is at least 1, because a time of 0 would make ratios infinite and is refused by the
+    # solver.
     return max(1, round(median(samples)))
 
 
@@ -25,8 +26,8 @@ def spread_ns(samples: Sequence[int]) -> int:
     """
     ordered = sorted(samples)
     last = len(ordered) - 1
-    # Both quartiles are samples, so that the result is an integer. The index of the upper one is
-    # rounded to the nearest, that of the lower one is rounded down.
+    # Both quartiles are samples, so that the result is an integer. The index of the upper quartile
+    # is rounded to the nearest integer, that of the lower one is rounded down.
     return ordered[(3 * last + 2) // 4] - ordered[last // 4]
 
 
@@ -50,7 +51,7 @@ def ratio_interval(
 ) -> tuple[float, float, float]:
     """The median of paired ratios, and the ends of its distribution-free confidence interval.
 
-    Both times of a pair are from the same round, so a perturbation affects both.
+    The two times of a pair are from the same round, so that a perturbation affects both of them.
 
     >>> ratio_interval([90, 92, 91, 90, 93, 91], [100, 100, 100, 100, 100, 100])
     (0.91, 0.9, 0.93)
@@ -64,12 +65,14 @@ def _outermost(count: int, confidence: float) -> int:
     """The k for which the k-th smallest and k-th largest sample enclose the median."""
     outside = 1 - confidence
     k, tail = 0, 0.0
-    # The true median is outside if it is below the k-th smallest or above the k-th largest. Each of
-    # these two has the probability that fewer than k of `count` fair coins show heads.
+    # The true median is outside of the interval if it is below the k-th smallest or above the k-th
+    # largest sample. The probability of each is that of fewer than k heads among `count` fair
+    # coins.
     while k < count // 2:
         tail += comb(count, k) / 2**count
         if 2 * tail > outside:
             break
         k += 1
-    # With fewer than six samples not even the outermost two reach 95 %.
+    # With fewer than six samples, even the smallest and the largest do not enclose the median with
+    # 95 % confidence.
     return max(k, 1)

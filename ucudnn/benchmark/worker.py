@@ -1,7 +1,8 @@
 """Measure in a child process; if a candidate hangs or kills that process, a new one is started.
 
-The child is a plain interpreter that imports this module: a GPU context does not survive a fork,
-and with multiprocessing's spawn a script without a guard would run twice.
+The child is a new interpreter that imports this module. It is not forked, because a GPU context
+does not survive a fork. Nor is it multiprocessing's "spawn", which would run a script without `if
+__name__ == "__main__"` a second time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ucudnn.split import Split
 from ucudnn.system.processes import start_python
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
-# A child's first answer waits for the imports and, on a GPU, for the context.
+# The first answer of a child may take this long, because it waits for imports and, on a GPU, for
+# the context.
 _START_S = 120.0
 
 
@@ -48,7 +50,8 @@ class Worker:
         connection = self._started()
         try:
             connection.send((axis, how, method, arguments))
-        # The child ended between two calls, which is no candidate's fault: a new child is asked.
+        # The child ended between two calls, which is no failure of a candidate. A new child is
+        # asked.
         except OSError:
             self.close()
             connection = self._started()
@@ -56,8 +59,8 @@ class Worker:
         turn, patience_s = 0, self._backend.candidate_timeout_s
         while True:
             try:
-                # The time counts from the last message; in a race the child sends a message before
-                # each run.
+                # The time counts from the last message of the child, which sends one before each
+                # run of a race.
                 if not connection.poll(patience_s):
                     self.close()
                     raise LostError(
@@ -90,7 +93,8 @@ class Worker:
         if self._connection is not None:
             return self._connection
         began = monotonic()
-        # The child cannot use memory that torch's allocator keeps here without using it.
+        # Give back the memory that torch's allocator keeps in this process without using it: the
+        # child needs it.
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         ours, theirs = Pipe()
@@ -98,11 +102,11 @@ class Worker:
             _PROGRAM,
             str(theirs.fileno()),
             environment=environment_without_startup(),
-            # What libraries print in the child is not output of the user's program.
+            # What libraries print in the child must not appear in the output of the user's program.
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
-        # Then the only other end of the pipe is in the child, so that the pipe reports when the
+        # After this the only other end of the pipe is in the child, so the pipe shows when the
         # child has ended.
         theirs.close()
         self._connection = ours
@@ -166,7 +170,7 @@ class WorkerBench(AbstractBench):
         ]
 
     def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> dict[int, Any]:
-        """The result of the method for each index of `asked`, or how that candidate was lost."""
+        """For each index of `asked` the result of the method, or how that candidate was lost."""
         found: dict[int, Any] = {}
         left = list(range(len(asked)))
         while left:
@@ -197,7 +201,7 @@ def serve(descriptor: int) -> None:
                 axis, how, method, arguments = connection.recv()
             except EOFError:
                 return
-            # A bench holds the operands of a kernel, which serve all requests for this kernel.
+            # A bench holds the operands of a kernel. It is kept for all requests for this kernel.
             if (axis, how) != measured:
                 bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)), how)
                 measured = axis, how
@@ -208,7 +212,8 @@ def serve(descriptor: int) -> None:
                     answer = ("lost", failure_of(error).reason)
                 elif isinstance(error, UcudnnError):
                     answer = ("raised", error)
-                # The class of any other error may not be importable in the parent.
+                # Errors of other classes are sent as `CandidateError`, because their class may not
+                # be importable in the parent.
                 else:
                     kind, reason = failure_of(error)
                     answer = ("raised", CandidateError(reason, kind))

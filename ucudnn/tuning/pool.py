@@ -71,8 +71,7 @@ class KernelChoices:
         return self.calls * self.points[0][0]
 
     def part(self, size: int, left: int) -> int:
-        """Bytes that a call owns: those of its split within `size`, and what it can use of `left`.
-        """
+        """Bytes that a call owns: those of its split within `size`, and usable ones of `left`."""
         point = max(
             (point for point in self.front if point.workspace_bytes + self.surplus <= size),
             key=attrgetter("workspace_bytes"),

@@ -46,7 +46,8 @@ class CudnnError(UcudnnError):
         # The first digit is the category of a status in cuDNN 9; 4xxx and 5xxx are failures.
         return 2000 <= self.status < 4000
 
-    # By default an exception is pickled with only its message, but `__init__` takes four arguments.
+    # By default an exception is unpickled by calling `__init__` with the message alone, but it
+    # takes four arguments.
     def __reduce__(self) -> tuple[type[CudnnError], tuple[int, str, str, str]]:
         return type(self), (self.status, self.name, self.detail, self.doing)
 
@@ -163,7 +164,8 @@ class Cudnn:
         tensor.set_int64(Attribute.TENSOR_UNIQUE_ID, uid)
         # cuDNN trusts the claimed alignment: engines that load several elements at once need it.
         tensor.set_int64(Attribute.TENSOR_BYTE_ALIGNMENT, alignment_bytes)
-        # The attribute is false by default. Only the tensor between convolution and bias needs it.
+        # The attribute is false by default, and is set only for the tensor between convolution and
+        # bias, which needs no memory.
         if virtual:
             tensor.set_bool(Attribute.TENSOR_IS_VIRTUAL, True)
         return tensor.finalize()
@@ -219,7 +221,8 @@ class Descriptor(AbstractClosable):
         # cuDNN refers to the parts by pointer, so they must not be destroyed before this object.
         self._parts: tuple[Descriptor, ...] = ()
         self.kind = kind
-        # Null until the object is created: `close` and `__del__` also run after a failed creation.
+        # The pointer is null until the object is created, because `close` and `__del__` also run if
+        # its creation has failed.
         self.pointer = c_void_p()
         cudnn.call(f"create {kind.name}", "cudnnBackendCreateDescriptor", kind, byref(self.pointer))
 
@@ -231,8 +234,8 @@ class Descriptor(AbstractClosable):
             self._parts = ()
 
     def __del__(self) -> None:
-        # When Python exits, the driver may already be unloaded. So the operating system frees the
-        # object then, as it does for PyTorch's plans.
+        # When Python exits, the driver may already be unloaded. Then nothing is done here, and the
+        # operating system frees the object, as it does for PyTorch's plans.
         if not sys.is_finalizing():
             self.close()
 
@@ -323,8 +326,8 @@ class Descriptor(AbstractClosable):
     def read_into(self, parts: list[Descriptor], attribute: Attribute) -> list[Descriptor]:
         """Read a list of descriptors into existing descriptors; return those that were filled.
 
-        cuDNN returns the number of knob choices only together with them, so the caller must give
-        enough descriptors for any engine.
+        cuDNN does not return the number of knob choices before the choices themselves, so the
+        caller must give enough descriptors for any engine.
         """
         array = (c_void_p * len(parts))(*(part.pointer for part in parts))
         return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]

@@ -43,7 +43,8 @@ class _Settings(NamedTuple):
 
     @classmethod
     def read(cls) -> _Settings:
-        # In the measuring worker, which is another process, torch starts with its default settings.
+        # The settings are passed on to the measuring worker, another process, where torch starts
+        # with its default settings.
         return cls(_torch.benchmark, _is_deterministic(), _torch.conv.fp32_precision)
 
     def apply(self) -> None:
@@ -95,7 +96,8 @@ class CudnnBackend(AbstractBackend):
                 "backend 'cudnn' runs on an NVIDIA GPU and torch sees none; plan for one that is "
                 "elsewhere by its measurements, with backend='recorded'"
             )
-        # The GPU is fixed here, so that a later `torch.cuda.set_device` mixes no GPUs in one plan.
+        # The GPU is chosen here once, so that a later `torch.cuda.set_device` cannot mix two GPUs
+        # in one plan.
         self._index = torch.cuda.current_device()
         _torch.version()  # loads torch's cuDNN, so that `find_library` finds it
         self.runtime = _runtime(find_library())
@@ -117,8 +119,8 @@ class CudnnBackend(AbstractBackend):
         return Conditions(
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
             ranks_per_device=ranks,
-            # Ranks share the GPU at once only with MPS, and `ucudnn launch` sets the percentage
-            # whenever it uses MPS. 0 means that ranks take turns.
+            # Ranks can use a GPU at the same time only with MPS, and `ucudnn launch` sets this
+            # percentage whenever it uses MPS. 0 means that ranks take turns.
             mps_percent=int(percent) if percent else 100 if ranks == 1 else 0,
         )
 
@@ -140,8 +142,8 @@ class CudnnBackend(AbstractBackend):
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm does not compute a problem; None if it does, or may do so.
 
-        For a batch that was never enumerated, only building an engine shows whether the engine
-        computes it.
+        Whether an engine computes a batch for which no engines were listed is known only after
+        building it.
         """
         if problem.layout == "nhwc" and problem.rank == 1:
             return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
@@ -206,7 +208,8 @@ class CudnnBackend(AbstractBackend):
 
         Only `build_refusal` or a run shows whether the engine computes the problem.
         """
-        # Checked at batch 1: a problem may be too large for 32 bits while its chunks are not.
+        # The refusal is asked at batch 1, because a whole problem may be too large for 32-bit
+        # indices while its chunks are not.
         reason = self.refusal(problem.with_batch(1), algorithm)
         if reason is not None:
             raise UnsupportedError(f"{algorithm} does not compute {problem}: {reason}")
@@ -245,7 +248,7 @@ class CudnnBackend(AbstractBackend):
     ) -> int:
         if _torch.benchmark and DEFAULT_ALGORITHM in {name for _, name in parts}:
             # At the first call with a shape, cudnn.benchmark tries all engines, whatever memory
-            # they take. That must not count as workspace.
+            # they take. This run is not measured, so that their memory does not count as workspace.
             run()
         native = torch.cuda.get_allocator_backend() == "native"
         # Allocated sizes are rounded up to 512 bytes. Requested sizes are exact, but only the
@@ -261,7 +264,7 @@ class CudnnBackend(AbstractBackend):
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
         found, before = list[Span](), self.allocated_bytes()
 
-        # The allocator counts at the time of the host's call, so no mark has to wait for the GPU.
+        # The allocator counts memory when the host calls it, so a mark need not wait for the GPU.
         def mark() -> None:
             peak = torch.cuda.max_memory_allocated(self._index)
             found.append(Span(peak - before, self.allocated_bytes() - before))
@@ -292,5 +295,5 @@ class CudnnBackend(AbstractBackend):
         """Half of the memory that is free, or unused in torch's allocator."""
         free, _ = torch.cuda.mem_get_info(self._index)
         kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
-        # CUDA does not count unused blocks of torch's allocator as free, though torch can use them.
+        # Blocks that torch's allocator keeps unused are not free for CUDA, but torch can use them.
         return int(free + kept) // 2

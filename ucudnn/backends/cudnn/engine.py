@@ -28,7 +28,8 @@ from ucudnn.backends.cudnn.graph import BIAS_UID, W_UID, X_UID, Y_UID, Target, V
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 
-# In the order in which an executable gets its tensors: first operand, second operand, result.
+# For each op the numbers of the tensors in the order in which an executable gets them: first
+# operand, second operand, result.
 _OPERAND_UIDS = {
     "fprop": (X_UID, W_UID, Y_UID),
     "dgrad": (Y_UID, W_UID, X_UID),
@@ -43,8 +44,8 @@ class Configuration:
     """An engine with all its knobs, as proposed by a heuristic."""
 
     identity: str
-    # Workspace to write the result at the problem's batch. Adding to a gradient (beta 1) may need
-    # more workspace: the size of the gradient and 16 bytes.
+    # Workspace for writing the result at the problem's batch. Adding to a gradient (beta 1) may
+    # need more: the size of the gradient and 16 bytes.
     workspace_bytes: int
     mode: str  # the first heuristic that proposes it: "A", "B" or "FALLBACK"
     rank: int  # its position among all configurations of the problem, in the order of the modes
@@ -52,21 +53,23 @@ class Configuration:
 
     @property
     def is_runtime_compiled(self) -> bool:
-        """True if building it compiles code: 0.3 to 2 s instead of 0.1 ms."""
+        """True if building the engine compiles code, which takes 0.3 to 2 s instead of 0.1 ms."""
         return BehaviorNote.RUNTIME_COMPILATION.name in self.notes
 
     @property
     def is_deterministic(self) -> bool:
-        """True if it computes the same bits each time."""
+        """True if the engine computes the same bits each time."""
         return NumericalNote.NONDETERMINISTIC.name not in self.notes
 
     def is_allowed(self, problem: Problem, deterministic: bool = False) -> bool:
-        """True if PyTorch's rules allow it for a problem.
+        """True if PyTorch's rules allow the engine for a problem.
 
-        float32 is never converted to a narrower type. A tensor core multiplies float32 as TF32,
-        which `problem.math` may rule out. `deterministic` rules out nondeterministic engines.
+        Engines that convert float32 to a narrower type are never allowed. Tensor cores multiply
+        float32 as TF32, which `problem.math` may rule out. `deterministic` rules out
+        nondeterministic engines.
         """
-        # The engine's notes decide, because no attribute of a convolution switches TF32 off.
+        # Whether an engine uses TF32 is read from its notes, because no attribute of a convolution
+        # switches TF32 off.
         if deterministic and not self.is_deterministic:
             return False
         ruled_out: set[str] = set()
@@ -100,8 +103,8 @@ def configurations(
     reader = _Reader(target.cudnn)
     said = f"cuDNN {target.cudnn.version_text} has no engine for {problem}"
     with _refusals(said), graph_of(target, problem, views, bias=bias) as graph:
-        # All three heuristics are asked, because the list of A may hold only tensor-core engines,
-        # which strict float32 rules out.
+        # All three heuristics are asked, because the list of heuristic A may have only engines for
+        # tensor cores, which are ruled out in strict float32.
         for mode in HeuristicMode:
             for config in _proposals(target, graph, mode):
                 engine = reader.engine(config)
@@ -144,7 +147,8 @@ class _Reader:
 
     def __init__(self, cudnn: Cudnn) -> None:
         self._engine = [Descriptor(cudnn, DescriptorKind.ENGINE)]
-        # Reused: a problem has dozens of configurations, and each would need 64 descriptors.
+        # These descriptors are reused, because a problem has dozens of configurations, each of
+        # which would need 64 of them.
         self._knobs = [Descriptor(cudnn, DescriptorKind.KNOB_CHOICE) for _ in range(KNOB_TYPES)]
 
     def engine(self, config: Descriptor) -> Descriptor:
@@ -159,7 +163,7 @@ class _Reader:
 
 
 def _identity(engine: int, knobs: Iterable[tuple[int, int]], bias: bool) -> str:
-    # Sorted, so that a configuration has one name in whatever order cuDNN lists its knobs.
+    # The knobs are sorted, so that the name does not depend on the order in which cuDNN lists them.
     choices = "".join(f"_k{kind}={value}" for kind, value in sorted(knobs))
     return f"{'bias_' if bias else ''}eng{engine}{choices}"
 

@@ -32,8 +32,9 @@ _DATA_TYPES = {
 }
 
 
-# cuDNN numbers the same attributes differently in each of the three operations. Per op: the ends of
-# the names of its descriptor and of its attributes, and the names of x, w and y among the latter.
+# cuDNN numbers the same attributes differently in each of the three operations. For each op: the
+# end of its descriptor's name, the prefix of its attributes' names, and the names of the attributes
+# for x, w and y.
 _NAMES = {
     "fprop": ("FORWARD", "FORWARD", ("X", "W", "Y")),
     "dgrad": ("BACKWARD_DATA", "BWD_DATA", ("DX", "W", "DY")),
@@ -80,7 +81,7 @@ def views_of(problem: Problem, whole: Problem | None = None) -> Views:
 
     def view(strides: tuple[int, ...]) -> View:
         # A view may begin at any multiple of these offsets. torch aligns the whole tensor, so every
-        # view is aligned to the greatest common divisor.
+        # view is aligned to their greatest common divisor.
         offsets = [problem.batch * strides[0], *([strides[0], strides[2]] if whole else [])]
         alignment = gcd(ALIGNMENT_BYTES, *(problem.bytes_per_element * count for count in offsets))
         return View(strides, alignment)
@@ -138,7 +139,8 @@ def graph_of(
 
 
 def _require_small(problem: Problem, name: str, shape: tuple[int, ...], view: View) -> None:
-    # The distance from first to last element, because a strided view spans more than it holds.
+    # The distance from the first to the last element counts, because a strided view spans more
+    # memory than it has elements.
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
     if span > _MOST_ELEMENTS:
         raise UnsupportedError(

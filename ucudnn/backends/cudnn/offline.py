@@ -1,10 +1,10 @@
 """Planning by cuDNN for the device of another machine, in a child process.
 
 The child imports no framework. cuDNN loads libcuda and libcublasLt even if it runs nothing. On a
-machine without an NVIDIA driver, stubs of these libraries are built once with the system's C
-compiler in the user's cache folder (as Triton builds its launcher). The stubs are loaded before
-cuDNN. A process with stubs cannot use a GPU, and a framework that tried would fail with a
-misleading error. So importing frameworks is blocked in such a process.
+machine without an NVIDIA driver, the system's C compiler builds stubs of these libraries once, in
+the user's cache folder (as Triton builds its launcher), and the child loads the stubs before cuDNN.
+A process with stubs cannot use a GPU, and a framework that tried would fail with a misleading
+error. So importing frameworks is blocked in such a process.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def list_configurations(
 
 def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Start the child, send it a request and yield its answers."""
-    # stderr goes to a file, because nobody reads a pipe meanwhile: a child that wrote more than a
-    # pipe holds would wait forever.
+    # The child's stderr goes to a file. Nobody would read a pipe meanwhile, so a child that wrote
+    # more than a pipe holds would wait forever.
     with tempfile.TemporaryFile("w+") as said:
         child = start_python(
             _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def _serve(request: dict[str, Any], answers: IO[str]) -> None:
-    # A real driver needs no stubs: with it, too, cuDNN plans for the device of the profile.
+    # With a real driver no stubs are needed: cuDNN still plans for the device of the profile.
     if not has_driver():
         load_stubs()
     cudnn = Cudnn(request["library"])
@@ -146,7 +146,7 @@ def _serve(request: dict[str, Any], answers: IO[str]) -> None:
             except UnsupportedError as error:
                 answer["refusal"] = str(error)
             answers.write(json.dumps(answer) + "\n")
-            # One line at a time, so that the parent can report progress.
+            # Each line is sent at once, so that the parent can report progress.
             answers.flush()
 
 
@@ -200,15 +200,16 @@ def build_stubs(cache: Path | None = None) -> Path:
         cache = user_cache_path("ucudnn", appauthor=False)
     sources = files("ucudnn.backends.cudnn") / "stubs"
     texts = {stub.source: (sources / stub.source).read_text() for stub in _STUBS}
-    # Each content and architecture has a folder of its own, for new versions of the package and for
-    # home folders that machines of two architectures share.
+    # Stubs of another content or for another architecture get another folder, because packages are
+    # updated, and machines of two architectures may share a home folder.
     digest = hashlib.sha256(repr((texts, _STUBS, os.uname().machine)).encode()).hexdigest()
     folder = cache / "stubs" / digest[:16]
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Built beside the final folder, because a rename is atomic only within a file system.
+        # The stubs are built beside their final folder, because a rename is atomic only within one
+        # file system.
         building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     except OSError as error:
         raise UnsupportedError(
@@ -363,7 +364,8 @@ def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
     """Write the table, replacing an existing one; return the number of rows."""
     rows = 0
     try:
-        # The table is written beside the file and renamed, so that an interruption keeps the old.
+        # The table is written beside the file and then renamed, so that an interruption leaves the
+        # old file.
         with replacing(path) as stream:
             table = csv.writer(getwriter("utf-8")(stream), lineterminator="\n")
             table.writerow(COLUMNS)

@@ -64,7 +64,7 @@ class DeviceProfile:
         >>> DeviceProfile.load("h200").name
         'NVIDIA H200'
         """
-        # A file at this path takes precedence over a profile of the package.
+        # If there is a file at this path, it is read, and not the package's profile of that name.
         name = os.fspath(path)
         is_own = name in own_profiles() and not Path(path).exists()
         try:
@@ -109,7 +109,7 @@ class DeviceProfile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile for `load`."""
         try:
-            # Indented, because people compare and edit profiles.
+            # The JSON is indented, because people compare and edit profiles.
             Path(path).write_text(json.dumps(json.loads(self.text), indent=2) + "\n")
         except OSError as error:
             raise ConfigError(

@@ -43,7 +43,7 @@ class Handles:
         key = (threading.get_ident(), device)
         stream = self._current_stream(device)
         held = self._held.get(key)
-        # By far the most frequent case: the stream rarely changes between launches.
+        # This is by far the most frequent case, because the stream rarely changes between launches.
         if held is not None and held[1] == stream:
             return held[0]
         handle = self._open(device) if held is None else held[0]

@@ -82,7 +82,7 @@ class OpsExecutable(Executable):
 
 def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
     """A new CPU tensor in the problem's dtype and layout."""
-    # The device is given because `torch.set_default_device` may name another one.
+    # The device is given explicitly, because `torch.set_default_device` may have set another one.
     return torch.empty(
         shape, dtype=torch_dtype(problem), device="cpu", memory_format=memory_format(problem)
     )
@@ -141,11 +141,13 @@ def direct_cost(problem: Problem) -> Cost:
     >>> direct_cost(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     Cost(operations=10, traffic_bytes=32, workspace_bytes=0)
     """
-    # Each axis decides separately which inputs and taps meet, so all counts are products over axes.
+    # Which inputs and taps meet is independent for each axis, so every count is a product over
+    # axes.
     met = [_met(_Axis.of(problem, axis)) for axis in range(problem.rank)]
     pairs, inputs, outputs, positions = (prod(counts) for counts in zip(*met, strict=True))
     channels = problem.in_channels // problem.groups
-    # Number of elements of each tensor that take part in a product; the others need not be read.
+    # For each tensor the number of elements that take part in a product; the others need not be
+    # read.
     read = {
         "x": problem.batch * problem.in_channels * inputs,
         "w": problem.out_channels * channels * positions,
@@ -209,7 +211,8 @@ class _Met(NamedTuple):
     positions: int
 
 
-# Cached, because a model has few distinct axes, and each is counted again for every batch size.
+# The counts are cached, because a model has few distinct axes, and each is asked for again at every
+# batch size.
 @lru_cache(maxsize=4096)
 def _met(axis: _Axis) -> _Met:
     pairs = positions = 0

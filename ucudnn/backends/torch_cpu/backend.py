@@ -44,8 +44,8 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
-# Number of random values that are drawn for an operand and repeated to fill it. It is a prime, so
-# that no two samples, channels or rows begin at the same value.
+# An operand is filled by repeating this many random values. The number is a prime, so that no two
+# samples, channels or rows begin at the same value.
 _DRAWN = 262_139
 # Candidates are listed in this order. The first, torch's own convolution, is the baseline.
 _ALGORITHMS = {
@@ -64,7 +64,8 @@ _ALGORITHMS = {
 }
 
 
-# One meter per process, because the load is the change of counters since the meter was last read.
+# There is one meter per process: the load is computed from the change of counters since the meter
+# was last read.
 _load = LoadMeter()
 
 
@@ -97,7 +98,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(_ALGORITHMS)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        # TF32 is a number format of NVIDIA's tensor cores.
+        # The only other value is TF32, a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
         if problem.layout == "nhwc" and problem.rank == 1:
@@ -154,7 +155,8 @@ class TorchCpuBackend(AbstractBackend):
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
         """Standard normal operands, so that sums neither overflow nor vanish."""
         shapes = replace(problem, batch=samples).operand_shapes
-        # A generator of its own, so that measuring leaves the user's random state alone.
+        # The values come from a generator of their own, so that measuring does not change the
+        # user's random state.
         generator = torch.Generator().manual_seed(0)
         a, b = (_normal(problem, shape, generator) for shape in shapes)
         return a, b
@@ -162,7 +164,8 @@ class TorchCpuBackend(AbstractBackend):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        # Chunks run one after another: the peak is the largest amount of a chunk, not the sum.
+        # Chunks run one after another, so the largest amount of any chunk is added to the peak, and
+        # not their sum.
         unseen = (
             unseen_bytes(computed, kernel, torch.get_num_threads())
             for problem, algorithm in set(parts)
@@ -186,12 +189,14 @@ class TorchCpuBackend(AbstractBackend):
         return DeviceState(_load.load())
 
     def activity(self) -> Activity:
-        # A switch is involuntary if the scheduler takes the processor away while there is work.
+        # Involuntary context switches are counted: those in which the scheduler takes the processor
+        # away from a thread that still has work.
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)
 
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
-        """Multiples of the thread count, because several kernels compute a sample per thread."""
+        """Multiples of the number of threads, because several kernels compute a sample per thread.
+        """
         threads = torch.get_num_threads()
         return tuple(range(threads, problem.batch + 1, threads))
 

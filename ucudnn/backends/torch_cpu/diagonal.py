@@ -1,10 +1,11 @@
 """Weight gradients of depthwise convolutions by matrix products whose diagonals are summed.
 
-An element of the weight gradient is the sum of x * dy over all pairs of places at one distance. For
-a channel and a filter row, a matrix product of the columns of x with the columns of dy, summed over
-rows and samples, holds this sum for every pair of columns. Pairs at one distance lie on a diagonal
-of the product. Most of the product is not needed. But kernels that compute only the needed elements
-use no matrix products. So this algorithm pays off for wide filters.
+An element of the weight gradient is the sum of x * dy over all pairs of places with one distance
+between them. For one channel and one filter row, the matrix product of x and dy, with their rows
+and samples as the axis that is summed over, has this sum for every pair of a column of x and a
+column of dy. The pairs with one distance lie on a diagonal of this matrix, so each diagonal is
+added up. Most of the matrix is not needed. But kernels that compute only the needed elements cannot
+use fast matrix products, so for wide filters this algorithm is faster.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, direct_cost
 from ucudnn.problem import Problem
 
-# Least number of columns of dy in a block: products of narrower matrices are far from peak speed.
+# Least number of columns of dy in a block, because products of narrower matrices are far from peak
+# speed.
 _LEAST_BLOCK = 14
-# Least number of columns of a filter: torch's own kernels were faster with fewer in every trial.
+# Least number of columns of a filter. For narrower filters, torch's own kernels were faster in
+# every trial.
 _LEAST_WIDTH = 5
 
 
@@ -50,14 +53,15 @@ class DiagonalGemm(AbstractAlgorithm):
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
         places = problem.groups * problem.batch * blocks.number
         copied = flat.output_size[0] * blocks.block
-        # Rows that only round the number up to a multiple of the stride are not written or read.
+        # The copies may have more rows, so that their number is a multiple of the stride. The
+        # additional rows are neither written nor read.
         written = places * (copied + flat.input_size[0] * blocks.columns) * element
         copies = places * (copied + blocks.x_rows * blocks.columns) * element
         summed = places * sum(tap.rows for tap in blocks.taps)
         row = problem.groups * blocks.block * element
         products = flat.kernel_size[0] * blocks.window * row
-        # The product of one filter row is a temporary until it is put in place. The result does not
-        # exist yet at that time, so its bytes are subtracted.
+        # The product of one filter row is a temporary until it is copied to its place. The result
+        # does not exist yet at that time, so its bytes are subtracted here.
         one = blocks.columns * row - problem.result_bytes if blocks.taps else 0
         return Cost(
             2 * summed * blocks.columns * blocks.block,
@@ -98,7 +102,8 @@ def _blocks(problem: Problem) -> _Blocks:
     # The wider the blocks, the larger is the part of the product that is not needed. The narrower
     # they are, the more columns of x are copied twice, because neighbouring windows overlap.
     count = max(1, places // max(extent, _LEAST_BLOCK))
-    # The width is rounded up, so that all blocks are equal. Then fewer blocks may hold all columns.
+    # The width is rounded up, so that all blocks are equal. Then fewer blocks may be enough for all
+    # columns.
     block = -(-places // count)
     count = -(-places // block)
     window = (block - 1) * problem.stride[1] + extent
@@ -122,8 +127,9 @@ def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
     stride, (begin, _) = problem.stride[0], problem.padding[0]
     found = []
     for position in range(problem.kernel_size[0]):
-        # Output row i reads row i * stride + position * dilation - begin of x. A phase consists of
-        # rows with the same remainder modulo the stride; there this row is row i + ahead.
+        # Output row i reads row i * stride + position * dilation - begin of x. Rows of x with the
+        # same remainder modulo the stride form a phase; in its phase this row has the number i +
+        # ahead.
         ahead, phase = divmod(position * problem.dilation[0] - begin, stride)
         first = max(0, -ahead)
         present = -(-(problem.input_size[0] - phase) // stride)
@@ -141,7 +147,8 @@ class _DiagonalGemm(Executable):
         self._problem = problem
         self._flat = problem.as_2d()
         self._blocks = _blocks(self._flat)
-        # Half precision is multiplied in float32, so that sums are rounded once, at the end.
+        # Operands in half precision are multiplied in float32, so that sums are rounded only once,
+        # at the end.
         self._dtype = torch.promote_types(torch_dtype(problem), torch.float32)
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
@@ -160,7 +167,8 @@ class _DiagonalGemm(Executable):
         flat, blocks = self._flat, self._blocks
         left, right = self._x_rows(x), self._y_rows(dy)
         shape = (flat.groups, flat.kernel_size[0], blocks.window, blocks.block)
-        # Zeros at first, because products with columns of padding that were skipped stay zero.
+        # The products begin as zeros, because those with columns of padding are skipped and stay
+        # zero.
         products = left.new_zeros(shape)
         kept = slice(blocks.skipped, blocks.skipped + blocks.columns)
         each = x.shape[0] * blocks.number
@@ -175,15 +183,16 @@ class _DiagonalGemm(Executable):
         channel, row, column, one = products.stride()
         (_, stride), (_, dilation) = self._flat.stride, self._flat.dilation
         shape = (*products.shape[:2], self._flat.kernel_size[1], self._blocks.block)
-        # Column j of dy meets column j * stride + k * dilation of x at filter column k: these
-        # pairs lie on a diagonal, and their sum over j is one element of the gradient.
+        # At filter column k, column j of dy is multiplied with column j * stride + k * dilation of
+        # x. These pairs lie on a diagonal, and the sum of their products over j is one element of
+        # the gradient.
         return products.as_strided(shape, (channel, row, dilation * column, stride * column + one))
 
     def _x_rows(self, x: Tensor) -> Tensor:
         blocks, stride, begin = self._blocks, self._flat.stride, self._flat.padding[1][0]
         rows = self._rows(x, blocks.x_rows, blocks.columns)
-        # Rows are sorted by phase, so that those that a filter row meets are consecutive, as in a
-        # matrix.
+        # Rows are sorted by phase, so that the rows that one filter row uses are consecutive and
+        # form a matrix.
         per_phase = blocks.x_rows // stride[0]
         for phase in range(stride[0]):
             source = x.permute(1, 2, 0, 3)[:, phase :: stride[0]]

@@ -84,9 +84,10 @@ def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: l
     cut = {"fprop": problem.output_size, "dgrad": problem.input_size, "wgrad": problem.kernel_size}
     is_cut = cut[problem.op] != tuple(sizes) and prod(problem.result_shape[:2]) > 1
     is_cut |= problem.layout == "nhwc" and problem.result_shape[1] > 1
-    # where nothing is cut away or transposed, the result is what the inverse transform returns
+    # If nothing is cut off or transposed, the result is the tensor that the inverse transform
+    # returns.
     result = problem.result_bytes if is_cut else padded[2]
-    # Of several axes, torch transforms all but the last into a copy.
+    # If there are several axes, torch transforms all of them but the last into a copy.
     inverse = product * min(problem.rank, 2) + padded[2] - result
     peaks = [first + second + product - result, inverse]
     if is_cut:
@@ -106,7 +107,8 @@ class _Fft(OpsExecutable):
         self._axes = tuple(range(-problem.rank, 0))
         self._form = memory_format(problem)
         self._every_stride = self._grid(problem.output_size, problem.stride)
-        # A dilated filter has zeros between its elements, and so has dy of a strided convolution.
+        # A dilated filter is written with zeros between its elements, and so is dy of a strided
+        # convolution.
         self._every_dilation = self._grid(problem.kernel_size, problem.dilation)
         self._input = tuple(
             slice(begin, begin + size)
@@ -120,7 +122,8 @@ class _Fft(OpsExecutable):
         )
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        # Conjugated in place, because torch does not resolve a lazy view below a dispatch mode.
+        # The spectrum is conjugated in place, because below a dispatch mode torch would not resolve
+        # a lazily conjugated view.
         filters = self._filters(w).conj_physical_()
         spectrum = torch.einsum("ngc...,gkc...->ngk...", self._samples(x, self._input), filters)
         return self._inverse(spectrum, self._every_stride)
@@ -148,8 +151,8 @@ class _Fft(OpsExecutable):
         return spectrum.view(shape)
 
     def _spectrum(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
-        # These zeros are the padding of the convolution. They also keep values that wrap around in
-        # a cyclic convolution away from the outputs that are kept.
+        # These zeros are the padding of the convolution. They are also the reason why values that
+        # wrap around in the cyclic convolution do not reach the outputs that are kept.
         canvas = tensor.new_zeros((*tensor.shape[:2], *self._sizes))
         canvas[(slice(None), slice(None), *where)] = tensor
         spectrum: Tensor = torch.fft.rfftn(canvas, dim=self._axes)

@@ -26,7 +26,7 @@ _Index = tuple[int | slice | EllipsisType, ...]
 
 
 class Gemm(AbstractAlgorithm):
-    """Matrix products for 1x1 filters, one per sample or chunk; at stride 1 without copies."""
+    """Matrix products for 1x1 filters: one per sample or chunk, at stride 1 without copies."""
 
     name = "gemm"
     has_fixed_order = True
@@ -40,16 +40,18 @@ class Gemm(AbstractAlgorithm):
         """Cost of the products; strided or half-precision operands are copied sample by sample."""
         if problem.layout == "nhwc":
             return _places_cost(problem)
-        # A 1x1 filter reads every stride-th place of x: as many places as the output has.
+        # A 1x1 filter reads only every stride-th place of x, which are as many places as the output
+        # has.
         x_sample = problem.in_channels * prod(problem.output_size)
         y_sample = prod(problem.y_shape[1:])
         workspace = 0
-        # Half precision takes x and dy of a sample in float32, and a sum of dw in float32, of which
-        # only the bytes beyond those of a half-precision dw count.
+        # For half precision, x and dy of a sample are converted to float32, and so is the sum of
+        # dw. Of this sum only the bytes beyond those of a dw in half precision are workspace.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
             dw_growth = (4 - problem.bytes_per_element) * prod(problem.w_shape)
             workspace = 4 * (x_sample + y_sample) + dw_growth
-        # With a stride the places of x that filters read are gathered, one sample after another.
+        # With a stride, the places of x that filters read are copied together, one sample after
+        # another.
         elif problem.input_size != problem.output_size and problem.in_channels > 1:
             workspace = problem.bytes_per_element * x_sample
         return direct_cost(problem)._replace(workspace_bytes=workspace)
@@ -78,7 +80,8 @@ class Im2colGemm(AbstractAlgorithm):
         if problem.layout == "nhwc":
             return _places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
-        # The product has channels before samples. If there are several of both, it is reordered.
+        # In the product, channels come before samples. If there are several of both, it is copied
+        # to reorder it.
         y = 0
         if problem.batch > 1 and problem.out_channels > 1:
             y = prod(problem.y_shape) * problem.bytes_per_element
@@ -112,15 +115,16 @@ class _Gemm(OpsExecutable):
         return dx
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        # The sum of half-precision products is in float32, because rounding each would lose bits.
+        # Products in half precision are summed in float32, because rounding each of them would lose
+        # bits.
         dtype = torch.promote_types(x.dtype, torch.float32)
         dw = x.new_zeros(self.problem.w_shape, dtype=dtype)
         self.add(x, dy, dw)
         return dw.to(x.dtype)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        # One product per sample: channels-first operands are matrices (channels, places) only
-        # within a sample. Groups are the batch dimension of bmm.
+        # There is one product per sample, because channels-first operands are matrices (channels,
+        # places) only within a sample. The groups are the batch dimension of bmm.
         filters = self._grouped(b).to(self._dtype)
         if self.problem.op == "dgrad":
             filters = filters.mT
@@ -133,7 +137,8 @@ class _Gemm(OpsExecutable):
         if self._strided and not scattered:
             source = source[self._sampled].contiguous()
         columns = self._grouped(source.to(self._dtype))
-        # bmm writes straight into the result where neither a conversion nor a scatter is needed.
+        # If the result needs neither a conversion nor zeros between its places, bmm writes directly
+        # into it.
         if target.dtype == self._dtype and not scattered:
             torch.bmm(filters, columns, out=self._grouped(target))
             return
@@ -156,7 +161,7 @@ class _Gemm(OpsExecutable):
 
 
 class _ColumnGemm(OpsExecutable):
-    """Base of matrix products with columns, which hold for each output the inputs that it reads.
+    """Base of products with columns: a matrix with the inputs that each output reads.
 
     Subclasses choose the layout of the columns: `_shape` is their shape for a batch, and `_of_tap`
     returns the columns of one filter position as a view of the shape (N, C, *output_size).
@@ -264,23 +269,24 @@ class _Im2colGemm(_ColumnGemm):
         return filters.to(self._dtype)
 
 
-# With channels last, tensors are matrices of positions by channels: a 1x1 convolution at stride 1
-# is one product of the operands themselves, for the whole chunk. Other filters take columns: for
-# each output the channels of every input that its filter covers.
+# In channels-last, tensors are matrices of positions by channels. So a 1x1 convolution at stride 1
+# is a single product of the operands themselves for the whole chunk. Other filters need columns,
+# which have for each output the channels of every input that its filter covers.
 def _needs_columns(problem: Problem) -> bool:
     """True unless each output reads only the input at its own position.
 
     >>> _needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
     False
     """
-    # With padding and a stride, the output may have the input's size, but it reads other places.
+    # With padding or a stride, an output may read other places even if input and output have the
+    # same size.
     moves = set(problem.stride) != {1} or any(map(sum, problem.padding))
     return moves or prod(problem.kernel_size) > 1
 
 
 def _places_refusal(problem: Problem) -> str | None:
     """Reason why matrix products do not compute a channels-last problem; None if they do."""
-    # In channels-last the other groups' channels lie between the rows of one group's matrix.
+    # In channels-last, the channels of the other groups lie between the rows of a group's matrix.
     if problem.groups > 1:
         return "it computes channels-last operands without groups only"
     return None

@@ -26,8 +26,8 @@ from ucudnn.backends.torch_cpu.algorithm import (
 from ucudnn.problem import Problem
 
 _aten = torch.ops.aten
-# Short names for the members of torch's enumeration ConvBackend; they appear in notes of
-# measurements, so the names must stay.
+# Short names for the members of torch's enumeration ConvBackend. Notes of cached measurements
+# contain them, so they must not change.
 _KERNELS = {
     "Mkldnn": "onednn",
     "MkldnnEmpty": "onednn",
@@ -59,7 +59,7 @@ _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 @lru_cache(maxsize=4096)
 def _chosen_kernel(problem: Problem, threads: int) -> str:
     del threads  # part of the key: aten's choice depends on it
-    # aten itself decides by this function. It reads shapes, dtypes and layouts, but no values.
+    # aten itself chooses by this function, which reads shapes, dtypes and layouts, but no values.
     backend = torch._C._select_conv_backend(
         phantom(problem, problem.x_shape),
         phantom(problem, problem.w_shape),
@@ -80,7 +80,8 @@ def chosen_kernel(problem: Problem) -> str:
     >>> chosen_kernel(Problem("fprop", 8, 4, 4, (9, 9), (3, 3), dtype="float64"))
     'slow_conv2d'
     """
-    # aten never sees uneven padding: `padded` writes the excess into the input first.
+    # aten never gets different padding at both ends: `padded` makes the surplus a part of the input
+    # first.
     return _chosen_kernel(symmetric(problem), torch.get_num_threads())
 
 
@@ -169,8 +170,8 @@ class SlowConv2d(AbstractAlgorithm):
     def refusal(self, problem: Problem) -> str | None:
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
             return "it computes 1-D and 2-D problems without groups and dilation only"
-        # torch's kernel recognises the layout by its strides. With one channel, both layouts have
-        # the same strides.
+        # torch's kernel derives the layout from the strides. With a single channel, both layouts
+        # have the same strides.
         if problem.layout == "nhwc" and problem.in_channels == 1:
             return "channels-last it computes several input channels only"
         return None
@@ -186,7 +187,7 @@ class SlowConv2d(AbstractAlgorithm):
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
-    """True if a shape has the same order of elements in channels-first and channels-last."""
+    """True if elements of this shape are in the same order in channels-first and channels-last."""
     return shape[1] == 1 or prod(shape[2:]) == 1
 
 
@@ -198,14 +199,14 @@ def _kernel_cost(problem: Problem, kernel: str) -> Cost:
     is_direct = kernel == "onednn" and platform.machine() in ("x86_64", "AMD64")
     if is_direct or {*problem.stride, *problem.dilation} != {1}:
         return direct
-    # Kernels that transform tiles (Winograd or Fourier; in NNPACK, and in oneDNN on ARM) take at
+    # Kernels that transform tiles (Winograd or Fourier, in NNPACK and in oneDNN on ARM) compute at
     # least one product per output and pair of channels.
     tiled = problem.flops // prod(problem.kernel_size)
     return direct._replace(operations=min(direct.operations, tiled))
 
 
 def _columns_cost(problem: Problem, kernel: str) -> Cost:
-    """Cost of im2col, with the columns of one group, of the whole batch or of a sample, at once."""
+    """Cost of im2col, which makes the columns of a sample, a batch or a group at a time."""
     # Only a 1x1 filter at stride 1 without padding needs no columns.
     geometry = zip(problem.kernel_size, problem.stride, problem.padding, strict=True)
     if all(axis == (1, 1, (0, 0)) for axis in geometry):
@@ -215,7 +216,8 @@ def _columns_cost(problem: Problem, kernel: str) -> Cost:
     # sample after another.
     if kernel == "slow_conv3d" or (kernel == "slow_conv2d" and problem.op != "dgrad"):
         workspace = columns // problem.groups
-        # With several groups, a cache may still hold the columns' memory from the previous group.
+        # With several groups, the memory of the columns may still be in a cache, from the previous
+        # group. So no traffic is counted.
         traffic += 2 * columns if problem.groups == 1 else 0
     else:
         workspace = columns // problem.groups // problem.batch
@@ -223,7 +225,7 @@ def _columns_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _is_cramped(problem: Problem) -> bool:
-    """True if oneDNN may compute a problem wrongly in half precision, because of its filter.
+    """True if oneDNN may compute a problem with such a filter wrongly in half precision.
 
     Along an axis, the filter is larger than the input, has a single output at a stride above 1, or
     has a tap that meets only padding. Then the half-precision kernels of oneDNN read memory outside
@@ -240,8 +242,8 @@ def _is_cramped(problem: Problem) -> bool:
         strict=True,
     )
     return any(
-        # In this order: a filter larger than the input, a single output at a stride above 1, and a
-        # tap that meets only padding.
+        # The three conditions are: a filter larger than the input, a single output at a stride
+        # above 1, and a tap that meets only padding.
         dilation * (taps - 1) >= size
         or (places == 1 and stride > 1)
         or not all(
@@ -305,7 +307,8 @@ class _Nhwc(Executable):
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         return self._run(a, b, bias).contiguous()
 
-    # The methods below convert the result's layout and put the result in place in one pass.
+    # The methods below convert the layout of the result while they copy it to its place, in one
+    # pass.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(self._run(a, b))
 
@@ -343,7 +346,8 @@ class _Aten(OpsExecutable):
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         return _tensor(self._forward(x, w, None, self._geometry))
 
-    # aten's forward operators begin their sums with the bias, which takes no additional time.
+    # aten's forward operators start their sums from the bias, so adding it takes no additional
+    # time.
     def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         if self.problem.op != "fprop":
             return super().alone_biased(a, b, bias)

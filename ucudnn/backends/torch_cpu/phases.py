@@ -1,9 +1,9 @@
 """Data gradients of strided convolutions, computed phase by phase.
 
 A phase consists of the inputs whose positions have the same remainder modulo the stride. All inputs
-of a phase use the same filter positions, and neighbours in a phase use neighbouring outputs. So the
-gradient of a phase is a convolution of dy at stride 1 with a reversed subset of the filter. It
-needs no products with zeros.
+of a phase are multiplied with the same filter positions, and neighbours in a phase belong to
+neighbouring outputs. So the gradient of a phase is a convolution of dy at stride 1 with a part of
+the filter, reversed. It needs no products with zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Phases(AbstractAlgorithm):
     has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
-        # At stride 1 there is a single phase, the whole problem.
+        # At stride 1 there is only one phase, which is the whole problem.
         if problem.op != "dgrad" or set(problem.stride) == {1}:
             return "it computes data gradients of strided convolutions only"
         for phase in _phases(problem):
@@ -54,7 +54,7 @@ class Phases(AbstractAlgorithm):
             copied = element * problem.batch * problem.in_channels * phase.places
             covered += copied
             operations += cost.operations
-            # The copy into dx reads the phase's result and writes it.
+            # Copying the result of a phase into dx reads and writes it once.
             traffic += cost.traffic_bytes + 2 * copied
             # Phases run one after another, so their temporary memory does not add up.
             workspace = max(workspace, phase.problem.result_bytes + cost.workspace_bytes)
@@ -70,8 +70,8 @@ class Phases(AbstractAlgorithm):
 
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
-    # Phases are small, so a filter may reach beyond its phase. oneDNN computes that wrongly in half
-    # precision (see `cramped_refusal`), so another algorithm is taken then.
+    # Phases are small, so a filter may be larger than its phase. oneDNN computes such problems
+    # wrongly in half precision (see `cramped_refusal`). Then another algorithm is used.
     if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
         return _INNER[0]
     able = (algorithm for algorithm in _INNER[1:] if algorithm.refusal(problem) is None)
@@ -161,7 +161,8 @@ def _phases(problem: Problem) -> tuple[_Phase, ...]:
 
 
 def _phase(problem: Problem, parts: tuple[_AxisPhase, ...]) -> _Phase:
-    # aten's operators pad both ends alike: the larger margin is used, and `kept` cuts the excess.
+    # aten's operators pad both ends by the same number of zeros. So the larger margin is used for
+    # both, and `kept` cuts off the surplus.
     margins = [max(part.begin, part.end) for part in parts]
     inner = replace(
         problem,
@@ -216,7 +217,7 @@ class _PhasesExecutable(Executable):
     def _filters(self, w: Tensor) -> Tensor:
         """Reversed filters, with the input and output channels of each group exchanged."""
         groups = self._problem.groups
-        # dgrad maps output channels to input channels, the reverse of what w describes.
+        # dgrad computes input channels from output channels, so these two axes of w are exchanged.
         exchanged = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
         reverse: Tensor = exchanged.flip(tuple(range(2, w.dim())))
         return reverse.contiguous(memory_format=memory_format(self._problem))

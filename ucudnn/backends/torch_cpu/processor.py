@@ -31,8 +31,8 @@ _CONTROL_GROUPS = (
         for name in ("limit_in_bytes", "usage_in_bytes", "stat")
     ),
 )
-# Buffers of a benchmark must be larger than the cache. The cache counts as at most this large,
-# because an overstated size would cost memory and time.
+# Buffers of a benchmark must be larger than the cache. The size of the cache is assumed to be at
+# most this, because an overstated size would cost memory and time.
 _MOST_CACHE_BYTES = 64 << 20
 _DEFAULT_CACHE_BYTES = 32 << 20  # size of a large cache; overestimating only costs memory
 # Names of the same architecture on Linux and on Windows.
@@ -40,22 +40,25 @@ _X86 = ("x86_64", "AMD64")
 # Values of ONEDNN_MAX_CPU_ISA that rule out AVX2, and values that rule out bfloat16 instructions.
 _BELOW_AVX2 = ("SSE41", "AVX")
 _BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-# Least interval to measure a load: the counters of the system advance only in steps of 10 ms.
+# The load is measured over at least this interval, because the counters of the system advance only
+# in steps of 10 ms.
 _LEAST_S = 0.2
-# Longest interval to measure a load. A longer average says nothing about the present, so a new
-# short interval is measured instead.
+# The load is measured over at most this interval. A longer average would not show the present load,
+# so a new short interval is measured instead.
 _MOST_S = 10.0
-# How many of the processors that this process needs others may use before that counts as load.
+# Other processes may use this much of the processors that this process needs before it counts as
+# load.
 _TOLERATED = 0.25
-# Factor by which a convolution may be faster than the rates measured here by products and copies.
+# The peak rates are measured by matrix products and copies. A convolution may be faster than these
+# by this factor.
 MARGIN = 1.25
-# Columns of the measured products, and rows per thread. Among many runs of a short product, some
-# runs are not interrupted. In a long product, this thread spends a smaller share of its time on
-# waiting for interrupted threads.
+# The products that are measured, as (columns, rows per thread). Short products are run many times,
+# so that some runs are not interrupted. Long products are measured, too, because in them waiting
+# for interrupted threads takes a smaller share of the time.
 _PRODUCTS = ((512, 256), (1024, 1024))
 _MOST_ROWS = 1 << 14
-# Upper bound of the passes that an algorithm makes over its operands and temporaries. In each pass
-# a cache saves at most its own size of traffic.
+# An algorithm is assumed to make at most this many passes over its operands and temporaries. In
+# each pass a cache saves at most as much traffic as its own size.
 _PASSES = 16
 _BUDGET_NS = 40_000_000
 _measuring = ForkSafeLock()
@@ -63,10 +66,10 @@ LARGE_THRESHOLD_TUNABLES = (
     "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 )
 _GLIBC = "glibc"
-# glibc raises its mmap threshold by itself only up to 32 MiB. So a block of this size is paged in
-# anew at each allocation, unless malloc was set otherwise.
+# glibc raises its mmap threshold by itself only up to 32 MiB. So the pages of a block of this size
+# are new at each allocation, unless malloc was set otherwise.
 _BLOCK_BYTES = 64 << 20
-# The median of five ignores two rounds that something else disturbed.
+# The number of rounds: their median is right even if two of the five were disturbed.
 _FILLINGS = 5
 # Allocators that users preload instead of glibc's; each has settings of its own.
 _REPLACEMENTS = ("tcmalloc", "jemalloc", "mimalloc")
@@ -143,7 +146,7 @@ def onednn_isa_limit() -> str:
 
     The variable is read here as oneDNN reads it, because torch has no function for the limit.
     """
-    # The second name is from the time when oneDNN was called DNNL.
+    # The second variable is from the time when oneDNN was called DNNL, and still works.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return "" if limit.upper() in ("ALL", "DEFAULT") else limit.upper()
 
@@ -293,7 +296,7 @@ def _allocator() -> str:
 
 
 class Filling(NamedTuple):
-    """Times to fill a fresh and a reused block of 64 MiB, and page faults: medians of five."""
+    """Times of filling a fresh and a reused block of 64 MiB, and page faults: medians of five."""
 
     fresh_ns: int
     reused_ns: int
@@ -302,7 +305,7 @@ class Filling(NamedTuple):
 
 def filling() -> Filling:
     """Time the filling of a newly allocated block, and of a block that is in use, in turn."""
-    # The pages of this block exist before it is timed, unlike those of a newly allocated block.
+    # Unlike those of a newly allocated block, the pages of this block exist before it is timed.
     block = torch.ones(_BLOCK_BYTES // 4, dtype=torch.float32, device="cpu")
     found = list[tuple[int, ...]]()
     for _ in range(_FILLINGS):

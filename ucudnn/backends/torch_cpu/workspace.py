@@ -12,7 +12,8 @@ from collections.abc import Callable
 from math import prod
 from typing import TypeVar
 
-# Kineto reads this variable when the profiler is first loaded, and else warns about missing GPUs.
+# Kineto reads this variable when the profiler is first loaded. Without it, Kineto warns about
+# missing GPUs.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
@@ -41,7 +42,7 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     result, changes = _changes(run)
     peak = max(span.peak_bytes for span in _spans(changes))
     kept = 0 if result is None else result.untyped_storage().nbytes()
-    # Negative where the returned tensor existed before the call.
+    # The difference is negative if the returned tensor existed before the call.
     return max(peak - kept, 0)
 
 
@@ -110,7 +111,7 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
     if kernel not in COLUMN_KERNELS:
         return 0
     unseen = 0
-    # A weight gradient is summed one sample after another, by a single worker.
+    # The samples of a weight gradient are added up one after another, by a single thread.
     workers = 1 if problem.op == "wgrad" else min(threads, problem.batch)
     if kernel == "slow_conv2d" and problem.op == "dgrad":
         taps, _, places = _matrix_sizes(problem)
@@ -123,7 +124,8 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
 
 
 def _fallback_scratch_bytes(problem: Problem) -> int:
-    """Scratch of one thread that multiplies a sample's matrices without instructions for the dtype.
+    """Scratch of a thread that multiplies a sample's matrices in a dtype it has no instructions
+    for.
 
     The operands are packed, and half precision is computed in float32.
     """
@@ -142,7 +144,11 @@ def _packed_elements(problem: Problem, least: int) -> int:
 
 
 def _matrix_sizes(problem: Problem) -> tuple[int, int, int]:
-    """Sizes per group: an output's inputs, output channels, positions; an op sums over one size."""
+    """The three sizes of a group's matrix product; each op sums over one of them.
+
+    They are the inputs that an output reads (channels * filter positions), the output channels, and
+    the output positions of a sample.
+    """
     channels = problem.in_channels // problem.groups
     return (
         channels * prod(problem.kernel_size),
