@@ -51,8 +51,9 @@ class AbstractCache(ABC):
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add the entries of another cache, which is only read.
 
-        Of two entries with the same key the later one counts. The exception: an entry taken under
-        load replaces one taken without load only if it adds something, such as a first time.
+        Of two entries with the same key the one stored later is kept. There is one exception: an
+        entry that was measured under load replaces one without load only if it adds something, for
+        example a time where there was none.
 
         Raises:
             CacheError: there is no cache at the path, or this cache is read-only.
@@ -83,7 +84,7 @@ class AbstractCache(ABC):
         """Read entries that other processes have put since."""
 
     def close(self) -> None:  # noqa: B027 - the same
-        """Write entries that could not be written so far, and compact. Reading works afterwards."""
+        """Write entries that could not be written so far, and compact; reading still works."""
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +110,7 @@ class AbstractCache(ABC):
         return sum(1 for _ in self.entries())
 
     def __bool__(self) -> bool:
-        # Without this, `if cache:` would count all entries, and be false for an empty cache.
+        # Without this method, `if cache:` would count all entries, and be false for an empty cache.
         return True
 
     def select(self, where: Mapping[str, object]) -> Iterator[Measurement]:
@@ -188,8 +189,8 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
     for key in keys:
         count += 1
         distances = [differences(getattr(key, part)) for part, differences in counters]
-        # Problem and algorithm break ties: that the version of cuDNN differs explains a miss better
-        # than that the layer differs.
+        # Of keys with equally many differences, the one with the fewest in problem and algorithm is
+        # the nearest: another version of cuDNN explains a miss better than another layer does.
         distance = (sum(distances), distances[0] + distances[1])
         if distance < least:
             nearest, least = key, distance
@@ -210,7 +211,8 @@ def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any],
         if (field.part or field.own_name) == part and field.name in wanted
     ]
 
-    # Cached, because keys share parts: a million entries may have one device and 1000 problems.
+    # The counts are cached, because keys share their parts: a million entries may have one device
+    # and 1000 problems.
     @cache
     def differences(value: Any) -> int:
         texts = (

@@ -10,8 +10,8 @@ from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey, Software
 from ucudnn.units import Count, format_bytes, format_ns
 
-# The latest time that is accepted, in the year 2116. No clock shows a later one, and files overflow
-# at 2^63.
+# The latest time that is accepted, in the year 2116. No clock shows a later time, and numbers in
+# files end at 2^63.
 LATEST_NS = 2**62
 
 

@@ -28,7 +28,7 @@ VERSION = 1
 def write_entries(path: str | os.PathLike[str], entries: Iterable[Entry]) -> int:
     """Write entries to a .csv or .json file, and count them; make its folder if it is missing."""
     target = Path(path)
-    # A list, because an iterator could not be counted after it was written.
+    # Entries are put into a list, because an iterator could not be counted after it was written.
     listed = list(entries)
     text = _to_csv(listed) if _suffix(target) == ".csv" else _to_json(listed)
     try:
@@ -58,7 +58,8 @@ def _suffix(path: Path) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        # "surrogatepass", because `write_entries` keeps half a surrogate pair in a Python string.
+        # "surrogatepass" is needed because `write_entries` writes a lone surrogate of a Python
+        # string as it is.
         return path.read_bytes().decode("utf-8", "surrogatepass")
     except OSError as error:
         raise TableError(f"cannot read {path}: {error.strerror}") from error
@@ -67,7 +68,7 @@ def _read_text(path: Path) -> str:
 
 
 def _to_csv(entries: Iterable[Entry]) -> str:
-    # newline="": the csv module writes line ends itself, and the stream must not translate them.
+    # With newline="" the stream does not translate line ends, which the csv module writes itself.
     stream = io.StringIO(newline="")
     writer = csv.writer(stream)
     writer.writerow(FIELD_BY_NAME)
@@ -106,7 +107,8 @@ def _to_json(entries: Iterable[Entry]) -> str:
 def _to_value(value: Any) -> Any:
     if isinstance(value, Split):
         return split_to_text(value)
-    # Written as text, because JSON has no infinity and no nan, and a measured error can be either.
+    # Infinity and nan are written as text, because JSON does not have them, and a measured error
+    # can be either.
     is_special = isinstance(value, float) and not math.isfinite(value)
     return repr(value) if is_special else value
 

@@ -39,11 +39,12 @@ class MemoryCache(AbstractCache):
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
         """Keep entries of another cache, with the times at which they were stored there."""
-        # A clock that was set back must not make a new entry older than an old one.
+        # If the clock was set back, new entries must still be later than old ones.
         now = max(time_ns(), self._newest_ns + 1)
         for index, given in enumerate(list(entries)):
             entry = given if given.stored_ns else replace(given, stored_ns=now + index)
-            # The entry stored later counts, as in files, whose segments are merged in any order.
+            # The entry stored later is kept, as in caches on disk, where files are merged in any
+            # order.
             known = self._entries.get(entry.measurement.key)
             if known is None or known.stored_ns <= entry.stored_ns:
                 self._entries[entry.measurement.key] = entry
@@ -65,8 +66,8 @@ class MemoryCache(AbstractCache):
             if (known := self.get(entry.measurement.key)) is not None
         ]
         self.put_entries(entries)
-        # The later entry counts. So measurements that those taken under load must not replace are
-        # put again, with the present time.
+        # The entry stored later is kept. So measurements that must not be replaced by those taken
+        # under load are put once more, with the present time.
         self.put(known for other, known in pairs if not other.may_replace(known))
         self.put(other for other, known in pairs if not known.may_replace(other))
         return MergeReport(read=len(entries), added=len(self) - before)

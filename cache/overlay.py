@@ -29,8 +29,8 @@ class LayeredCache(AbstractCache):
 
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The measurement of the first cache that has this key, or None."""
-        # The first one counts, even if a lower cache has a later one: what was measured on this
-        # machine describes the machine better than an image does.
+        # The first cache's measurement is used, even if a cache below it has a later one: what was
+        # measured on this machine describes it better than the measurements of an image do.
         for layer in (self._top, *self._below):
             found = layer.get(key)
             if found is not None:
@@ -70,7 +70,7 @@ class LayeredCache(AbstractCache):
 
     def info(self) -> CacheInfo:
         """Contents of all caches, and the paths and sizes of their files."""
-        # Entries are counted again, because a key that several caches have must count once.
+        # Entries are counted anew, because a key that several caches have must be counted once.
         infos = [layer.info() for layer in (self._top, *self._below)]
         location = os.pathsep.join(info.location for info in infos)
         return replace(

@@ -83,7 +83,7 @@ def split_to_text(split: Split) -> str:
     >>> split_to_text(Split("batch", (Chunk(4, "gemm"), Chunk(4, "gemm"))))
     '{"axis": "batch", "steps": [[2, 4, "gemm"]]}'
     """
-    # The files call chunks "steps".
+    # In the files chunks have the name "steps", from before they were called chunks.
     runs = [[len(list(run)), chunk.size, chunk.algorithm] for chunk, run in groupby(split.chunks)]
     return json.dumps({"axis": split.axis, "steps": runs}, ensure_ascii=False)
 
@@ -99,8 +99,8 @@ def split_from_text(text: str) -> Split:
         raise ValueError(text) from None
 
 
-# Kind by annotation, as the dataclasses write it. An attribute of another type, such as `problem`,
-# is stored as its own fields.
+# The kind of each annotation, as the dataclasses write it. An attribute of any other type, such as
+# `problem`, is stored field by field.
 _KINDS = {
     "str": _TEXT,
     "Role": _TEXT,
@@ -168,15 +168,15 @@ def _field(name: str, annotation: str, path: str) -> Field:
 
 _OWN_KEY_FIELDS = _fields_of("", MeasurementKey, "measurement.key")
 PROBLEM_FIELDS = tuple(_fields_of("problem", Problem, "measurement.key.problem"))
-# The key's fields that are not about the problem or the work; a file has few combinations of their
-# values, and stores each combination once.
+# The fields of a key that describe neither the problem nor the work on it. A file has few
+# combinations of their values, and stores each combination once.
 CONTEXT_FIELDS = (
     *_fields_of("device", Device, "measurement.key.device"),
     *_fields_of("software", Software, "measurement.key.software"),
     *_fields_of("conditions", Conditions, "measurement.key.conditions"),
     *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
 )
-# The work: an algorithm, or another call that was timed.
+# The fields that describe the work that was timed: a chunk by an algorithm, or another call.
 _WORK_FIELDS = tuple(field for field in _OWN_KEY_FIELDS if field.name != "protocol")
 KEY_FIELDS = (*PROBLEM_FIELDS, *_WORK_FIELDS, *CONTEXT_FIELDS)
 # All fields, in the order of the columns of a CSV file.

@@ -1,9 +1,10 @@
-"""Measurements by column: the contents of a file, where one is found by key without reading all.
+"""Measurements by column: the contents of a file, in which look-ups by key are fast.
 
-Measurements are rows of arrays: plain numbers and text of fixed length, one field per dataclass
-field, so any HDF5 tool shows them. An object is built only for a measurement that is looked up. A
-problem is found by bisection over the sorted problems, which are compared as bytes. The rows of its
-measurements are neighbours. A small dictionary of them is built at the problem's first lookup.
+Measurements are rows of arrays: plain numbers and text of fixed length, one column per field of the
+dataclasses, so any HDF5 tool shows them. A `Measurement` is built only for a row that is looked up.
+A problem is found by bisection over the sorted problems, which are compared as bytes. The rows of
+its measurements are neighbours; at the first look-up of the problem, a small dictionary of them is
+built.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _STATUS_BY_BYTES = {status.encode(): status for status in STATUSES}
 _MEMO_PROBLEMS = 10_000
 _ROWS_AT_ONCE = 10_000
 _KEY_COLUMNS = ("problem", "algorithm", "context")
-# For each list of a table, the column of the measurements that holds places in that list.
+# For each list of a table, the column of the measurements whose numbers are indices of that list.
 COLUMN_BY_LIST = {
     "contexts": "context",
     "algorithms": "algorithm",
@@ -94,7 +95,7 @@ class Facts(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work that a key names for its problem: a chunk by an algorithm, or another timed call.
+    """What was timed for the problem of a key: a chunk by an algorithm, or another call.
 
     >>> Work("gemm").texts
     {'algorithm': 'gemm'}
@@ -126,7 +127,7 @@ class Work(NamedTuple):
 class MeasurementRow(NamedTuple):
     """One measurement of a table, as a tuple, because a million of them may be read.
 
-    Problem, algorithm, context, reason, notes and facts are places in the table's lists.
+    Problem, algorithm, context, reason, notes and facts are indices of the table's lists.
     """
 
     problem: int
@@ -212,13 +213,13 @@ def sort_keys(problems: Array) -> Array:
     return problems.view(f"S{PROBLEM_DTYPE.itemsize}")
 
 
-# Rows of one problem, by the places of their algorithm and context.
+# The rows of one problem, by the indices of their algorithm and their context.
 _RowByKey: TypeAlias = dict[tuple[int, int], MeasurementRow]
 
 
 @dataclass(slots=True)
 class _LastLookup:
-    """Parts of the last key that was looked up, and the rows found for them."""
+    """Parts of the key that was looked up last, and what was found for them."""
 
     context: tuple[object, ...] = ()
     context_id: int = -1
@@ -265,8 +266,8 @@ class Table:
     def find(self, key: MeasurementKey) -> MeasurementRow | None:
         """The row of a key, to be passed to `measurement`; None if the table lacks the key."""
         last = self._last
-        # A tuner asks for many keys that hold the same objects. Comparing their identity, as tuples
-        # do first, saves hashing a context or a problem that is asked for again.
+        # A tuner looks up many keys that contain the same objects. Tuples compare the identity of
+        # their elements first, which is faster than hashing the same context or problem again.
         context = (key.device, key.software, key.conditions, key.protocol)
         if context != last.context:
             last.context_id = self._context_ids.get(Context(*context), -1)
@@ -281,7 +282,8 @@ class Table:
         keys, wanted = sort_keys(self.problems), problem_rows([problem]).tobytes()
         index = int(np.searchsorted(keys, np.array(wanted, keys.dtype)))
         rows: _RowByKey = {}
-        # Compared as `bytes`, because numpy ignores zeros at the end of its byte strings.
+        # The problems are compared as `bytes`, because numpy ignores zeros at the end of its byte
+        # strings.
         if index < len(keys) and self.problems[index : index + 1].tobytes() == wanted:
             start, stop = self._first_rows[index : index + 2].tolist()
             found = map(MeasurementRow._make, self.rows[start:stop].tolist())
@@ -329,14 +331,14 @@ class Table:
             yield Entry(self.measurement(row, key), row.stored_ns)
 
     def _row_tuples(self) -> Iterator[MeasurementRow]:
-        # In blocks, so that memory does not grow with the number of entries.
+        # The rows are converted in blocks, so that memory does not grow with the number of entries.
         for start in range(0, len(self), _ROWS_AT_ONCE):
             block = self.rows[start : start + _ROWS_AT_ONCE].tolist()
             yield from map(MeasurementRow._make, block)
 
 
 class _Lists:
-    """Lists of a table under construction; distinct values are numbered in order of appearance."""
+    """The lists of a new table: distinct values, numbered in the order in which they appear."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[Any, int]] = {name: {} for name in COLUMN_BY_LIST}
@@ -346,7 +348,7 @@ class _Lists:
         return _number(self._numbers[name], value)
 
     def renumber(self, name: str, values: Sequence[Any], old: Array) -> Array:
-        """Turn another table's numbers into this list's; values that no row uses are left out."""
+        """Turn another table's numbers into those of this list, without values that no row uses."""
         new = np.zeros(len(values), "<u4")
         for number in np.unique(old).tolist():
             new[number] = self.number(name, values[number])
@@ -379,7 +381,7 @@ def build_table(entries: Iterable[Entry]) -> Table:
         )
     except OverflowError:
         raise CacheError("numbers of a measurement must be below 2^63 to be stored") from None
-    # Merging a single table sorts it.
+    # `merge_tables` also sorts the rows.
     return merge_tables([table])
 
 
@@ -415,7 +417,8 @@ def merge_tables(tables: Sequence[Table]) -> Table:
     lists = _Lists()
     parts, offset = [np.empty(0, MEASUREMENT_DTYPE)], 0
     for table, numbers in zip(tables, problem_numbers, strict=True):
-        # A copy in full width, because the columns of a file are as narrow as its numbers allow.
+        # The rows are copied in full width, because the columns of a file are as narrow as its
+        # numbers allow.
         rows = table.rows.astype(MEASUREMENT_DTYPE)
         rows["problem"] = numbers[rows["problem"]]
         for name, column in COLUMN_BY_LIST.items():
@@ -431,7 +434,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
 
 
 def _unite_problems(tables: Sequence[Table]) -> tuple[Array, list[Array]]:
-    """The problems that rows use, sorted, and for each table the new number of each old one."""
+    """The problems in use, sorted, and for each table the new numbers of its problems."""
     # Problems that no row uses, such as those of pruned entries, are left out.
     used = [np.unique(table.rows["problem"]) for table in tables]
     kept = [table.problems[ids] for table, ids in zip(tables, used, strict=True)]
@@ -448,8 +451,8 @@ def _unite_problems(tables: Sequence[Table]) -> tuple[Array, list[Array]]:
 
 def _latest(rows: Array) -> Array:
     """The rows, sorted by key; of several rows with one key only the latest stored one stays."""
-    # Of two rows stored at the same time, the one with the longer measured time stays, so that all
-    # machines keep the same row.
+    # If two rows were stored at the same time, the one with the longer measured time is kept, so
+    # that all machines keep the same one.
     columns = ("time_ns", "stored_ns", "context", "algorithm", "problem")
     rows = rows[np.lexsort([rows[name] for name in columns])]
     is_last = np.ones(len(rows), bool)
@@ -461,8 +464,8 @@ def _latest(rows: Array) -> Array:
 
 def _gather_samples(rows: Array, samples: Array) -> Array:
     """The samples of the rows, in the order of the rows; the rows then point into the result."""
-    # The old place of a sample is its new place plus the difference between the row's old and new
-    # first places. numpy repeats that difference once per sample of the row.
+    # The old index of a sample is its new index plus the difference between the old and the new
+    # first index of its row. numpy repeats this difference once per sample of the row.
     counts = rows["samples"].astype("<i8")
     starts = np.cumsum(counts) - counts
     places = np.repeat(rows["first_sample"] - starts, counts) + np.arange(counts.sum())

@@ -54,7 +54,8 @@ from ucudnn.system.files import parse_json
 VERSION = 1
 ENVELOPE_BYTES = 512
 FORMAT = "ucudnn-cache"
-# Enough of a file for `has_envelope`: the attributes of the root stand near the beginning.
+# So many bytes of a file are enough for `has_envelope`, because the attributes of the root are near
+# the beginning.
 HEAD_BYTES = 1 << 16
 _MARK = FORMAT.encode()
 _FIRST_LINE = re.compile(rb"ucudnn-cache ([1-9]\d{0,8})\n")
@@ -73,10 +74,11 @@ _COLUMNS = {
 # H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
 _SHARED = 2 | 4
 _COMPRESSED_ROWS = 1024
-# Rows of a chunk of HDF5: it and its compressed form fit into a processor core's cache.
+# Number of rows of an HDF5 chunk, which with its compressed form fits into the cache of a processor
+# core.
 _CHUNK_ROWS = 8192
-# Largest accepted ratio of a table's bytes to the file's, as a damaged file can claim terabytes.
-# Rows compress by factors of 5 to 30.
+# Largest accepted ratio of the bytes of a table to those of its file, because a damaged file may
+# claim terabytes. Rows compress by factors of 5 to 30.
 _MOST_INFLATED = 64
 _ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
 _UNITS = {
@@ -125,8 +127,8 @@ def has_envelope(head: bytes) -> bool:
     >>> has_envelope(wrap(b"anything")), has_envelope(bytes(600)), has_envelope(b"")
     (True, False, False)
     """
-    # If the envelope was destroyed, the HDF5 data behind it may still have the attribute "format"
-    # of the root group, which holds the same mark.
+    # If the envelope was destroyed, the HDF5 data behind it may still show the origin: the root
+    # group has an attribute "format" with the same text.
     is_hdf5 = head[ENVELOPE_BYTES : ENVELOPE_BYTES + len(_HDF5)] == _HDF5
     return head.startswith(_MARK) or (is_hdf5 and _MARK in head[ENVELOPE_BYTES:])
 
@@ -169,7 +171,7 @@ def encode(table: Table) -> bytes:
         "facts": [json.dumps(facts.unusual, ensure_ascii=False) for facts in table.facts],
     }
     rows = {name: table.rows[name] for name in MEASUREMENT_DTYPE.names or ()}
-    # Columns that can be narrowed: words and row numbers, which are never negative.
+    # Only words and row numbers, which are never negative, are stored in narrower types.
     narrow = {
         name: _narrow(column)
         for name, column in rows.items()
@@ -181,7 +183,8 @@ def encode(table: Table) -> bytes:
         "measurements": _joined({**rows, **narrow}),
         "samples": _narrow(table.samples),
     }
-    # Numbered, because HDF5 opens no two files of one name at a time, not even in memory.
+    # The name has a number, because HDF5 cannot open two files of one name at a time, not even in
+    # memory.
     with h5py.File(f"image {next(_numbers)}", "w", driver="core", backing_store=False) as file:
         file.attrs.update({"format": FORMAT, "version": VERSION, "about": _ABOUT})
         for name, array in arrays.items():
@@ -221,7 +224,7 @@ def decode(data: bytes) -> Table:
 
 def _read(file: h5py.File, name: str, length: int) -> Array:
     """The rows of a dataset."""
-    # Only hard links, because another link could lead into another file.
+    # Only hard links are followed, because any other link could lead into another file.
     dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
     if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
         raise DamagedError(f"its {name} is no table")
@@ -250,8 +253,8 @@ def _table(arrays: Mapping[str, Array], texts: Mapping[str, list[str]]) -> Table
         list(map(load_texts, texts["notes"])),
         list(map(_facts, texts["facts"])),
         rows,
-        # A file holds samples in the narrowest type for the largest. From 2^32 ns on that is
-        # uint64, and numpy would turn a mixture of uint64 and int64 into floats.
+        # A file has samples in the narrowest type that holds the largest of them. From 2^32 ns on
+        # this is uint64, and numpy would turn a mixture of uint64 and int64 into floats.
         samples.astype("<i8"),
     )
     for name, column in {"problems": "problem", **COLUMN_BY_LIST}.items():
@@ -301,7 +304,7 @@ def _require_kinds(rows: Array, layout: np.dtype[Any]) -> None:
 
 
 def _to_bytes(text: str) -> bytes:
-    r"""Encode text as UTF-8, but U+0000 as C0 80, as Java does: in HDF5 a zero byte ends a text.
+    r"""Encode text as UTF-8, but U+0000 as C0 80 as Java does: a zero byte ends a text in HDF5.
 
     >>> _from_bytes(_to_bytes("a\0b")) == "a\0b"
     True
@@ -338,7 +341,7 @@ def _context_rows(contexts: Sequence[Context]) -> Array:
         values = [attrgetter(field.name)(context) for context in contexts]
         if field.is_text:
             encoded = [_to_bytes(value) for value in values]
-            # HDF5 has no texts of width 0.
+            # The width is at least 1, because HDF5 has no texts of width 0.
             width = max(map(len, encoded), default=0) or 1
             columns[field.name] = np.array(encoded, f"S{width}")
         else:

@@ -27,7 +27,8 @@ SUFFIX = ".h5"
 SEGMENTS = ".h5.d"
 _DAMAGED = ".damaged-"
 _LEFTOVER_AGE_S = 3600.0
-# Names that only a cache makes: those of segments, and those of files that were set aside.
+# Patterns of names that only a cache gives: those of segments, and those of files that were set
+# aside.
 _SEGMENT_NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
 _SET_ASIDE_NAME = re.compile(r"(.+)\.h5(\.d)?\.damaged-[0-9a-f]{8}")
 # Errors for paths that are no regular file: a circle of symbolic links, a device without a driver,
@@ -89,14 +90,14 @@ def is_ours(path: Path) -> bool:
         head = read_file(path, HEAD_BYTES)
     except DamagedError:
         return False
-    # The name of a segment proves its origin. A user may have named a file X.h5, so the contents
-    # must prove its origin.
+    # The name of a segment shows that a cache wrote it. A file X.h5 may be one of the user's, so
+    # its contents must show that a cache wrote it.
     is_segment = path.parent.name.endswith(SEGMENTS) and _SEGMENT_NAME.fullmatch(path.name)
     return bool(is_segment) or has_envelope(head)
 
 
 def may_be_ours(path: Path) -> bool:
-    """True if a cache wrote a file or it cannot be read, because its reader will report that."""
+    """True if a cache wrote a file, or if it cannot be read, which its reader will report."""
     try:
         return is_ours(path)
     except OSError:
@@ -139,7 +140,7 @@ def is_set_aside(name: str) -> bool:
 class DeviceFiles:
     """Paths of the files of one kind of device, and the steps by which they change.
 
-    The lock is only there to keep two processes from doing the same work twice.
+    The lock only prevents that two processes do the same work; files are safe without it.
     """
 
     def __init__(self, root: Path, kind: str, use_locks: bool) -> None:
@@ -164,7 +165,8 @@ class DeviceFiles:
         root = self.compacted.parent
         beside = [root / name for name in names_in(root) if name.startswith(self.compacted.name)]
         inside = [self.segments / name for name in names_in(self.segments)]
-        # Only old temporary files: a young one may belong to a writer that has not finished.
+        # Only old temporary files are listed, because a young one may belong to a writer that has
+        # not finished.
         return [
             path
             for path in (*beside, *inside)

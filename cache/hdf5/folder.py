@@ -33,7 +33,7 @@ _KIND_LENGTH = 100
 
 
 def device_kind(device: Device) -> str:
-    """Beginning of the names of a device's files; the exact device stands in the files.
+    """Beginning of the names of a device's files; the exact device is written in the files.
 
     >>> device_kind(Device("cuda", "NVIDIA H200", compute_capability="9.0"))
     'cuda-nvidia-h200-9.0'
@@ -95,11 +95,13 @@ class HDF5Cache(AbstractCache):
         with self._lock:
             for kind in kinds_in(other._path):
                 _copy_files(other._store(kind).files, self._store(kind).files)
-            # Found before the refresh, while `get` still returns this cache's own measurements.
+            # These are found before the refresh, while `get` still returns this cache's own
+            # measurements.
             kept = [*self._kept_beside(other), *other._kept_beside(self)]
             # The copies must be read before they can be compacted.
             self.refresh()
-            # The later entry counts, so measurements that must stay are put again.
+            # Of two entries the one stored later is kept. So measurements that must stay are put
+            # once more.
             self.put(kept)
             for store in self._stores():
                 store.compact()
@@ -130,7 +132,8 @@ class HDF5Cache(AbstractCache):
                     f"another process is compacting {store.files.compacted}; prune again when it "
                     f"is done"
                 )
-            # Entries that were not read would stay, so all files are read under the lock.
+            # All files are read under the lock, because entries that were not read would not be
+            # removed.
             store.refresh()
             table = store.table()
             stays = np.fromiter(
@@ -218,7 +221,8 @@ class HDF5Cache(AbstractCache):
             )
 
     def _is_writable(self) -> bool:
-        # A folder that does not exist yet is made in its nearest parent that does.
+        # A folder that does not exist would be made in its nearest existing parent, so that parent
+        # must be writable.
         folder = self._path.absolute()
         while not folder.exists():
             folder = folder.parent
@@ -262,7 +266,7 @@ def _check(root: Path) -> CheckReport:
     records = files = 0
     for kind in kinds_in(root):
         of_kind = DeviceFiles(root, kind, use_locks=False)
-        # A new store, because it reads the files as the next process will find them.
+        # A new store is made, because it reads the files as the next process would.
         table = DeviceStore(of_kind, False, problems.append).table()
         records, files = records + len(table), files + len(of_kind.paths())
         for path in of_kind.strays():

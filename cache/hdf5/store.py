@@ -1,8 +1,9 @@
 """Store of one kind of device: the union of its files in memory, and the entries put here.
 
-Other processes read, write and compact the same files at the same time. A listing may thus miss an
-entry that a compaction has just moved, so files are listed until two listings agree. Compaction
-publishes the union as one more file, and only then removes the files that it was made from.
+Other processes may read, write and compact the same files at the same time. So a list of the files
+may miss entries that a compaction has just moved, and the files are listed until two lists agree. A
+compaction publishes the union of all files as one more file, and only then removes the files that
+it was made from.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Report: TypeAlias = Callable[[str], None]
 _GONE = (errno.ENOENT, errno.ESTALE)
 
 _MANY_SEGMENTS = 64
-# X.h5 is rewritten only for segments that hold at least a fourth of its entries.
+# X.h5 is rewritten only if the segments have at least a fourth as many entries.
 _REWRITE_RATIO = 4
 _LISTINGS = 8
 
@@ -54,17 +55,19 @@ class DeviceStore:
         self._listed = False
         # `_base` holds the contents of X.h5, and `_recent` those of the segments.
         self._base = self._recent = EMPTY
-        # Tables that belong to `_recent`; they are merged into it when it is next read.
+        # Tables that are not in `_recent` yet; they are merged into it at its next use.
         self._unmerged: list[Table] = []
         self._searched: list[Table] | None = None
-        # Envelopes of the X.h5 that `_base` holds, and of the X.h5 that was last tried to be read.
+        # The envelope of the X.h5 that `_base` was read from, and that of the X.h5 that was last
+        # tried, read or not.
         self._base_envelope: bytes | None = None
         self._tried_envelope: bytes | None = None
-        # By name of a segment: True if `_recent` holds its entries, and compaction may remove it.
+        # By name of a segment: True if its entries are in `_recent`, so that a compaction may
+        # remove it.
         self._is_held: dict[str, bool] = {}
         self._newest_ns = 0
-        # Entries of this process: `_pending` could not be written yet; `_own` holds the others, by
-        # name of the segment.
+        # Entries that this process has put: those in `_pending` could not be written yet; all
+        # others are in `_own`, by the name of their segment.
         self._pending: Table | None = None
         self._own: dict[str, Table] = {}
         self._warned = False
@@ -81,7 +84,7 @@ class DeviceStore:
 
     def table(self) -> Table:
         """All entries, as one table."""
-        # A shortcut for the usual cache, which is one file: its table needs no merging.
+        # A cache is usually one file, whose table needs no merging.
         tables = self._tables()
         return tables[0] if len(tables) == 1 else merge_tables(tables)
 
@@ -163,7 +166,7 @@ class DeviceStore:
     def _loaded(self, path: Path) -> tuple[Table, bytes] | None:
         """Table and envelope of a file; None if it is gone, or cannot be used and was reported."""
         try:
-            # Checked first, because a file that no cache wrote must never be renamed.
+            # This is checked first, because a file that no cache wrote must never be renamed.
             if not is_ours(path):
                 self._report(
                     f"{path} is not a file of this cache, or is damaged beyond recognition: it was "
@@ -197,7 +200,8 @@ class DeviceStore:
 
     def _put_back(self, aside: Path) -> bool:
         """Turn a file that was set aside into a segment if it is sound; False if it is not."""
-        # It is sound if another process replaced the file between our reading and renaming it.
+        # The file is sound if another process has replaced it between the moments when this process
+        # read and renamed it.
         try:
             content = read_file(aside)
             verify(content)
@@ -209,8 +213,8 @@ class DeviceStore:
 
     def put(self, entries: Iterable[Entry]) -> None:
         """Keep entries on disk, or in memory while the disk refuses; if it raises, none is kept."""
-        # New entries are later than every entry that is there, because the clock of the machine
-        # that wrote those may be ahead. They are no later than `LATEST_NS`, as readers require.
+        # New entries must be later than all that are there, even if those were written by a machine
+        # whose clock is ahead. They must not be later than `LATEST_NS`, which readers refuse.
         self._tables()
         now = min(max(time_ns(), self._newest_ns + 1), LATEST_NS)
         table = build_table(
@@ -248,8 +252,8 @@ class DeviceStore:
         """Write entries that could not be written so far, and compact the segments."""
         if self._pending is not None:
             self._write(self._pending, _content(self._pending))
-        # First without the lock, so that this process leaves one segment even if `compact` cannot
-        # get the lock.
+        # First this process's own segments are compacted, without the lock, so that it leaves only
+        # one segment even if `compact` cannot get the lock.
         if len(self._own) > 1:
             self._compact_own()
         if self._own or len(self._held_segments()) >= _MANY_SEGMENTS:
@@ -298,14 +302,15 @@ class DeviceStore:
         if name is not None:
             self._is_held[name] = True
         self._recent, self._searched, self._own = table, None, {}
-        # The pending entries are in the table, or were pruned and must not be written any more.
+        # Entries that were waiting to be written are in this table, or were pruned and must not be
+        # written any more.
         self._pending = None
         return name
 
     def after_fork(self) -> None:
         """In a child process, forget entries that the parent has still to write, and list again."""
         self._pending, self._own = None, {}
-        # The parent may have been changing these two when it forked.
+        # These two are reset, because the parent may have been changing them when it forked.
         self._listed, self._searched = False, None
 
 

@@ -21,7 +21,8 @@ from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
 from ucudnn.plan import Plan
 
-# An error lists at most so many differences, because one wrong version changes every kernel.
+# An error lists at most this many differences, because a single wrong version may change every
+# kernel.
 _MOST_NAMED = 5
 PathLike = str | os.PathLike[str]
 
@@ -71,7 +72,7 @@ def load(
     Raises:
         RankError: a rank cannot read its plan, or ranks differ; the message names them.
     """
-    # Strings are checked for first, because a string is a sequence of characters, too.
+    # Strings are tested for first, because a string is also a sequence: of characters.
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
 
     def read() -> list[Plan]:
@@ -140,7 +141,8 @@ def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan] | None]) -> Pla
                 "team": {**kind_facts(kind, software), **_plan_facts(plan)},
             }
     except UcudnnError as caught:
-        # All ranks get this error and raise it together; else they would wait for this rank.
+        # The error is sent to all ranks, which raise it together. Otherwise they would wait for
+        # this rank.
         sent["error"] = str(caught)
     received = rendezvous.exchange("plan", sent)
     raise_errors({rank: one["error"] for rank, one in received.items()})
@@ -180,13 +182,14 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
     made_with = {f"{name} that the plan was made with": str(text) for name, text in made.items()}
     kernels = {}
     for kernel in plan.kernels:
-        # People who read the message get the split of the largest batch. The digest covers all
-        # batches; it is cut to eight digits to be readable.
+        # The text has the split of the largest batch, for people who read the message, and a digest
+        # of the splits of all batches, of which eight digits are enough.
         digest = sha256(repr(kernel.decisions()).encode()).hexdigest()[:8]
         split = kernel.split(kernel.problem.batch)
         kernels[f"plan of {kernel.problem}"] = f"{split}, over all batches {digest}"
     settings = {f"plan's {name}": str(value) for name, value in plan.config.to_dict().items()}
-    # These two are last: the fields above say more, and an error lists only the first ones.
+    # These two come last, because the fields above say more, and an error lists only the first
+    # differences.
     whole = {"number of kernels in the plan": str(len(plan.kernels)), "hash of the plan": plan.hash}
     return {**made_with, **settings, **kernels, **whole}
 

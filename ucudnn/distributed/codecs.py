@@ -1,4 +1,4 @@
-"""Codecs, which write a flat gradient as a message of fewer bytes; nothing is sent here.
+"""Codecs: they write a flat gradient as a message of fewer bytes. Nothing is sent here.
 
 A message is a uint8 tensor. Its size depends only on the gradient's size, so all ranks know it.
 Error feedback (compression.py) adds what one message left out to the next gradient. Training then
@@ -19,7 +19,7 @@ from ucudnn.errors import ConfigError, quoted
 
 # Parts of a message begin at multiples of 8 bytes, so that they can be viewed as numbers.
 _ALIGNED = 8
-# `_largest` takes a threshold from each 64th number, if more than 16 of these reach it.
+# `_largest` finds a threshold from every 64th number, if enough of these are above it.
 _SAMPLED, _LEAST_RANK = 64, 16
 
 
@@ -111,7 +111,7 @@ class TopK(Codec):
         kept = self._kept(len(total))
         values, rest = _cut(message, kept, total.dtype)
         places, _ = _cut(rest, kept, torch.int32)
-        # No index occurs twice, so the sum does not depend on the order of additions.
+        # Every index occurs only once, so the result does not depend on the order of the additions.
         total.index_add_(0, places, values, alpha=alpha)
 
 
@@ -136,7 +136,8 @@ class OneBit(Codec):
         del chance
         is_up = flat >= 0
         ups = is_up.sum()
-        # Both signs are summed separately: the total minus one of the sums would lose digits.
+        # Positive and negative numbers are summed separately, because the total minus one of the
+        # two sums would lose digits.
         up, down = flat.clamp(min=0).sum(), flat.clamp(max=0).sum()
         means = torch.stack([up / ups.clamp(min=1), down / (len(flat) - ups).clamp(min=1)])
         return _packed(means, _pack(is_up.to(torch.uint8), 1))
@@ -156,9 +157,10 @@ class Stochastic(Codec):
     >>> codec.decode(codec.encode(gradient), gradient)
     tensor([ 2.,  0., -2.])
 
-    One level is TernGrad (Wen et al., NeurIPS 2017), which clips. More levels are QSGD (Alistarh et
-    al., NeurIPS 2017), with the largest magnitude as scale and codes of fixed length. There is no
-    error feedback, because with few levels its error would grow from step to step.
+    With one level it is TernGrad (Wen et al., NeurIPS 2017), which clips the numbers first. With
+    more levels it is QSGD (Alistarh et al., NeurIPS 2017), with the largest magnitude as scale and
+    codes of fixed length. There is no error feedback, because with few levels the error fed back
+    would grow from step to step.
 
     Args:
         levels: number of levels above zero, and also of those below zero; at most 127.
@@ -181,7 +183,7 @@ class Stochastic(Codec):
 
     @property
     def _bits(self) -> int:
-        # Each code lies within one byte, so its bits must divide 8.
+        # No code is divided between two bytes, so the number of its bits must divide 8.
         return next(bits for bits in (2, 4, 8) if 2 * self.levels < 1 << bits)
 
     def size_bytes(self, count: int, itemsize: int = 4) -> int:
@@ -198,7 +200,8 @@ class Stochastic(Codec):
         scaled = flat / scale.clamp(min=torch.finfo(flat.dtype).tiny) * self.levels
         random = torch.rand(flat.shape, generator=chance, dtype=flat.dtype, device=flat.device)
         codes = rounded(scaled, random) + self.levels
-        # If the gradient is not finite, neither is the scale, so any valid codes will do.
+        # If the gradient is not finite, the scale is not either, and makes the decoded gradient not
+        # finite. So any valid codes will do.
         codes = codes.nan_to_num().clamp(0, 2 * self.levels).to(torch.uint8)
         return _packed(scale.reshape(1), _pack(codes, self._bits))
 
@@ -238,12 +241,12 @@ def rounded(numbers: Tensor, random: Tensor) -> Tensor:
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
     """Indices of the largest magnitudes; NaN counts as larger than every number."""
     sample = magnitudes[::_SAMPLED]
-    # On a processor, it is several times as fast to choose among the numbers above a threshold.
-    # About twice as many numbers as are wanted pass the threshold.
+    # On a CPU, it is several times as fast to choose only among the numbers above a threshold. The
+    # threshold is such that about twice as many numbers as wanted are above it.
     rank = 2 * count // _SAMPLED
     if magnitudes.device.type == "cpu" and _LEAST_RANK < rank < len(sample) // 4:
         threshold = sample.topk(rank, sorted=False).values.min()
-        # This is not `>=`, so that NaN is among the candidates, too.
+        # The test is not `>=`, so that NaN is among the candidates, too.
         candidates = (magnitudes < threshold).logical_not_().nonzero().flatten()
         if len(candidates) >= count:
             return candidates[magnitudes[candidates].topk(count, sorted=False).indices]

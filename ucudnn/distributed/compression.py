@@ -74,7 +74,7 @@ def compress(
 
 def _require_dense(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        # Embedding and EmbeddingBag have this attribute; DDP itself reads it, too.
+        # Embedding and EmbeddingBag have this attribute, by which DDP also finds sparse gradients.
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
                 f"gradients must be dense, and those of {path or 'the model'} are sparse; use "
@@ -145,8 +145,8 @@ class Compression:
         trained = [one for one in self._parameters.values() if one.requires_grad]
         whole = sum(one.numel() * one.element_size() for one in trained)
         coded = sum(self._size_bytes(one.numel(), _precise(one.dtype)) for one in trained)
-        # A ring sends a whole gradient 2 (P - 1) / P times, and a message P - 1 times.
-        # A job of one rank sends nothing.
+        # With P ranks in a ring, each rank sends a whole gradient 2 (P - 1) / P times, and a
+        # message P - 1 times. A job of one rank sends nothing.
         self.is_dense = self._ranks == 1 or coded * self._ranks >= 2 * whole
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Compression:
             is_finite.append(buffer.isfinite().all())
             left.update(one.left)
         # All ranks have the same result. If it is not finite, as when a scaled loss overflows, the
-        # step is not applied, so what was left out before must not count as sent.
+        # step will not be applied. Then what earlier messages left out must not count as sent.
         if left and torch.stack(is_finite).all():
             self._left.update(left)
         for one in self._pending:
@@ -307,7 +307,7 @@ def register(replica: DistributedDataParallel, exchange: Exchange) -> None:
 
 
 def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start the exchange of a bucket, and finish all at the last; DDP needs the name `bucket`."""
+    """Start the exchange of a bucket; finish all at the last. DDP needs the name `bucket`."""
     device = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[device] if device.type == "cuda" else None
@@ -319,5 +319,5 @@ def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which gradients are encoded and kept: 16 bits lose the small rests of many steps."""
+    """Dtype for encoding and error feedback: 16 bits would lose small rests of many steps."""
     return torch.float64 if dtype == torch.float64 else torch.float32

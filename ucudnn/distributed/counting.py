@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from ucudnn.distributed.launching import Launch, Say
 
 CANDIDATES = (1, 2, 4)
-# More ranks need more memory, so they must gain more than this.
+# More ranks need more memory, so they are chosen only if they gain more than this.
 _TIE = 0.03
-# If the first trial of a number is below this part of the best, larger numbers are not tried.
+# If a number of ranks reaches less than this part of the best rate in its first trial, larger
+# numbers are not tried.
 _HOPELESS = 0.7
-# Time in which ranks end after SIGTERM; torchrun's agent itself gives them 30 s.
+# Ranks get this much time to end after SIGTERM; torchrun's agent itself gives them 30 s.
 _END_S = 60.0
 
 
@@ -90,13 +91,14 @@ def find_ranks(
             f"trials need at least one round and some time, got {rounds} rounds of "
             f"{times.measure_s:g} s"
         )
-    # Each of several hosts could find another number, so several hosts are refused.
+    # Several hosts are refused, because each of them could find another number.
     if settings.has_meeting:
         raise ConfigError(
             "ranks per GPU are found on one host; find them there, then give the number on all "
             "hosts"
         )
-    # Imported here: ranks import this module to count, and need no launcher of torch.
+    # The launcher is imported only here, because ranks import this module to count, and do not need
+    # it.
     from ucudnn.distributed.launching import list_gpus
 
     gpus = list_gpus() if settings.gpus is None else settings.gpus
@@ -126,7 +128,8 @@ def search(
             best = max((first for first, *_ in rates.values()), default=0.0)
             if rate is not None:
                 rates.setdefault(ranks, []).append(rate)
-            # A failure usually means too little memory, and more ranks need more memory.
+            # If a number fails, there is usually too little memory for it, and larger numbers of
+            # ranks need even more.
             if number == 0 and (rate is None or rate < _HOPELESS * best):
                 break
         tried = tuple(rates)
@@ -148,7 +151,8 @@ def measure_ranks(
     """
     chosen = replace(settings, ranks_per_device=ranks)
     with tempfile.TemporaryDirectory(prefix="ucudnn-trial-") as folder:
-        # Spawned, so that the launcher inherits no thread and no GPU state of this process.
+        # The launcher is spawned, so that it inherits neither threads nor GPU state of this
+        # process.
         launcher = multiprocessing.get_context("spawn").Process(
             target=_trial, args=(list(script), chosen, folder)
         )
@@ -186,7 +190,7 @@ def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) ->
     _wait(launcher, times.start_s, all_count)
     if not all_count():
         return None
-    # If the script ends during the warm-up, its rate is measured from here on.
+    # The rate is measured from the first counts on if the script ends during the warm-up.
     begin = _counts(folder)
     if _wait(launcher, times.warmup_s):
         begin = _counts(folder)

@@ -19,17 +19,20 @@ from ucudnn.solvers import Line, Link, bucket, finish
 from ucudnn.units import format_bytes, format_ns
 
 HARM = ("as it is", "same gradients", "rounded gradients", "other gradients", "other training")
-# Caps in torch's DistributedDataParallel, in MiB: of the first bucket and of all later ones.
+# The caps of buckets in torch's DistributedDataParallel in MiB: of the first bucket, and of all
+# later ones.
 DEFAULT_CAPS = (1.0, 25.0)
 _MIB = 1 << 20
-# Relative gains below the first number are noise if steps were measured; gains below the second
-# number are too uncertain if all steps are predicted.
+# Gains are mentioned only above these fractions of a step: the first if steps were measured,
+# because smaller gains are noise; the second if all steps are predicted, because smaller gains are
+# too uncertain.
 _TOLD, _TOLD_PREDICTED = 0.03, 0.1
 # A way is measured if its predicted gain is larger than this.
 _HOPED = 0.01
 # Fewer buckets are chosen if they cost at most this part of a step's computing time.
 _SLACK = 0.01
-# Steps from one averaging of parameters to the next; batches whose gradients one step adds up.
+# Two ways of other training: parameters are averaged every `PERIOD` steps, or the gradients of
+# `BATCHES` batches are added up before a step.
 PERIOD, BATCHES = 8, 4
 _FACTORS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 _RATES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
@@ -116,7 +119,7 @@ class Profile:
         return sum(self.sizes)
 
     def faster(self, factor: float) -> Profile:
-        """The same job, if computing a step were `factor` times as fast."""
+        """The profile of the same job if computing a step were `factor` times as fast."""
         ready = tuple(round(time_ns / factor) for time_ns in self.ready_ns)
         return replace(self, ready_ns=ready, compute_ns=round(self.compute_ns / factor))
 
@@ -137,10 +140,10 @@ class Profile:
             (coded.ratio, coded.encode_ns, coded.decode_ns) if coded else (1, 0, 0)
         )
         parts = [size / self.total_bytes for size in sizes]
-        # Encoding delays what backward computes next.
+        # Encoding a bucket delays everything that backward computes after it.
         delayed = [time_ns + round(encode * sum(parts[: n + 1])) for n, time_ns in enumerate(ready)]
         arrived = finish(delayed, [line.time_ns(round(ratio * size)) for size in sizes])
-        # Messages are added up when backward has ended and they have arrived.
+        # The messages of a bucket are added up when they have arrived and backward has ended.
         costs = [round(decode * part) for part in parts]
         return finish([max(self.compute_ns + encode, one) for one in arrived], costs)[-1]
 
@@ -171,7 +174,7 @@ class ExchangeWay:
 
 
 def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
-    """Count the gradients in each bucket of DDP, where the gradient that fills a bucket ends it.
+    """Count the gradients in each bucket of DDP, which ends with the gradient that fills it.
 
     >>> capped([1 << 20] * 5, [1, 2])
     [1, 2, 2]
@@ -226,7 +229,8 @@ def ways(profile: Profile) -> list[ExchangeWay]:
 def _cut(profile: Profile, ring_bytes: int) -> ExchangeWay:
     """The way with the fastest buckets that this version of torch can make."""
     if profile.can_cut:
-        # Fewer buckets are chosen, because each bucket has costs that the model does not know.
+        # A little slack is given for fewer buckets, because each bucket has costs that the model
+        # does not know.
         slack_ns = round(_SLACK * profile.compute_ns)
         best = bucket(profile.ready_ns, profile.sizes, profile.reduce, slack_ns)
         counts, caps = list(best.counts), [size / _MIB for size in best.sizes]
@@ -258,7 +262,7 @@ class ExchangeAdvice:
 
     @property
     def error(self) -> float:
-        """Relative error of the model for torch's own step; 0 if that step was not run."""
+        """Relative error of the predicted time of torch's own step; 0 if that step was not run."""
         own = self.ways[0]
         return abs(own.predicted_ns / own.measured_ns - 1) if own.measured_ns else 0.0
 
@@ -268,7 +272,8 @@ class ExchangeAdvice:
         chosen = self.ways[0]
         for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
-            # If a way was measured, ways that were not are left out: they were predicted slower.
+            # If some of these ways were measured, those that were not are left out, because they
+            # were predicted to be slower.
             rivals = [way for way in rivals if way.measured_ns] or rivals
             best = max(rivals, key=lambda way: self.gain(way, chosen), default=chosen)
             if self.gain(best, chosen) > self.told(best, chosen):
@@ -283,13 +288,13 @@ class ExchangeAdvice:
         return best if self.gain(best, chosen) > self.told(best, chosen) else None
 
     def gain(self, way: ExchangeWay, over: ExchangeWay) -> float:
-        """The part of a step that a way saves over another one."""
+        """The time that one way saves over another, as a fraction of the other one's step."""
         if way.measured_ns and over.measured_ns:
             return 1 - way.measured_ns / over.measured_ns
         return 1 - way.predicted_ns / over.predicted_ns
 
     def told(self, way: ExchangeWay, over: ExchangeWay) -> float:
-        """The smallest gain of one way over another that exceeds noise and the model's error."""
+        """The smallest gain of one way over another that exceeds noise and prediction errors."""
         if way.measured_ns and over.measured_ns:
             return max(_TOLD, way.noise, over.noise)
         if not self.ways[0].measured_ns:
@@ -297,12 +302,13 @@ class ExchangeAdvice:
         return max(_TOLD, 2 * self.error)
 
     def worth_measuring(self) -> list[ExchangeWay]:
-        """For each harm the way predicted to be fastest, if its gain over torch's is above 1 %."""
+        """For each harm the way predicted to be fastest, if it gains more than 1 % over torch's."""
         own, found = self.ways[0], []
         for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
             best = min(rivals, key=lambda way: way.predicted_ns, default=own)
-            # This bound is below that for advice, because the model may underestimate a gain.
+            # The bound for measuring a way is lower than that for advising it, because the model
+            # may underestimate a gain.
             if self.gain(best, own) > _HOPED:
                 found.append(best)
         return found

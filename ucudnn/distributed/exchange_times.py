@@ -44,7 +44,8 @@ from ucudnn.solvers import Line, fit
 from ucudnn.solvers._base import require_int
 from ucudnn.solvers.collectives import gather, line, ring
 
-# Seconds for steps without exchange, and for steps in several ways; least and most rounds.
+# Seconds for the steps without exchange, and for the steps by several ways. Below them the smallest
+# and the largest number of rounds.
 _COMPUTING_S, _RACING_S = 10.0, 30.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 # Number of sizes at which the link is timed, the smallest size, and the timings per size.
@@ -121,7 +122,7 @@ def advise(
 
 
 class Moment:
-    """A moment: on a GPU an event in its stream, which runs behind Python; else a clock time.
+    """A moment: on a GPU an event in the current stream, else a time of the host's clock.
 
     >>> Moment("cpu").since_ns(Moment("cpu")) <= 0
     True
@@ -168,7 +169,7 @@ class _Watched:
         return note
 
     def step(self) -> tuple[dict[str, int], int]:
-        """Run a step: ns from its beginning to each gradient, in their order, and to its end."""
+        """Run a step; return ns from its beginning to each gradient in order, and to its end."""
         self._moments.clear()
         _wait(self._device_type)
         start = Moment(self._device_type)
@@ -246,7 +247,7 @@ def _rounds(budget_s: float, step_ns: int) -> int:
 
 
 def _with_link(meeting: Rendezvous, profile: Profile, device: torch.device) -> Profile:
-    """The profile with lines for the sizes that occur; each collective is timed by itself."""
+    """The profile with a line for each collective: its time over the sizes that occur."""
     most = profile.total_bytes
 
     def reduce(size: int) -> Callable[[], object]:
@@ -273,7 +274,7 @@ def _samples(
     most_bytes: int,
     device_type: str,
 ) -> list[tuple[int, int]]:
-    """Sizes up to `most_bytes` in equal ratios, each with the time of the slowest rank."""
+    """Sizes up to `most_bytes` in equal ratios, each with its time on the slowest rank."""
     most = max(most_bytes, 2 * _SMALLEST_BYTES)
     ratio = (most / _SMALLEST_BYTES) ** (1 / (_SIZES - 1))
     sizes = [int(_SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
@@ -309,7 +310,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
         if isinstance(codec, Half):
             ratio = 2 / whole[0].itemsize
             if ratio < 1:
-                # The conversion back copies as many bytes, so it counts as equally long.
+                # The conversion back copies as many bytes, so it is assumed to take as long.
                 copy_ns = _costs(meeting, lambda: [one.bfloat16() for one in whole], kind)
                 found.append(Coded(name, code, harm, ratio, copy_ns, copy_ns, is_gathered=False))
             continue
@@ -319,7 +320,8 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
         messages = [codec.encode(one) for one in precise]
 
         def encode_all(codec: Codec = codec) -> None:
-            # The other work of the hook is timed, too: error feedback and the loss scale.
+            # What the hook does besides is timed, too: error feedback, and the division by the loss
+            # scale.
             for one in precise:
                 corrected = one.clone().div_(1.0).add_(one)
                 message = codec.encode(corrected)

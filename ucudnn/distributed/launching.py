@@ -89,7 +89,8 @@ def launch(script: Sequence[str], settings: Launch, say: Say = lambda _: None) -
     ranks = per_device * max(1, len(gpus))
     limit = None
     if settings.device_workspace is not None:
-        # Equal parts: each step waits for the slowest rank, and one plan serves all ranks.
+        # All ranks get equal parts, because each step waits for the slowest rank, and all ranks
+        # follow one plan.
         limit = settings.device_workspace // per_device
         whole = format_bytes(settings.device_workspace)
         say(f"workspace limit of each rank: {format_bytes(limit)} of {whole}")
@@ -142,7 +143,7 @@ def list_gpus() -> tuple[str, ...]:
     """UUIDs of the GPUs that torch sees, in its order."""
     if not torch.backends.cuda.is_built():
         return ()
-    # Another process lists the GPUs, so that the launcher never holds memory of a GPU.
+    # The GPUs are listed in another process, so that the launcher never holds memory of a GPU.
     pipe = subprocess.PIPE
     with start_python(_LIST_GPUS, stdout=pipe, stderr=pipe, text=True) as child:
         listed, said = child.communicate()
@@ -198,7 +199,8 @@ def mps_daemon(control: str, answer_s: float = 10.0) -> Iterator[dict[str, str]]
                 time.sleep(0.1)
             yield folders
         finally:
-            # -t is a time limit: after clients were killed, the daemon may not end by itself.
+            # A time limit (-t) is given, because after clients were killed the daemon may not end
+            # by itself.
             _control([control], f"quit -t {answer_s:.0f}\n", folders, 2 * answer_s)
 
 
@@ -206,7 +208,8 @@ def _control(
     command: Sequence[str], text: str, folders: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str]:
     """Run the control program: its exit status and the last line of its output."""
-    # A daemon may keep the output of the program that starts it open: a pipe would never end.
+    # The output goes to a file. A daemon may keep the output of the program that started it open,
+    # so a pipe would never end.
     with TemporaryFile("w+") as output:
         try:
             status = subprocess.run(  # noqa: S603 - NVIDIA's program, with arguments of ours

@@ -66,9 +66,9 @@ class Rendezvous:
         self._handshake: Store = PrefixStore(f"ucudnn/{purpose}/{members}", job_store)
 
     def __enter__(self) -> Self:
-        # A store may outlive its ranks (torchrun keeps it over restarts) and then still holds the
-        # keys of dead ranks. The nonce handshake makes all ranks ignore these keys: the first rank
-        # publishes a new nonce, and accepts only answers that repeat it.
+        # A store may outlive its ranks (torchrun keeps it over restarts), and then it still has the
+        # keys of dead ranks. All ranks ignore these keys by a handshake: the first rank publishes a
+        # new nonce, and accepts only answers that repeat it.
         try:
             self.nonce = self._lead() if self.rank == self.ranks[0] else self._join()
         except dist.DistError as error:
@@ -112,15 +112,16 @@ class Rendezvous:
             nonlocal answered
             if not self._handshake.check(["nonce"]):
                 return [self.ranks[0]]
-            # It may be the nonce of an earlier rendezvous, which the first rank is about to
-            # replace: answer each new nonce.
+            # This may be the nonce of an earlier rendezvous, which the first rank is about to
+            # replace. So each new nonce is answered.
             nonce = self._handshake.get("nonce").decode()
             if nonce != answered:
                 self._handshake.set(f"answer/{self.rank}", f"{nonce}:{token}")
                 answered = nonce
             confirmed = f"confirmed/{nonce}"
             if self._handshake.check([confirmed]):
-                # The token is of this process; the rank may have had an earlier process.
+                # The token identifies this process, because an earlier process may have had the
+                # same rank.
                 tokens = json.loads(self._handshake.get(confirmed))
                 if tokens.get(str(self.rank)) == token:
                     return []
@@ -159,8 +160,9 @@ class Rendezvous:
 
         def missing() -> list[int]:
             for rank in list(waiting):
-                # To save requests, a poll stops at the first missing rank. Later ranks are asked
-                # for when it has sent its value, or when the missing ranks must be named.
+                # To save requests, a poll stops at the first rank that has not sent its value. The
+                # ranks after it are asked when it has, or when an error must name all missing
+                # ranks.
                 if not self._has_sent(topic, rank):
                     break
                 del waiting[rank]

@@ -23,10 +23,11 @@ from torch.distributed.rendezvous import rendezvous
 from ucudnn import config
 from ucudnn.errors import RankError
 
-# Rank and number of ranks, in the job and on its host: for torchrun, Open MPI, MPICH and Slurm. The
-# first of these launchers whose rank is set counts: mpirun may start torchrun once per host, and it
-# keeps the variables of a Slurm batch job. Of several names in a string, the first that is set
-# counts: srun may set PMI_RANK, too, and may start only a part of the SLURM_NTASKS of a batch job.
+# Variables with the rank and the number of ranks, in the job and on its host, for torchrun, Open
+# MPI, MPICH and Slurm. The first of these launchers whose rank is set is used: mpirun may start
+# torchrun once per host, and passes on the variables of a Slurm batch job. If a string has several
+# names, the first that is set is used: srun may set PMI_RANK, too, and may start only a part of the
+# SLURM_NTASKS of a batch job.
 _VARIABLES = (
     ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS SLURM_NTASKS"),
@@ -146,7 +147,8 @@ def _open_store(place: tuple[int, int, int, int], timeout: timedelta) -> Store:
         if "MASTER_ADDR" not in os.environ:
             address = _address(local_size == size)
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
-        # If the loaded library is of another MPI than mpiexec, it sees each rank as a separate job.
+        # If the MPI library that is loaded is another one than that of mpiexec, it sees each rank
+        # as a job of its own.
         loaded: Any = sys.modules.get("mpi4py.MPI")
         if loaded and (world := loaded.COMM_WORLD) and (world.rank, world.size) != (rank, size):
             raise RankError(
@@ -202,7 +204,7 @@ def _count_sharing(store: Store, rank: int, size: int, device: torch.device) -> 
     if device.type == "cpu":
         # Only `ucudnn launch` sets this number. Ranks of other launchers use each other's cores.
         return config.ranks_per_device()
-    # By UUID, because a launcher may show each rank another GPU as number 0.
+    # GPUs are compared by UUID, because a launcher may show each rank another GPU as number 0.
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     store.set(f"device/{rank}", own)
     sharing = [store.get(f"device/{other}") for other in range(size)].count(own.encode())

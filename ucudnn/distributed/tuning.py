@@ -42,7 +42,7 @@ from ucudnn.tuning.results import Progress, warn_of_untuned
 from ucudnn.tuning.tuner import tune_problems
 
 Report = Callable[[Progress], None]
-# Part of a time budget for measuring; the rest is for deciding and for the step race.
+# This part of a time budget is for measuring; the rest is for deciding and for the step race.
 _MEASURING = 0.75
 
 
@@ -122,8 +122,8 @@ def _team(rendezvous: Rendezvous, traced: Traced, config: Config) -> tuple[int, 
     """The ranks with this kind of device, after a check that they are about to do the same work."""
     backend = open_backend(config.backend)
     device, software = backend.device(), backend.software()
-    # Names of layers are left out, because they may differ if the same is computed. Problems are
-    # given in full: `str(problem)` leaves out the padding and the math.
+    # Names of layers are not compared, because they may differ although the same is computed.
+    # Problems are compared in full, because `str(problem)` leaves out the padding and the math.
     facts = {
         **asdict(backend.conditions()),
         **config.to_dict(),
@@ -155,11 +155,13 @@ def _share(
     mine = set(_by_worth(traced.layers)[team.index(rendezvous.rank) :: len(team)])
     layers = [layer for layer in traced.layers if _geometry(layer[1]) in mine]
     budget_s = config.time_budget_s and _MEASURING * config.time_budget_s
-    # A memory budget is for whole steps: it chooses later among what is measured here.
+    # A memory budget applies to whole steps. It is set aside here, and the rank that decides
+    # chooses by it among what was measured.
     own = replace(config, memory_budget=None, time_budget_s=budget_s)
     error = None
     try:
-        # The rank that decides meets the same errors, and gives warnings for all kernels.
+        # Errors and warnings are suppressed here, because the rank that decides gets the same
+        # errors, and warns of all kernels.
         with warnings.catch_warnings(), suppress(PlanError, UnsupportedError):
             warnings.simplefilter("ignore", UcudnnWarning)
             if layers:
@@ -205,7 +207,8 @@ def _decide(
 
 def _by_worth(layers: Sequence[tuple[str, Problem]]) -> list[Problem]:
     """The geometries of kernels, those with most operations in a step first."""
-    # Operations are known before a kernel has run, and are equal on all ranks.
+    # Kernels are ordered by their number of operations, which is known before they have run, and is
+    # equal on all ranks.
     worth: dict[Problem, int] = {}
     for _, problem in layers:
         geometry = _geometry(problem)
@@ -215,7 +218,8 @@ def _by_worth(layers: Sequence[tuple[str, Problem]]) -> list[Problem]:
 
 def _geometry(problem: Problem) -> Problem:
     """A problem that is equal for kernels that share measurements: of any batch and any slab."""
-    # Every number of rows becomes the smallest one into which the dilated kernel fits.
+    # The number of rows is replaced by the smallest one into which the dilated kernel fits, so that
+    # slabs of one kernel become equal.
     rows = problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
     return replace(
         problem.with_batch(1),

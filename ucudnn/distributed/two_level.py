@@ -68,7 +68,7 @@ def reduce_by_device(replica: DistributedDataParallel) -> bool:
     if len(teams) == len(devices):
         return False
     device = next(replica.parameters()).device
-    # torch wants every rank to make every group, even a group that the rank is not in.
+    # torch requires that every rank makes every group, even groups that the rank is not in.
     leaders = [team[0] for team in teams]
     across = dist.new_group(leaders, backend="nccl" if device.type == "cuda" else "gloo")
     groups = {device: dist.new_group(team, backend="gloo") for device, team in by_device.items()}
@@ -130,9 +130,10 @@ def _average(state: _TwoLevels, bucket: GradBucket) -> torch.futures.Future[torc
             dist.all_reduce(mine, group=state.across)
         _meet(state)  # the leader has written the sum
         piece.copy_(mine if dist.get_rank() == state.team[0] else peers[0])
-        # The leader overwrites the sum with its next piece, so all ranks must have read it.
+        # All ranks must have read the sum before the leader overwrites it with its next piece.
         _meet(state)
-    # A finished future: one of gloo that outlives this call can abort a process at its exit.
+    # The future is finished already, because a future of gloo that outlives this call can abort a
+    # process at its exit.
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer.div_(dist.get_world_size()))
     return future

@@ -195,8 +195,7 @@ class TorchCpuBackend(AbstractBackend):
         return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)
 
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
-        """Multiples of the number of threads, because several kernels compute a sample per thread.
-        """
+        """Multiples of the number of threads, because many kernels compute a sample per thread."""
         threads = torch.get_num_threads()
         return tuple(range(threads, problem.batch + 1, threads))
 

@@ -124,8 +124,7 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
 
 
 def _fallback_scratch_bytes(problem: Problem) -> int:
-    """Scratch of a thread that multiplies a sample's matrices in a dtype it has no instructions
-    for.
+    """Scratch of a thread for a sample's matrix product in a dtype without instructions.
 
     The operands are packed, and half precision is computed in float32.
     """
