@@ -68,7 +68,8 @@ def __getattr__(name: str) -> Any:
 
 def _version() -> str:
     """The version of the installed distribution; "0+unknown" if no distribution is installed."""
-    # Only if `__version__` is read: finding and reading a distribution's metadata takes a while.
+    # This is imported only when `__version__` is read, because finding the metadata of a
+    # distribution takes a while.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -90,7 +91,8 @@ def _autoload() -> None:
     files = import_module("ucudnn.config").startup()
     if not files:
         return
-    # A module of ucudnn is still importing torch, so other modules cannot import that module yet.
+    # If a module of ucudnn is still importing torch, other modules cannot import that module yet,
+    # so nothing is done.
     if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
         import_module("ucudnn.errors").warn(
             "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
@@ -101,7 +103,8 @@ def _autoload() -> None:
     try:
         import_module("ucudnn.convert").follow_startup(files)
     except errors.UcudnnError as error:
-        # Exits, because a traceback would end with torch's advice to disable its extensions.
+        # The process is ended here, because a traceback would end with torch's advice to disable
+        # its extensions.
         if import_module("ucudnn.config").is_strict():
             sys.exit(f"ucudnn: {error}")
         errors.warn(f"torch's own convolutions run, without UCUDNN_PLAN: {error}")

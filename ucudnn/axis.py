@@ -15,12 +15,13 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
 from ucudnn.split import Chunk, Split
 
-# The largest batch that is also split along rows: micro-batches of larger ones are small enough.
+# The largest batch that may be split along rows. Of larger batches the micro-batches are small
+# enough.
 MOST_SAMPLES = 8
 
 
 class AbstractAxis(ABC):
-    """An axis of one kernel, and the unit in which chunk sizes are counted; picklable for workers.
+    """An axis of one kernel, and the unit in which the sizes of its chunks are counted.
 
     Law: chunks whose sizes add up to `extent` together compute the problem. `part` is the problem
     of a chunk of a given size, unless the chunk is near an end of the axis.
@@ -129,15 +130,17 @@ class RowAxis(AbstractAxis):
         rows, inner = row_count(self.problem), self.part(size)
         first = slab(self.problem, 0, size * self._unit).problem
         last = slab(self.problem, (self.extent - size) * self._unit, rows).problem
-        # Left out: ends that equal an inner slab, and ends without a problem (the result is zero).
+        # Ends that equal an inner slab are left out, and ends without a problem, whose result is
+        # zero.
         ends = (end for end in (first, last) if end is not None and end != inner)
         return tuple(dict.fromkeys(ends))
 
     def sizes(self, policy: str) -> tuple[int, ...]:
-        """Powers of two and the remainders that they leave; none if rows are not to be split.
+        """Powers of two, and the remainders after slabs of these sizes; none if rows are not split.
 
         The policies other than "undivided" allow the same sizes, which are few even for many rows.
-        A size is left out if the tensors are too short for an inner slab with all rows it reads.
+        A size is left out if the tensors are too short for an inner slab and all rows that it
+        reads.
         """
         if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
             return ()
@@ -163,7 +166,7 @@ class RowAxis(AbstractAxis):
         return Split("spatial", tuple(found))
 
     def size_of(self, chunk: Chunk) -> int:
-        """The number of units that the rows of a chunk fill, rounded up."""
+        """The number of units in the rows of a chunk, rounded up."""
         return -(-chunk.size // self._unit)
 
 

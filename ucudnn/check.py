@@ -60,7 +60,8 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
 
 
 def _saved_ns(kernel: KernelPlan) -> int:
-    # Without a time of torch's own convolution this is negative, so the kernel is chosen last.
+    # Without a time of torch's own convolution the result is negative, so the kernel is chosen
+    # last.
     default_ns = kernel.default.time_ns if kernel.default else 0
     return (default_ns - kernel.timing.time_ns) * len(kernel.layers)
 
@@ -99,7 +100,11 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
 
 
 def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
-    """Workspace that a call of a kernel may use; with a pool, its part and a share of the rest."""
+    """Most workspace in bytes that a call of a kernel may use; None for no limit.
+
+    If all kernels share a pool, this is what the plan assigned to the kernel, and an equal share of
+    what the plan leaves of the pool.
+    """
     limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is None:
         return limit
@@ -127,9 +132,11 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     planned = kernel.default.time_ns / kernel.timing.time_ns
-    # If only this ratio has changed, the split may still be right, so the canary does not fail.
+    # This ratio is only told. If it has changed, the split may still be right, so the canary does
+    # not fail by it.
     said += f"; {planned:.2f} when it was tuned"
-    # Fails if torch's own convolution is faster beyond the noise and within the plan's own limit.
+    # The canary fails if torch's own convolution is faster beyond the noise, and within the plan's
+    # workspace limit.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")
     if high * _SLOWER < planned:

@@ -32,8 +32,9 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 # during a trial of `ucudnn launch`.
 RANKS_PER_DEVICE, PROGRESS = "UCUDNN_RANKS_PER_DEVICE", "UCUDNN_PROGRESS"
 
-# Variables of the released mu-cuDNN (2018). A variable is mapped to our equal setting, or refused
-# if there is none: silently ignored, it would give another run than its user asked for.
+# Variables of the released mu-cuDNN (2018). A variable is mapped to the setting here that means the
+# same. If there is none, it is refused: if it were ignored, the run would not be what the user
+# asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
 _MUCUDNN_BYTES = {
     "UCUDNN_DEFAULT_WORKSPACE_LIMIT": "workspace_limit",
@@ -85,7 +86,8 @@ def _budget(name: str, value: Any) -> int | str | None:
 
 def _choice(name: str, value: Any) -> str:
     allowed = SETTINGS[name].choices
-    # The type is tested first, because `in` would compare the elements of an array with each word.
+    # The type is tested first: if the value were a NumPy array, `in` would compare each of its
+    # elements with the allowed words.
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {quoted(value)}")
     return value
@@ -109,7 +111,8 @@ def _passes(name: str, value: Any) -> tuple[str, ...]:
     is_list = isinstance(ops, (tuple, list)) and bool(ops)
     if not is_list or not all(isinstance(op, str) and op in OPS for op in ops):
         raise ConfigError(f"{name} must name some of {', '.join(OPS)}, got {quoted(value)}")
-    # Each op once and in a fixed order, so that equal choices compare equal and plans hash alike.
+    # Each op is listed once and in a fixed order, so that equal choices are equal, and the hashes
+    # of their plans are, too.
     return tuple(op for op in OPS if op in ops)
 
 
@@ -124,7 +127,8 @@ def _positive(name: str, value: object) -> float | None:
     try:
         if value is None:
             return None
-        # True is refused, although Python treats it as 1; nan is refused, as it is not above 0.
+        # True is refused, although Python treats it as 1. nan is refused, because it is not above
+        # 0.
         if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
             return float(value)
     except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
@@ -310,7 +314,8 @@ class Config:
                 value = setting.check(name, getattr(self, name))
             except ConfigError as error:
                 raise self._with_source(error, name) from error
-            # Replaces the given value by the checked one. A frozen dataclass allows no other way.
+            # Replace the given value by the checked one. In a frozen dataclass this is the only
+            # way.
             object.__setattr__(self, name, value)
         if self.memory_budget is not None and self.total_workspace is not None:
             raise ConfigError(
@@ -416,7 +421,7 @@ def require_config(config: object) -> Config:
 
 
 def settings_here(config: Config) -> Config:
-    """The settings to run a plan with: its own, but UCUDNN_UNPLANNED overrides `unplanned`."""
+    """The settings by which a plan runs: its own, unless UCUDNN_UNPLANNED is set."""
     given = _settings().get("unplanned")
     return config if given is None else replace(config, unplanned=given)
 
@@ -460,7 +465,7 @@ class Startup(NamedTuple):
 
 def startup() -> Startup:
     """The files that UCUDNN_PLAN and UCUDNN_RECORD name."""
-    # Empty counts as unset, as for settings.
+    # A variable that is empty counts as not set, as those of settings do.
     return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
 
 
@@ -506,13 +511,15 @@ def share_device(ranks: int) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    # Sorted, so that the key of the cache below stays equal as long as no variable changes.
+    # The variables are sorted, so that the key of the cache below stays equal as long as no
+    # variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
     return _settings_from(tuple(sorted(variables)))
 
 
-# Cached, because every field of every Config calls this. So a mistyped variable gives one warning,
-# and another one only after a variable has changed.
+# The result is cached, because every field of every Config calls this function. It also has the
+# effect that a mistyped variable gives one warning, and another one only after a variable has
+# changed.
 @lru_cache(maxsize=1)
 def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     environment = dict(variables)

@@ -27,7 +27,8 @@ from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
 
 Model = TypeVar("Model", bound=nn.Module)
-# Only these exact classes: a subclass may have its own forward, which a change of class would drop.
+# Only layers of exactly these classes are swapped: a subclass may have its own forward, which would
+# be lost.
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,
     nn.Conv2d: planned_nn.Conv2d,
@@ -135,7 +136,8 @@ def convert_(
     """
     plan = _loaded(plan)
     config = settings_here(plan.config)
-    # The model without the wrapper of torch.compile: the plan has the names of its layers.
+    # Take the model without the wrapper of torch.compile, because the plan has the names of its
+    # layers.
     original = original_of(model)
     found = _find(original, plan, filter_fn or (lambda *_: True))
     if not is_followed(plan, config):
@@ -282,7 +284,8 @@ def _unswap(model: nn.Module) -> None:
         if planned is type(module):
             module.__class__ = _TORCH_BY_PLANNED[planned]
         elif planned is not None and parametrize.is_parametrized(module):
-            # parametrizing made this class, which copies of the module share: a new one replaces it
+            # Parametrizing has made this class, and copies of the module have it, too. So the
+            # module gets a new class.
             own = {name: value for name, value in vars(type(module)).items() if name not in _SLOTS}
             name, torchs = type(module).__name__, _TORCH_BY_PLANNED[planned]
             module.__class__ = type(name, (torchs,), own)
@@ -311,7 +314,8 @@ def tune_(
 
 def _is_torchs_own(kernel: KernelPlan) -> bool:
     """True if a kernel's plan is torch's own convolution for every batch that it covers."""
-    # The last batch of an epoch is often smaller, and may be split even if the largest is not.
+    # All batches are tested: the last batch of an epoch is often smaller, and may be split even if
+    # the largest is not.
     batches = range(1, kernel.problem.batch + 1)
     return all(kernel.split(batch).is_default for batch in batches if kernel.covers(batch))
 
@@ -328,7 +332,8 @@ def _planned_otherwise(
         if is_known or Layer.of(kernel.problem) not in matched.values():
             named.update(() if kernel.is_default else kernel.layers)
     for name, module in modules.items():
-        # Also true for subclasses, which cannot be swapped although the plan covers their shape.
+        # This is also true for subclasses, which cannot be swapped although the plan covers their
+        # shape.
         fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
         if (name in named or fits) and type(module) not in _SWAPPABLE:
             yield name

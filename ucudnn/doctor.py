@@ -34,7 +34,8 @@ class Diagnosis:
     def advice(self) -> tuple[str, ...]:
         """Advice on faster convolutions, steadier times and the cache; one text per problem."""
         sentences = []
-        # Exactly "glibc": if a threshold was set, the name of the allocator contains it.
+        # The name is exactly "glibc" only if no mmap threshold was set; else it contains the
+        # threshold.
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc returns large blocks to the operating system: a fresh 64 MiB "
@@ -76,7 +77,7 @@ def diagnose(cache: str | None = None) -> Diagnosis:
 
 def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     """Write the profile of this machine's GPU, for `ucudnn enumerate` on other machines."""
-    # Without this test cuDNN would load even without a driver, as it does in `ucudnn enumerate`.
+    # This is tested, because cuDNN can be loaded without a driver, as it is by `ucudnn enumerate`.
     if not has_driver():
         raise UnsupportedError(
             "a device profile is of the GPU here, and this machine has no NVIDIA driver; "

@@ -19,7 +19,7 @@ COLUMNS = (
     *("name", "n", "c", "d", "h", "w", "k", "kd", "kh", "kw", "pad_d", "pad_h", "pad_w"),
     *("stride_d", "stride_h", "stride_w", "dil_d", "dil_h", "dil_w", "groups"),
 )
-# Further columns, which tables of a real model or run have; every other table may have them, too.
+# Columns that any table may have. Those that were written for a model or a run have all of them.
 OPTIONAL_COLUMNS = ("rank", "dtype", "layout", "math", "ops", "bias", "count")
 # The most calls of a row that `as_calls` returns for a step.
 _MOST_CALLS = 1000
@@ -93,7 +93,8 @@ def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
                     f"{path} line 1: a table of layers has the columns {','.join(COLUMNS)}; "
                     f"missing: {', '.join(missing)}"
                 )
-            # The line in the file, not the number of the row: a quoted field may span lines.
+            # The number is that of the line in the file, not of the row, because a quoted field may
+            # span lines.
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -207,12 +208,13 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
     """
     kept = list(rows)
     frequency = Counter(row.calls for row in kept)
-    # If several counts are equally frequent, the smallest is the unit: rounding then loses least.
+    # If several counts are equally frequent, the smallest of them is taken as the unit, so that
+    # rounding loses least.
     unit = min(frequency, key=lambda count: (-frequency[count], count), default=1)
     return [
         (row.name, row.problem)
         for row in kept
-        # Computed in integers, because counts may be larger than any float.
+        # The ratio is computed in integers, because counts may be larger than any float.
         for _ in range(min(max(1, (2 * row.calls + unit) // (2 * unit)), _MOST_CALLS))
     ]
 

@@ -150,7 +150,8 @@ def follow(module: nn.Module, runner: Runner) -> None:
     One of them is `__module__`, which names torch.nn: tracers of torch.fx do not trace into modules
     from there. On the class, this attribute would break pickling.
     """
-    # Set on the instance, because all layers share the class and `unfollow` must remove it again.
+    # These are attributes of the instance, because all layers share the class, and `unfollow` must
+    # be able to remove them.
     vars(module).update(_ucudnn_runner=runner, __module__=nn.Conv2d.__module__)
 
 
@@ -185,7 +186,8 @@ def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geom
     )
 
 
-# Cached, because every forward of a layer calls it and models have few different geometries.
+# The result is cached, because every forward of a layer calls this function, and models have few
+# different geometries.
 @lru_cache(maxsize=1024)
 def _geometry(
     amounts: str | tuple[int, ...],
@@ -207,7 +209,8 @@ def _geometry(
         pairs = [(0, 0)] * len(kernel_size)
     else:
         pairs = [(amount, amount) for amount in amounts]
-    # The convolution itself adds equal zeros at both ends, without a padded copy of the input.
+    # The convolution itself can pad both ends with the same number of zeros, without a padded copy
+    # of the input. Only the surplus of one end needs a copy.
     inner = tuple(0 if mode != "zeros" else min(pair) for pair in pairs)
     surplus = [
         amount - kept
@@ -215,7 +218,8 @@ def _geometry(
         for amount in pair
     ]
     geometry = Geometry(stride, inner, dilation, transposed, output_padding, groups)
-    # for other modes torch always calls `pad`, which may change the layout even if it adds nothing
+    # For modes other than "zeros" torch always calls `pad`, which may change the layout even if it
+    # adds nothing.
     return surplus if mode != "zeros" or any(surplus) else None, geometry
 
 

@@ -11,13 +11,14 @@ from ucudnn.errors import PlanError
 from ucudnn.units import Count, Ratio, format_bytes, format_ns
 
 MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
-# Fraction of a step's time: a smaller gain or loss decides nothing.
+# A gain or loss of less than this fraction of a step's time decides nothing.
 TOLERATED = 0.01
-# With fewer rounds the noise is unknown, and only a loss of more than `_CLEAR_LOSS` counts.
+# With fewer rounds than this the noise is not known, and only a loss of more than `_CLEAR_LOSS` is
+# taken for one.
 LEAST_ROUNDS = 3
 _CLEAR_LOSS = 0.1
-# Fraction of a step's time: a smaller gain in a hint counts as noise, because a hint has few
-# rounds.
+# In a hint, a gain of less than this fraction of a step's time is taken for noise, because a hint
+# has few rounds.
 _HINTED = 0.05
 
 
@@ -263,7 +264,8 @@ class LayoutRace:
                 f"the layout is {chosen} by the sums of kernels, because no steps were compared "
                 f"({self.reason}): {', '.join(sums)}"
             )
-        # All ratios are to the first contestant, which is torch in the model's own layout.
+        # All times are divided by that of the first contestant, which is torch in the model's own
+        # layout.
         first = self.contestants[0]
         if winner is first:
             least = format_ns(first.time_ns)

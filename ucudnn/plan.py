@@ -187,7 +187,8 @@ class Plan:
             PlanError: no kernel of the plan has this geometry and at least this batch.
         """
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
-        # In the order of their batches, so the first kernel that covers the problem is smallest.
+        # The kernels are in the order of their batches, so the first one that covers the problem is
+        # the smallest.
         for kernel in kernels:
             if kernel.covers(problem.batch):
                 return kernel
@@ -283,14 +284,17 @@ class Plan:
             PlanFileError: the file cannot be read, is no plan, is damaged, or has another version.
             ConfigError: an environment variable is refused; the file may be fine.
         """
-        # Checked first, because a refused variable must not be reported as damage of the file.
+        # The environment is checked first, because a variable that is refused must not be reported
+        # as damage of the file.
         check_environment()
         document = _read_document(path)
         with _damage_named(path):
-            # Built from the file alone: no default of the environment may replace a field.
+            # The settings are built from the file alone, so that no variable of the environment
+            # replaces a field.
             config = Config.from_dict(document["config"])
             plan = convert({**document, "config": config}, cls)
-            # This also finds a missing field that has a default, and a field that no plan has.
+            # The comparison also finds a field that is missing although it has a default, and a
+            # field that no plan has.
             if _canonical(plan.to_dict()) != _canonical(document):
                 raise PlanError("its checksum does not agree with its contents")
         return plan

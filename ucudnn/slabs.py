@@ -40,8 +40,8 @@ class Slab:
     (3, 6)
     """
 
-    # The problem on views of the rows below. None if the result is zero, because the slab reads
-    # only padding, or because no output reads its rows.
+    # The problem on views of the rows below. None if the result of the slab is known to be zero: in
+    # fprop and wgrad if the slab reads only padding, in dgrad if no output reads its rows.
     problem: Problem | None
     x_rows: Rows  # read by fprop and wgrad, written by dgrad
     y_rows: Rows  # written by fprop, read by dgrad and wgrad
@@ -100,7 +100,8 @@ def inner_problem(problem: Problem, size: int) -> Problem:
     ((2, 2),)
     """
     extent, stride = _extent(problem), problem.stride[0]
-    # The slab begins at a multiple of the alignment, too far from both ends to read padding.
+    # This slab begins at a multiple of the alignment, and is so far from both ends that it reads no
+    # padding.
     begin = stride * (extent + sum(problem.padding[0]))
     endless = replace(
         problem, input_size=(stride * (2 * begin + size) + extent, *problem.input_size[1:])
@@ -132,8 +133,8 @@ def _written_by_dgrad(problem: Problem, begin: int, end: int) -> Slab:
     """
     stride, (before, _) = problem.stride[0], problem.padding[0]
     extent = _extent(problem)
-    # The first output whose last tap reaches the slab, and one past the last that begins before its
-    # end.
+    # The first output whose last tap is in the slab or behind its beginning, and one past the last
+    # output whose first tap is before its end.
     first = max(0, -((extent - 1 - begin - before) // stride))  # rounded up
     last = min(problem.output_size[0], (end - 1 + before) // stride + 1)
     if first >= last:

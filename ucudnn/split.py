@@ -59,7 +59,8 @@ class Split:
         return len(self.chunks) == 1 and self.chunks[0].algorithm == DEFAULT_ALGORITHM
 
     def __str__(self) -> str:
-        # Equal chunks in sequence are written once with their count: a split may have hundreds.
+        # Equal chunks in a row are written once with their count, because a split may have
+        # hundreds.
         runs: list[tuple[Chunk, int]] = []
         for chunk in self.chunks:
             if runs and runs[-1][0] == chunk:
@@ -144,7 +145,7 @@ class KernelPlan:
     live_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        # Slabs are part of the hash, so they must be right even if no batch uses them.
+        # Slabs are part of the plan's hash, so they are checked even if no batch uses them.
         if self.slabs or BY_SLABS in self.alone:
             self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
@@ -167,7 +168,8 @@ class KernelPlan:
             )
 
     def _require_chains(self) -> None:
-        # Batches from which a walk along `last` ends at 0. Others are refused: `split` must end.
+        # Batches from which following `last` ends at 0. All others are refused, because `split`
+        # would not end.
         reachable = {0}
         for n, (alone, (size, index)) in enumerate(zip(self.alone, self.last, strict=True), 1):
             if not BY_SLABS <= alone < len(self.algorithms):
@@ -217,7 +219,7 @@ class KernelPlan:
     def by_default(self, every_batch: bool) -> KernelPlan:
         """The plan with torch's own convolution for the largest batch only, or for every batch."""
         assert self.default is not None
-        # Appended, because the splits of smaller batches refer to the other algorithms by index.
+        # The name is appended, because the splits of smaller batches refer to algorithms by index.
         algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
         index = len(self.algorithms)
         # Slabs that no batch uses any more must not stay in the hash.
@@ -273,7 +275,8 @@ class KernelPlan:
     def decisions(self) -> list[Any]:
         """The problem and its splits, with algorithms by name, as JSON values."""
         names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
-        # Names instead of indices, because the order of `algorithms` must change no hash.
+        # Algorithms are given by name instead of by index, because the order of `algorithms` must
+        # not change the hash.
         alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]

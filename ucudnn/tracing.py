@@ -120,7 +120,8 @@ def trace_layers(
     with _interrupted_later(), _uncompiled() if is_compiled(model) else nullcontext():
         for inputs in several:
             _require_tensors(inputs)
-            # Without the wrapper of torch.compile, so that names are those that `convert_` finds.
+            # The wrapper of torch.compile is left out, so that names are those that `convert_`
+            # finds.
             with nullcontext() if real else without_strays(model) as recorder.watched:
                 _trace_one(original_of(model), inputs, recorder, real, memory_format, division)
     return Traced(recorder.layers, frozenset(recorder.biased))
@@ -154,7 +155,8 @@ def _interrupted_later() -> Iterator[None]:
 
 
 def _require_tensors(inputs: Any) -> None:
-    # Passing a shape is the most likely mistake, and torch's error for it names no argument.
+    # The most likely mistake is to pass a shape, for which torch's own error would name no
+    # argument.
     is_shape = isinstance(inputs, (tuple, torch.Size)) and inputs
     if is_shape and all(isinstance(size, int) for size in inputs):
         raise ConfigError(
@@ -171,7 +173,8 @@ def _trace_one(
     memory_format: str,
     division: StepDivision,
 ) -> None:
-    # tensors that a model keeps outside its parameters and buffers become fake when they are used
+    # Tensors that a model keeps outside of its parameters and buffers become fake when they are
+    # used.
     fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with (
@@ -313,7 +316,7 @@ class _Recorder(TorchDispatchMode):
         forward = self._problem("fprop", x, w, geometry)
         if forward is None:
             return
-        # backward meets the calls of one shape in the reverse order of forward
+        # Backward reaches the calls of one shape in the reverse order of forward.
         names = self._forward_names.get(forward)
         name = names.pop() if names else ""
         for which, wanted in zip(OPS[1:], mask, strict=False):
@@ -325,8 +328,9 @@ class _Recorder(TorchDispatchMode):
 def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int, ...]:
     """Strides of a result as torch's own kernels give them.
 
-    Fake kernels may give an axis of one element another stride. If a batch has a single sample, or
-    images have one pixel, torch picks the layout of later results by such a stride.
+    Fake kernels may give an axis of one element another stride than real kernels. If a batch has a
+    single sample, or images have one pixel, torch chooses the layout of later results by such a
+    stride.
     """
     if func._schema.is_mutable:
         return fake.stride()
@@ -373,7 +377,8 @@ def _module_names(recorder: _Recorder, model: nn.Module) -> Iterator[None]:
 
     with (
         register_module_forward_pre_hook(enter),
-        # Called even if forward raises, because the name must not stay on the stack.
+        # With `always_call` the hook is also called if forward raises, because the name must not
+        # stay on the stack.
         register_module_forward_hook(leave, always_call=True),
     ):
         yield

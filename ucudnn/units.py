@@ -33,7 +33,7 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
         return text
     match = _BYTES_PATTERN.fullmatch(text) if isinstance(text, str) else None
     factor = _BYTES_PER_UNIT.get(match[2].upper()) if match else None
-    # Text that is no size gets the same error as a size that is too large.
+    # For text that is no size the value is too large, so that both get the same error.
     size = float(match[1]) * factor if match and factor else TOO_LARGE
     if size >= TOO_LARGE:
         decimal = match is not None and match[2].upper() in ("KB", "MB", "GB", "K", "M", "G")
@@ -55,7 +55,7 @@ def format_bytes(count: int) -> str:
     """
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= factor:
-            # Computed in integers, because a float could round a limit down.
+            # The number is computed in integers, because with floats a limit could be rounded down.
             tenths = -(-10 * count // factor)
             return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + f" {unit}"
     return f"{count} B"
@@ -67,7 +67,8 @@ def format_ns(time_ns: float) -> str:
     >>> format_ns(1_234_000), format_ns(52_000_000), format_ns(4_200)
     ('1.23 ms', '52.0 ms', '4.20 us')
     """
-    # From the bounds below on, rounding to three digits gives one digit more before the point.
+    # From these bounds on, rounding to three digits would add a digit before the point, so the next
+    # larger unit is used.
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         value = time_ns / factor
         if value >= 0.9995:  # what rounds to 1.00

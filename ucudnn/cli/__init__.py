@@ -39,7 +39,7 @@ from ucudnn.errors import (
     UcudnnError,
 )
 
-# Errors that a command ends with on purpose.
+# Errors that end a command with a sentence instead of a traceback.
 _EXPECTED = (UcudnnError, InterruptedCommandError)
 
 app = typer.Typer(
@@ -105,7 +105,8 @@ def main() -> None:
 def _command() -> scripts.ScriptCall | None:
     with _printable_names():
         try:
-            # `catch_warnings` restores `showwarning` for a caller that goes on after `main`.
+            # `catch_warnings` restores `showwarning` at the end, for a caller that goes on after
+            # `main`.
             with warnings.catch_warnings(), _OwnErrors():
                 warnings.showwarning = show_warning
                 app()
@@ -128,7 +129,7 @@ def _status(error: UcudnnError) -> int:
 
 
 class _OwnErrors:
-    """Gives errors of ucudnn itself an exit status of their own: Python's, 1, would mean "no"."""
+    """Gives bugs of ucudnn their own exit status, because Python's status 1 would mean "no"."""
 
     def __enter__(self) -> None:
         pass

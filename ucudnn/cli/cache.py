@@ -61,7 +61,8 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 
     Example: ucudnn cache check
     """
-    # Opened for reading only: a cache that is opened for writing sets damaged files aside.
+    # The cache is opened for reading only, because one that is opened for writing sets damaged
+    # files aside.
     with _opened(cache, "r") as opened:
         report = opened.check()
     if as_json:
@@ -152,7 +153,8 @@ def prune(
     from ucudnn.cache.schema import matches
 
     filters = _parsed(where)
-    # Refused, because an empty filter matches every entry: a slip must not empty a cache.
+    # This is refused, because an empty filter matches every entry, and a slip must not empty a
+    # cache.
     if not filters and older_than_days is None:
         raise ConfigError(
             "prune removes what matches and was given no filter; name a field=value or an age"

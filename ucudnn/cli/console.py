@@ -33,7 +33,8 @@ def _width() -> int | None:
         is_pipe = stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
     except (OSError, ValueError):  # stdout was replaced by an object that is no file
         is_pipe = False
-    # Output through `head` or `less` is read on the terminal, which has a width; a file has none.
+    # Output through `head` or `less` is read on a terminal, whose width counts. A file has no
+    # width.
     return None if is_pipe and sys.stderr.isatty() else 160
 
 
@@ -51,7 +52,8 @@ err = _Printer(stderr=True, **_PLAIN)
 # Seconds between two lines of progress where there is no terminal; CI systems end jobs that are
 # silent for minutes.
 _LINE_S = 10.0
-# -1: only results, warnings and errors; 0: progress, too; 1 and 2: what the package logs.
+# How much is printed. -1: results, warnings and errors; 0: progress as well; 1 and 2: also what the
+# package logs.
 _verbosity = 0
 
 

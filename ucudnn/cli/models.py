@@ -154,7 +154,7 @@ def _parsed_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
 
 def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
     """Call what `module:callable` or `file.py:callable` names."""
-    # Split at the last colon, because a path may contain colons.
+    # The text is split at its last colon, because a path may contain colons.
     name, _, attribute = spec.rpartition(":")
     if not name or not attribute:
         raise ConfigError(
@@ -166,11 +166,12 @@ def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
         if not path.is_file():
             raise ConfigError(f"{what} must name a file that is there, and {path} is not")
         folder, name = path.parent, path.stem
-    # As Python does for a script, so that the model's file can import its neighbours.
+    # Python does the same for a script: the file of the model can then import its neighbours.
     sys.path.insert(0, str(folder.resolve()))
     try:
         found = _imported(name, attribute, what)
-        # A model that its file made on import is returned and not called: a call would compute it.
+        # If the name is a model that its file has made on import, it is returned. It must not be
+        # called, because that would compute it.
         is_made = callable(getattr(found, "named_parameters", None)) and not isinstance(found, type)
         return found if is_made else found(*args, **kwargs)
     except ConfigError:
@@ -269,7 +270,8 @@ def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
     import torch
 
     try:
-        # Not filled: tracing needs shapes only, and pages that nobody writes to take no memory.
+        # The tensor is not filled, because tracing needs only shapes, and pages that nobody writes
+        # to take no memory.
         return torch.empty(shape, dtype=getattr(torch, dtype))
     # torch's own message is replaced, because it begins with a place in torch's code.
     except RuntimeError as error:

@@ -198,11 +198,13 @@ def check(
     Example: ucudnn check resnet18.plan.json
     """
     loaded = Plan.load(plan)
-    # Imported after the plan is loaded: it imports torch, for which a wrong path need not wait.
+    # This imports torch, so it comes after the plan is loaded: the error for a wrong path need not
+    # wait for it.
     from ucudnn.check import check as check_plan
 
-    # The 4 in the total: findings on device, versions, conditions and build. Further ones, such as
-    # on determinism, are left out of the total: few plans have them, and they take little time.
+    # The 4 in the total are the findings on device, versions, conditions and build. Further
+    # findings, such as on determinism, are not in the total, because few plans have them and they
+    # take little time.
     numbers = itertools.count(1)
     with bar("checking") as update:
         findings = check_plan(loaded, canaries, lambda _: update(next(numbers), 4 + canaries))

@@ -125,7 +125,8 @@ def execute(call: ScriptCall) -> None:
     """Run a script as `python` would; an error of the script is printed and raised again."""
     set_startup(call.files)
     if not _torch_calls_us():
-        # torch will not load ucudnn, as in a checkout that is not installed: it is loaded here.
+        # If torch will not load ucudnn by itself, as in a checkout that is not installed, it is
+        # loaded here.
         import torch  # noqa: F401 - ucudnn's modules are imported after torch
 
         from ucudnn.convert import follow_startup
@@ -189,7 +190,8 @@ def _set_first_path(folder: str) -> None:
 
 def _own(traceback: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on."""
-    # Frames of importlib come before a syntax error in a module or a script.
+    # Before a syntax error in a module or a script there are frames of importlib, which are left
+    # out, too.
     importing = ("<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>")
     ours = (__file__, runpy.__file__, "<frozen runpy>", *importing)
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:

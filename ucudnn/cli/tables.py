@@ -84,7 +84,7 @@ def trace(
     """
     text = format_rows(counted(*_traced(recipe, given, device)))
     if output is None:
-        # Not through rich, which breaks long lines.
+        # The table is not printed by rich, which would break long lines.
         print(text, end="")
         return
     write(output, text.encode(), "the table of layers")

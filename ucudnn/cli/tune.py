@@ -62,7 +62,7 @@ def tune(
         _require_steps(recipe, config)
     traced, named = _traced(recipe, of_table, config, compiled)
     plan = _tune(traced, named, config, output, as_json, remeasure)
-    # After the plan was written and printed: noise is no reason to lose it.
+    # This comes after the plan was written and printed, because noise is no reason to lose it.
     _judge(plan, fail_if_noisy, fail_if_partial)
 
 
@@ -70,7 +70,8 @@ def _require_sense(
     recipe: Recipe, config: Config, given: Mapping[str, Any], output: Path | None
 ) -> None:
     """Refuse flags without effect, and an output file that could not be written."""
-    # Only the flag is refused: a setting in a file or the environment may be meant for models.
+    # Only the flag is refused, because a setting in a file or in the environment may be meant for
+    # models.
     if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     if recipe.is_table and "layout" in given:
@@ -80,7 +81,8 @@ def _require_sense(
         )
     if "solver" in given and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
-    # Checked now: a plan that cannot be written after minutes of measuring would be lost.
+    # The output is checked now, because a plan that cannot be written after minutes of measuring
+    # would be lost.
     if output is not None:
         options.require_file(output)
 

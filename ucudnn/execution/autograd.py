@@ -27,9 +27,11 @@ from ucudnn.problem import OPS, Problem
 from ucudnn.system.processes import ForkSafeLock
 
 _aten = torch.ops.aten
-# How many shapes are remembered: training has few, a server for inputs of any size has many.
+# The largest number of shapes that are remembered. Training has few shapes; a server for inputs of
+# any size has many.
 _MOST_SHAPES = 4096
-# Compared by exact type: a subclass may redefine its convolution (__torch_function__).
+# Tensors must be of exactly one of these types, because a subclass may redefine its convolution
+# (__torch_function__).
 _PLAIN = (Tensor, torch.nn.Parameter)
 _keys_of: Any = torch._C._dispatch_keys
 
@@ -41,7 +43,8 @@ def _odd_keys() -> int:
     for entry in BACKENDS.values():
         key = entry.dispatch_key
         names += [key, f"Autograd{key}", f"Autocast{key}"]
-    # One integer, so that each call tests the keys of a tensor by a single bitwise operation.
+    # The keys are one integer, so that each call tests those of a tensor by a single bitwise
+    # operation.
     plain = 0
     for name in names:
         plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
@@ -113,8 +116,8 @@ class Bound:
         self._runner = runner
         self.geometry = geometry
         self.problems = problems
-        # A pass that is in this dict was looked up; None means that torch computes the pass. Passes
-        # that cannot be planned are None from the start.
+        # The passes that were looked up; None means that torch computes the pass. Passes that
+        # cannot be planned are None from the start.
         self._passes: dict[str, Pass | None] = {op: None for op in OPS if op not in problems}
         if not problems:
             return
@@ -170,8 +173,9 @@ class Bound:
         """Compute the gradients of x, w and bias that the mask asks for, without a graph."""
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
-        # If a caller of aten's operator passes a dy of another shape, torch raises its error. If
-        # neither dx nor dw is planned, torch computes db, too, so that db is torch's to the bit.
+        # torch computes all gradients in two cases. If a caller of aten's operator passes a dy of
+        # another shape, torch raises its error. If neither dx nor dw is planned, db must also be
+        # torch's, to the bit.
         if not (dgrad or wgrad) or _signature(dy) != self._dy:
             return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
@@ -186,7 +190,8 @@ class Bound:
     ) -> tuple[Tensor | None, ...]:
         """Compute gradients that no plan computes; torch's operator computes db only with dw."""
         dx = dw = db = None
-        # Asked for db alone, oneDNN would compute dw, too; hence the sum below.
+        # If torch were asked for db alone, oneDNN would compute dw as well. So db is computed by
+        # the sum below.
         if mask[0] or mask[1]:
             asked = [*mask[:2], mask[1] and mask[2]]
             dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, asked)
@@ -294,7 +299,7 @@ def _only_default_devices() -> bool:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Autocast itself leaves integers and float64 as they are.
+    # Integers and float64 are left as they are, as autocast itself does.
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
@@ -341,8 +346,9 @@ class _Convolution(torch.autograd.Function):
         x, w = (ctx.operands or ctx).saved_tensors
         # The first entry belongs to `bound`, which is no tensor, and the last one to `saved`.
         _, *mask, _ = ctx.needs_input_grad
-        # Double backward and observers of operators need aten's own operator; planned calls have no
-        # gradient. x and w are tested, too: hooks on saved tensors may have replaced them.
+        # Double backward and observers of operators need aten's own operator, because planned calls
+        # have no gradient. x and w are tested as well, because hooks on saved tensors may have
+        # replaced them.
         if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default

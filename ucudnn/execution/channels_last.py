@@ -17,19 +17,20 @@ from torch.utils._pytree import tree_map_only
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last, strides_of
 from ucudnn.errors import warn
 
-# Attribute of a module: shapes and strides of its own parameters and buffers before `lay_out_`, by
-# name.
+# Name of the attribute in which a module keeps the shapes and strides that its own parameters and
+# buffers had before `lay_out_`.
 _STRIDES = "_ucudnn_strides"
 _RANKS = frozenset(rank + 2 for rank in CHANNELS_LAST_BY_RANK)
-# Exact types: the memory of a subclass, such as a sharded DTensor of FSDP2, is not its own.
+# Tensors must be of exactly one of these types: the memory of a subclass, such as a sharded DTensor
+# of FSDP2, is not its own.
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def axes_of(model: nn.Module) -> frozenset[int]:
     """The numbers of axes that parameters of a model have; all but 4 and 5 are left out.
 
-    An input is converted only if it has one of these numbers of axes. So a 5-D video clip stays as
-    it is if a model divides it into images for 2-D convolutions.
+    An input is converted only if it has one of these numbers of axes. So if a model divides 5-D
+    video clips into images for 2-D convolutions, the clips stay as they are.
 
     >>> axes_of(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1)))
     frozenset({5})
@@ -64,8 +65,9 @@ class InputsFollow:
 def why_not_channels_last(model: nn.Module) -> str | None:
     """Reason why parameters and buffers of a model must keep their strides; None if they need not.
 
-    In channels_last they would get new memory, and other users of the old memory would not see what
-    training writes. The model must be the user's own: a copy does not share memory with others.
+    In channels_last they would get new memory, and what else uses the old memory would not see what
+    training writes. The argument must be the user's own model, because a copy shares memory with
+    nothing.
 
     >>> model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
     >>> why_not_channels_last(model)
@@ -149,8 +151,8 @@ def restore_layout_(model: nn.Module) -> None:
 def _forget(model: nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(_STRIDES, None)
-        # Found by type, not by a handle kept from before, because a copied or unpickled model has
-        # the hooks but no valid handles.
+        # The hooks are found by their type, and not by handles that were kept, because a copied or
+        # unpickled model has the hooks, but no valid handles.
         for key, hook in list(module._forward_pre_hooks.items()):
             if type(hook) is InputsFollow:
                 del module._forward_pre_hooks[key]
@@ -176,8 +178,8 @@ def _follow_inputs(module: nn.Module, axes: frozenset[int]) -> None:
 
 def _follow_in_convolutions(model: nn.Module) -> None:
     for module in model.modules():
-        # torch computes in channels_last if either the input or the filter lies so, hence a
-        # hook on every convolution has the effect that laying out the filters would have.
+        # torch computes in channels_last if either the input or the filter is in that layout. So a
+        # hook on every convolution has the same effect as other strides of the filters.
         if isinstance(module, nn.modules.conv._ConvNd):
             _follow_inputs(module, frozenset({module.weight.dim()}) & _RANKS)
 
@@ -214,7 +216,7 @@ class _Change(NamedTuple):
         return any(size > 1 and now != then for size, now, then in axes)
 
     def made(self) -> Tensor:
-        """A tensor of the same values and new strides; in the old memory if no element moves."""
+        """A tensor with the same values and new strides; in the same memory if no element moves."""
         old, shape = self.tensor.data, self.tensor.shape
         if not self.moves:
             return old.as_strided(shape, self.strides)
@@ -225,7 +227,7 @@ class _Change(NamedTuple):
 def _changes(
     model: nn.Module, strides_for: Callable[[nn.Module, str, Tensor], tuple[int, ...]]
 ) -> list[_Change]:
-    """Changes that give other strides to tensors, to their gradients and to optimisers' state."""
+    """The changes that give other strides to tensors, their gradients and optimisers' state."""
     found: dict[int, _Change] = {}
     for path, module in model.named_modules():
         for name, tensor in _own(module):
@@ -284,7 +286,8 @@ def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
 def _is_used_by_others(tensor: Tensor, users: set[int]) -> bool:
     others = users - {id(tensor)}
     base = tensor._base
-    # A view keeps its base alive. A base that nothing else refers to is no other user.
+    # A view keeps its base alive. If nothing else refers to the base, it is no other user of the
+    # memory.
     if base is not None and sys.getrefcount(base) == _references_of_a_base():
         others.discard(id(base))
     return bool(others)

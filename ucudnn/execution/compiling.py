@@ -1,8 +1,8 @@
 """torch.compile: find original modules, compile steps apart, exempt functions from compilation.
 
-Steps that judge a plan compute on copies of the model, in two layouts. Compiled code of the copies
-is kept apart from that of the user's model: neither of them changes what the other runs, or uses up
-the recompilations that Dynamo allows the other.
+Steps that judge a plan compute on copies of the model, in up to two layouts. The compiled code of
+the copies is kept apart from that of the user's model: neither changes what the other runs, nor
+uses up the recompilations that Dynamo allows the other.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-# part of torch's own library: torch._dynamo, which takes seconds to import, is not needed
+# This is a part of torch's own library. torch._dynamo is not imported, which would take seconds.
 from torch._C._dynamo import eval_frame
 
-# While steps judge a plan, Dynamo may recompile a function this many times beyond its limit.
+# While steps are run to judge a plan, Dynamo may recompile a function this many times more than its
+# limit.
 _MORE_RECOMPILATIONS = 16
 
 _numbers = count()
@@ -104,8 +105,8 @@ def room_to_compile(model: nn.Module) -> Iterator[None]:
         return
     from torch._dynamo import config
 
-    # Some code of the copies is not kept apart and counts towards Dynamo's limits. At a limit,
-    # Dynamo would run the steps uncompiled without an error.
+    # Some code of the copies is not kept apart, and counts towards Dynamo's limits. Beyond a limit,
+    # Dynamo would run the steps uncompiled, without an error.
     names = ("recompile_limit", "accumulated_recompile_limit")
     with config.patch({name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}):
         yield
@@ -114,8 +115,8 @@ def room_to_compile(model: nn.Module) -> Iterator[None]:
 def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
     """Compile a copy of a model, by the model's settings and apart from the model's own code.
 
-    If the model is not wrapped, the copy itself is returned; its modules are compiled or not, as
-    the model's are.
+    If the model is not wrapped by torch.compile, the copy itself is returned. Its modules are
+    compiled if those of the model are.
 
     >>> layer, x = nn.Linear(2, 1), torch.ones(3, 2)
     >>> again = copy.deepcopy(layer)
@@ -137,7 +138,7 @@ def original_function(function: Callable[..., Any]) -> Callable[..., Any] | None
 
 
 def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function by the settings of a compiled one, apart from the latter's code.
+    """Compile a function by the settings of a compiled one, with separate compiled code.
 
     >>> def double(x):
     ...     return 2 * x
@@ -152,8 +153,8 @@ def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Ca
 def _apart(context: Any) -> Any:
     """Copy a compiling context so that it shares no compiled code with the original."""
     context = copy.copy(context)
-    # After a graph break, Dynamo keeps and counts code for the rest of the user's function with
-    # that function. From torch 2.13 on it does so separately for each of these numbers.
+    # After a graph break, Dynamo keeps and counts code for the rest of the user's function together
+    # with that function. From torch 2.13 on it does so separately for each value of this number.
     if hasattr(context, "_isolate_recompiles_id"):
         numbers = sys.modules["torch._dynamo.eval_frame"]._next_isolate_recompiles_id
         context._isolate_recompiles_id = next(numbers)
@@ -166,9 +167,9 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
 
-    # Dynamo keeps and counts compiled code by the code object. By the name of the code object it
-    # remembers which sizes have varied. With one name for all, it would compile a model for any
-    # size because another model had other inputs.
+    # Dynamo keeps and counts compiled code by the code object, and remembers by the name of the
+    # code object which sizes have varied. With one name for all models, it would compile a model
+    # for any size because another model had other inputs.
     call.__code__ = call.__code__.replace(co_name=f"step_{next(_numbers)}")
     return call
 

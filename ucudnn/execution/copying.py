@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.compiling import contexts_apart, original_function, recompiled
 
-# If a tensor's memory is over this many times its size, as for a batch of a data set, only the
-# tensor's own part is copied.
+# If the memory of a tensor is more than this many times as large as the tensor, as for a batch of a
+# data set, only the tensor's own part of it is copied.
 _PART = 2
 
 
@@ -60,7 +60,8 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
                 for one in wrapped:
                     memo[id(one)].module = copy.deepcopy(one.module, memo)
                 _Values(memo).renew()
-            # Plain objects serve as marks that are compared by identity, so they must be shared.
+            # Objects of class `object` serve as marks that are compared by identity, so the copy
+            # must share them.
             marks = {id(one): one for one in memo[id(memo)] if type(one) is object}
             if marks.keys() <= shared.keys():
                 break
@@ -109,7 +110,7 @@ def _part_that_failed(error: BaseException) -> Any:
 
 
 def _is_consumed(part: object) -> bool:
-    """True for an iterator that is not a file: its owner would miss what someone else draws."""
+    """True for an iterator that is not a file: what a copy drew from it, its owner would miss."""
     return hasattr(type(part), "__next__") and not isinstance(part, io.IOBase)
 
 
@@ -178,7 +179,7 @@ class _Fake(TorchFunctionMode):
 
 
 class _Values:
-    """Copies what `copy.deepcopy` shares, such as functions, within all objects that it copied.
+    """Within all that `copy.deepcopy` has copied, copies what it shares, such as functions.
 
     Functions may have state in their closures, and weak references refer to the original model.
     """
@@ -191,7 +192,8 @@ class _Values:
         seen = {id(self._memo)}  # the key under which deepcopy keeps the originals
         while left := [(key, one) for key, one in self._memo.items() if key not in seen]:
             seen.update(key for key, _ in left)
-            # A shared object is its own copy. With the update, deepcopy does not copy a copy again.
+            # deepcopy notes an object that it shares as its own copy. The update prevents that it
+            # copies a copy again.
             holders = [holder for key, holder in left if id(holder) != key]
             self._memo.update({id(holder): holder for holder in holders})
             for holder in holders:
@@ -208,7 +210,7 @@ class _Values:
         for place, value in [*found]:
             renewed = self._renewed(value)
             if renewed is not value:
-                # The base's method is called, because a subclass may refuse changes.
+                # The method of the base class is called, because a subclass may refuse changes.
                 base.__setitem__(holder, place, renewed)
 
     def _renew_slots(self, holder: Any) -> None:
@@ -300,7 +302,8 @@ class _Values:
             function.__name__,
             closure=tuple(self._cells[id(cell)] for cell in cells),
         )
-        # Noted before its variables are copied, because one of them may be the function itself.
+        # The copy is noted before the variables of the function are copied, because one of them may
+        # be the function itself.
         self._memo[id(function)] = again
         again.__defaults__ = self._copy(function.__defaults__)
         again.__kwdefaults__ = self._copy(function.__kwdefaults__)

@@ -25,10 +25,11 @@ R = TypeVar("R")
 def _keys_from_python_up() -> DispatchKeySet:
     """Dispatch keys of modes, subclasses, transforms, autograd and autocast."""
     keys = torch._C._dispatch_keyset_full()
-    # Keys after Python in the dispatcher's order belong to backends. Without them, Python and all
-    # keys that the dispatcher visits before Python are left.
+    # In the dispatcher's order, the keys after Python belong to backends. They are removed, which
+    # leaves Python and all keys before it.
     keys -= torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    # These three stay active: they materialize lazy views, whose memory does not hold their values.
+    # These three keys stay active, because they materialize lazy views, whose memory does not have
+    # their values.
     for lazy in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
         keys = keys.remove(lazy)
     return keys
@@ -97,7 +98,8 @@ class Call:
         for chunk in self.chunks:
             if result is None:
                 first = chunk.executable.begin(a[chunk.a], b[chunk.b])
-                # an algorithm may return a view's strides; later chunks need the problem's layout
+                # An algorithm may return a result with the strides of a view, but later chunks need
+                # the problem's layout.
                 result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)
@@ -123,8 +125,8 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     for chunk, (part, whole, x, y) in zip(split.chunks, parts, strict=True):
         key = (whole, chunk.algorithm)
         if key not in built:
-            # A batch chunk was checked with the problem. A slab has its own input size and padding,
-            # which an algorithm may refuse although it computes the whole problem.
+            # Micro-batches were checked together with the problem. A slab has its own input size
+            # and padding, which an algorithm may refuse although it computes the whole problem.
             reason = None
             if split.axis == "spatial" and whole:
                 reason = backend.slab_refusal(whole, chunk.algorithm)
@@ -170,7 +172,7 @@ def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str 
 def _parts(
     problem: Problem, split: Split
 ) -> Iterator[tuple[Problem | None, Problem | None, Slices, Slices]]:
-    """For each chunk: its problem, the problem of its executable, and its parts of x and y."""
+    """Per chunk: its problem, the problem of its executable, and its parts of x and of y."""
     sizes = [chunk.size for chunk in split.chunks]
     if split.axis == "batch":
         for begin, end in pairwise(accumulate(sizes, initial=0)):
@@ -195,7 +197,7 @@ def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slic
 
 
 class _Zero(Executable):
-    """Executable of a slab whose result is zero: its rows are padding, or no output reads them."""
+    """Executable of a slab whose result is zero: it reads only padding, or no output reads it."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

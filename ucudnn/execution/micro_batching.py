@@ -20,7 +20,7 @@ from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.segment import Segment
 
 _Run = Callable[..., Any]
-# Results of these types are the same if they are equal.
+# Results of these types count as the same in all micro-batches if they are equal.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device)
 
 
@@ -55,8 +55,9 @@ class SegmentForward:
         size = segment.micro_batch
         if size is None or count <= size or self._is_mixing(segment):
             return self._once(segment, run, leaves, is_whole=True)
-        # One `split` makes all views of a tensor, so that their gradients are put into one tensor.
-        # Arguments that are the same tensor share views, because attention tests for that.
+        # All views of a tensor are made by one call of `split`, so that their gradients are written
+        # into one tensor. Arguments that are the same tensor get the same views, because attention
+        # tests for that.
         rows = {id(one): one for one in split.values() if len(one) == count}
         views = {key: one.split(size) for key, one in rows.items()}
         chunks = (
@@ -87,7 +88,8 @@ class SegmentForward:
         attributes = vars(self.module)
         del attributes["extra_repr"]
         self.segment = None
-        # Otherwise another library has put a forward of its own before this one.
+        # If it is not, another library has put its own forward in the place of this one, which
+        # stays.
         if attributes.get("forward") is self:
             del attributes["forward"]
             if self.hidden is not None:
@@ -125,7 +127,8 @@ class SegmentForward:
         if segment.recompute:
             # torch compiles nothing inside a checkpoint, unless `_as_compiled` tells it to.
             run = partial(_as_compiled, eval_frame.get_eval_frame_callback(), run)
-            # A forward that runs in several micro-batches changes no buffers: none are restored.
+            # If a forward runs in several micro-batches, it changes no buffers, so none need to be
+            # restored.
             contexts = _BuffersBefore(self.module).contexts if is_whole else noop_context_fn
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
         if segment.offload:
@@ -161,7 +164,7 @@ def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
 
 
 class _BuffersBefore:
-    """Gives a repeated forward the buffers of a module as the first forward found them.
+    """Sets buffers for a repeated forward to the values that the first forward found.
 
     Afterwards they have the values that the first forward left: running statistics change once.
     """
@@ -200,7 +203,8 @@ class _BuffersBefore:
     def __enter__(self) -> None:
         self._left = [buffers.get(name) for buffers, name, *_ in self._found]
         for buffers, name, *_, value in self._found:
-            # A copy each time, because a graph that is retained may repeat the forward again.
+            # Each time a copy is used, because with a retained graph the forward may be repeated
+            # again.
             buffers[name] = value.clone()
 
     @untraced
@@ -277,7 +281,7 @@ def _orders(leaf: Tensor) -> tuple[list[int], list[int]]:
 
 @untraced_alone
 def _rows(segment: Segment, leaves: Sequence[Any]) -> list[bool]:
-    """For each result of the first micro-batch, whether it has one row for each sample."""
+    """For each result of the first micro-batch: True if it has one row for each sample."""
     return [has_samples(leaf) and len(leaf) == segment.micro_batch for leaf in leaves]
 
 

@@ -44,7 +44,7 @@ class Recorder(AbstractRunner):
 
     def __init__(self) -> None:
         super().__init__()
-        # By problem, and by whether a bias was added to its result.
+        # Numbers of calls, by problem and by whether a bias was added to the result.
         self._counts: Counter[tuple[Problem, bool]] = Counter()
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
@@ -53,7 +53,7 @@ class Recorder(AbstractRunner):
         return {which: problem for which, problem in found.items() if problem is not None}
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Count a call; the pass is not kept as looked up, so that the next call is counted."""
+        """Count a call. The pass is not kept as looked up, so the next call is counted, too."""
         with self._lock:
             self._counts[bound.problems[which], has_bias] += 1
         return None
@@ -139,7 +139,8 @@ class Watcher:
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        # Marked first, because the look-up may allocate memory, which is no part of the step.
+        # The mark is made before the look-up, because a look-up may allocate memory that is no part
+        # of the step.
         number, runner = self.mark(), self._runner
         return _Marked(self, convolution_by(runner, x, w, geometry), geometry, number)
 

@@ -36,7 +36,7 @@ class Convolution(Protocol):
 class StandIn(Protocol):
     """Computes the convolutions of this process, or only those with certain filter shapes."""
 
-    # Any other convolution is recognised by its filter shape alone, at almost no cost.
+    # A convolution with any other filter shape is left to torch, at almost no cost.
     @property
     def filter_shapes(self) -> Container[Any]:
         """Shapes of the filters of all convolutions that it computes."""
@@ -111,7 +111,8 @@ class _Override:
 
     def _stand_in(self) -> Library:
         dispatch_key = entry_for_device(self._device_type).dispatch_key
-        # Kept before the replacement is registered: a later lookup would find the replacement.
+        # torch's kernels are kept before the replacement is registered, because a later look-up
+        # would find the replacement.
         own_forward, own_backward = aten.keep_kernels(self._device_type, dispatch_key)
 
         @untraced

@@ -64,11 +64,12 @@ class Runner(AbstractRunner):
     def _follow(self, plan: Plan | None) -> None:
         self.plan = plan
         kernels = plan.kernels if plan else ()
-        # Layers decide whether an unplanned shape is worth a warning; filter shapes let `installed`
-        # skip other models' convolutions without building a Problem.
+        # By the layers it is decided whether an unplanned shape is worth a warning. By the filter
+        # shapes `installed` recognises convolutions of other models without building a Problem.
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
         shapes = {kernel.problem.w_shape for kernel in kernels}
-        # With unplanned='error' every convolution must come here: one without a plan is refused.
+        # With unplanned='error' every convolution must come here, because one without a plan is
+        # refused.
         self.filter_shapes: Container[tuple[int, ...]] = Everything() if self._refuses else shapes
 
     @property
@@ -102,7 +103,7 @@ class Runner(AbstractRunner):
         return problems
 
     def _as_planned(self, problem: Problem, x: Tensor, w: Tensor) -> Problem:
-        """The problem, in the other layout if the plan has only that and it also fits x and w.
+        """The problem; in the other layout if the plan has only that one, and it fits x and w, too.
 
         torch derives the layout from strides, but the stride of an axis of one element says
         nothing: images of one pixel are in both layouts. A single sample may lose its layout
@@ -111,7 +112,8 @@ class Runner(AbstractRunner):
         if self.plan is None or problem.rank == 1 or self.plan.covers(problem):
             return problem
         other = replace(problem, layout="nchw" if problem.layout == "nhwc" else "nhwc")
-        # A filter in channels_last was converted on purpose, so the problem keeps that layout.
+        # If the filter is in channels_last, it was converted on purpose, so the problem keeps that
+        # layout.
         is_meant = other.layout == "nchw" and not w.is_contiguous()
         if is_meant or not self.plan.covers(other):
             return problem
@@ -124,7 +126,7 @@ class Runner(AbstractRunner):
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
         """Look up the call that computes a pass, and keep it for later calls."""
         del has_bias  # a plan is the same with a bias and without
-        # Looked up once for all threads, which then share the call and the warning.
+        # The call is looked up once for all threads, so that they share the call and a warning.
         with self._lock:
             if not bound.knows(which):
                 bound.follow(which, as_kernel(self._bind, bound.problems[which]))
@@ -141,7 +143,8 @@ class Runner(AbstractRunner):
             self._unplanned(problem)
             return None
         split = self.plan.split(problem)
-        # left to torch's own operator, which fuses the bias and computes both gradients at once
+        # This pass is left to torch's own operator, which also adds the bias and computes both
+        # gradients at once.
         if split.is_default:
             return None
         if self._backend is None:
@@ -223,7 +226,7 @@ def _is_left_out(problem: Problem, plan: Plan) -> bool:
 
 
 def is_followed(plan: Plan, config: Config) -> bool:
-    """Whether a plan is followed here; False, with a warning, if it is for another device."""
+    """True if a plan can be followed here; False, with a warning, if it is for another device."""
     if config.unplanned == "error":
         require_valid(plan)
         return True

@@ -79,7 +79,7 @@ def batch_of(inputs: Any) -> int:
 
 
 def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
-    """Cut inputs into parts of `micro_batch` samples; tensors of another length are not cut.
+    """Cut inputs into parts of `micro_batch` samples; tensors not as long as the batch stay whole.
 
     >>> [len(part) for part in parts_of(torch.ones(5, 3), 2)]
     [2, 2, 1]
@@ -131,7 +131,7 @@ class Steps:
         division: StepDivision = WHOLE,
     ) -> None:
         self._model = model
-        # A list means several examples; positional inputs of one example are a tuple.
+        # A list has several examples; the positional inputs of one example are a tuple.
         is_list = isinstance(example_inputs, list)
         self._examples = example_inputs if is_list else [example_inputs]
         self._backward = backward
@@ -175,7 +175,8 @@ class Steps:
         """
         self._is_held_back, self._run = False, compiled_as(self._model, self.model)
         try:
-            # Twice, because code for the first of several sizes may be replaced at the second.
+            # The steps are run twice, because code that was compiled for the first of several sizes
+            # may be replaced at the second.
             for _ in range(2):
                 self()
         except BaseException:
@@ -194,7 +195,8 @@ class Steps:
         found = StepResults([], [])
         with uncompiled(self._has_compiled), SameRandomNumbers():
             for inputs in examples:
-                # Smooth: rounding changes the gradient of a square little, but that of `abs` jumps.
+                # The loss is smooth: rounding changes the gradient of a square only a little,
+                # whereas that of `abs` jumps.
                 outputs = run_step(model, inputs, self._backward, is_smooth=True)
                 found.outputs.extend(tensor.detach() for tensor in tensors_of(outputs))
                 gradients = (parameter.grad for parameter in model.parameters())
@@ -212,7 +214,8 @@ def _drop_gradients(model: nn.Module) -> None:
 def _nudge_(model: nn.Module, nudge: float) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            # A generator of its own: the nudge must not consume the numbers that the model draws.
+            # The nudges come from a generator of their own, so that they do not use up the numbers
+            # that the model draws.
             chance = torch.Generator(parameter.device).manual_seed(0)
             size, device = parameter.shape, parameter.device
             signs = torch.randint(2, size, generator=chance, device=device) * 2 - 1
@@ -262,7 +265,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """
     if isinstance(tree, Tensor):
         return [tree]
-    # Not by torch's pytree, which treats objects of classes that are not registered as leaves.
+    # torch's pytree is not used, because it treats objects of classes that are not registered as
+    # leaves.
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     elif is_dataclass(tree) and not isinstance(tree, type):
@@ -292,7 +296,8 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
         np.random.set_state(numpys)
 
 
-# Settings of torch that code of models may set: for each, functions that read and write it.
+# Settings of torch that the code of models may change. For each, a function that reads it and one
+# that sets it.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),

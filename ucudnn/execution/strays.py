@@ -23,7 +23,8 @@ from ucudnn.errors import ConfigError
 
 # functools does not export the type of its C implementation.
 _LRU_CACHE: type = type(lru_cache(int))
-# How many references are followed from a value to a tensor, as through a cache and containers.
+# From a value at most this many references are followed to find a tensor, for example through a
+# cache and containers.
 _DEPTH = 5
 _CONTAINERS = (dict, list, set, deque)
 Watched = list[ReferenceType[Tensor]]
@@ -41,7 +42,8 @@ def without_strays(model: nn.Module) -> Iterator[Watched]:
     watched: Watched = []
     try:
         yield watched
-    # Places found are not reported here: the error itself refers to tensors of its calls.
+    # After an error, tensors are removed and no places are reported, because the error itself
+    # refers to tensors of the calls that raised it.
     except BaseException:
         _remove_all(watched, names, model)
         raise
@@ -57,7 +59,7 @@ def _remove_all(watched: Watched, names: Iterable[_Names], model: nn.Module) -> 
     """Remove fake tensors that are alive; describe the unexpected places that held one."""
     if not _alive(watched):
         return []
-    # Tensors that only a cycle of references keeps alive are not stored by the model.
+    # Free tensors that only a cycle of references keeps alive: the model has not stored them.
     gc.collect()
     _drop_gradients(model, _ids(watched))
     for one in names:
@@ -151,7 +153,8 @@ def _take_out(strays: list[Tensor]) -> list[str]:
             elif isinstance(holder, _CONTAINERS) and holder is not doomed:
                 found.append(f"a {type(holder).__name__} of {len(holder)}")
                 _remove(holder, ids)
-        # A tuple cannot be changed, so whatever holds the tuple gives it up in the next round.
+        # A tuple cannot be changed. So in the next round the tuple itself is removed from whatever
+        # holds it.
         doomed = tuples
     return found
 

@@ -48,9 +48,10 @@ _LOOKS = {
     "torch's default": ("circle", "#8c8c8c"),
     "plan": ("diamond", "#0072b2"),
 }
-# The line of a front ends at so many times the largest workspace of its chart.
+# The line of a front is drawn up to this many times the largest workspace of its chart.
 _BEYOND = 4
-# Marks slower than so many times the plan and torch's default would leave others no room.
+# Marks that are more than this many times as slow as the plan and torch's default are left out,
+# because they would leave the others no room.
 _MOST_TIMES = 3
 
 
@@ -82,7 +83,7 @@ class Chart(NamedTuple):
     layout: dict[str, Any]
 
 
-# Marks of a series: for each the row of a kernel, and its timing by the default or the plan.
+# The marks of a series, as (row of a kernel, its timing by the default or by the plan).
 _Timed = Sequence[tuple[ChartRow, Timing]]
 
 
@@ -155,7 +156,8 @@ def _bars(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
     if predicted:
         pattern = {"shape": "/", "fgcolor": _COLORS[arm], "bgcolor": "rgba(0,0,0,0)"}
         return {**trace, "marker": {**trace["marker"], "pattern": {**pattern, "solidity": 0.15}}}
-    # Half the spread on each side, so that both whiskers together are as long as the range.
+    # Each whisker has half the length of the spread, so that both together are as long as the
+    # interquartile range.
     spreads = [timing.spread_ns * row.calls / 2e9 for row, timing in timed]
     # No time is below zero, however wide the spread.
     whiskers = {"array": spreads, "arrayminus": [*map(min, spreads, seconds)], "symmetric": False}
@@ -233,10 +235,11 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
     powers = range(low, high + 1, ceil((high + 1 - low) / 5))
     ticks = {2.0**power: format_bytes(2**power) for power in powers}
-    # A logarithmic axis has no 0: it is drawn so far below the smallest size that labels fit.
+    # A logarithmic axis has no 0. So 0 is drawn below the smallest size, at a distance at which
+    # labels fit.
     zero = 2.0 ** (low - max(2, ceil((high - low) / 6)))
     ticks |= {zero: "0 B"} if 0 in sizes else {}
-    # plotly takes the range of a logarithmic axis as exponents
+    # For a logarithmic axis, plotly expects the exponents of the ends.
     ends = [log10(min(ticks)) - 0.15, log10(2**high) + 0.3]
     axis = {"type": "log", "range": ends}
     return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
@@ -291,7 +294,8 @@ def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict
     look = {"color": _PALETTE[color], "pattern": pattern, "line": {"color": "white", "width": 1}}
     hover = {"hovertemplate": "%{customdata}<br>%{fullData.name}<extra></extra>"}
     drawn = {field: [segment[field] for segment in segments] for field in segments[0]}
-    # All algorithms get one width, or plotly would choose it by the distance of their rows.
+    # All algorithms get the same width. Otherwise plotly would derive it from the distance of their
+    # rows.
     name = {"name": plain(algorithm), "showlegend": True, "width": 0.8}
     return {**_BAR, **hover, **drawn, **name, "marker": look, "insidetextanchor": "middle"}
 
@@ -350,7 +354,7 @@ class _Call(NamedTuple):
 def _calls(plan: Plan) -> list[_Call]:
     """The convolutions of a step in their order; empty where the plan has no memory budget."""
     known = [] if plan.memory is None else plan.memory.calls
-    # A plan file may name kernels that it does not have.
+    # The numbers are checked, because a plan file may name kernels that it does not have.
     chosen = [
         (index, plan.kernels[index], live) for index, live in known if index < len(plan.kernels)
     ]
@@ -463,7 +467,8 @@ def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
     """Chart of time over workspace for one kernel, which the reader chooses from a list in it."""
     rows = rows_of(plan)
     drawn = [_front_of(plan, row, rationales[row.number]) for row in rows]
-    # Each trace comes with the place of its kernel; only traces of one kernel are visible.
+    # Each trace is listed with the number of its kernel, because only the traces of one kernel are
+    # visible at a time.
     traces = [(place, trace) for place, (own, _) in enumerate(drawn) for trace in own]
     for place, trace in traces:
         trace["visible"] = place == 0
@@ -509,7 +514,8 @@ def _front_of(
     most = max([time_ns for _, time_ns in front] + [one.time_ns for one in marks]) * 1.08 / 1e9
     traces = []
     if front:
-        # A line cannot end at infinity: the last point holds for any larger workspace.
+        # The last point of a front holds for any larger workspace, so the line goes on to the right
+        # of it.
         drawn = [*front, (max(*sizes, 1) * _BEYOND, front[-1][1])]
         hovers = [f"from {format_bytes(size)}: ~{format_ns(time)}" for size, time in drawn]
         traces.append(

@@ -116,7 +116,7 @@ def _text(value: Any) -> str:
 def _outcome(kernel: KernelPlan | None) -> dict[str, Any] | None:
     if kernel is None:
         return None
-    # Values are for the planned batch, the only batch that is timed as a whole.
+    # The values are those of the planned batch, which is the only one that is timed as a whole.
     return {
         "split": str(kernel.split(kernel.problem.batch)),
         "time_ns": kernel.timing.time_ns,

@@ -27,7 +27,7 @@ from ucudnn.units import format_bytes, format_ns
 # More kernels than this are drawn in a box that scrolls.
 _MOST_ROWS = 18
 _HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')
-# A number in a note, not one in a name such as im2col_gemm.
+# This matches a number in a note, but not one in a name such as im2col_gemm.
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d?(?:e[-+]?\d+)?(?![\w])")
 # Text in place of a section that a plan lacks: why it is missing, or how to get it.
 _MISSING = {
@@ -43,7 +43,7 @@ _MISSING = {
     "ucudnn tune MODEL --layout auto plans both.",
 }
 _FONT = "system-ui, sans-serif"
-# A frame that scrolls has a shadow at each end beyond which there is more.
+# A frame that scrolls has a shadow at each end where its content goes on.
 _STYLE = f"""
 :root {{ color-scheme: light dark; --page: #fff; --text: #1a1a1a; --faint: #5c5c5c; --line: #ddd;
   --card: #f5f6f8; --mark: #0067a5 }}
@@ -142,7 +142,7 @@ def _drawer(to_html: Callable[..., str]) -> Callable[[Chart], str]:
 
 
 def _section(heading: str, *parts: str) -> str:
-    # The prefix keeps anchors apart from charts, whose names are their identifiers.
+    # The prefix makes anchors different from the identifiers of charts, which are their names.
     anchor = f"to-{heading.lower().replace(' ', '-')}"
     return "\n".join([f'<h2 id="{anchor}">{heading}</h2>', *parts])
 
@@ -305,7 +305,7 @@ def _cards(plan: Plan) -> str:
 
 
 def _totals(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """Name, value and note of each total: times, workspaces and peaks, as far as they are known."""
+    """Name, value and note of each total: times, workspaces and peaks that are known."""
     if not plan.kernels:
         return
     race, memory, limit = plan.step_race, plan.memory, plan.config.limit_bytes
@@ -326,7 +326,8 @@ def _totals(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "Convolutions", times, f"{planned / torchs:.2f} times as long, summed up"
     most = f"{format_bytes(max(sizes))} → " if sizes else ""
     kept = "no limit" if limit is None else f"limit {format_bytes(limit)}"
-    # With a pool, the plan's workspace is a sum over all calls, and torch's largest is left out.
+    # With a pool, the workspace of the plan is a sum over all calls. The largest workspace of torch
+    # cannot be compared with it, and is left out.
     if plan.config.total_bytes is not None:
         most, kept = "", f"pool of {format_bytes(plan.config.total_bytes)}"
     yield "Workspace", f"{most}{format_bytes(plan.workspace_bytes)}", f"at most; {kept}"

@@ -21,7 +21,7 @@ _COLUMNS = (
     *("default_ns", "default_workspace_bytes", "plan_ns", "plan_spread_ns"),
     *("plan_workspace_bytes", "samples", "predicted_ns", "gain"),
 )
-# Below so many characters in a line no table of several columns fits.
+# In lines shorter than this, no table of several columns fits.
 _NARROW = 76
 
 
@@ -55,7 +55,8 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         split = kernel.split(kernel.problem.batch)
         name = str(kernel.problem).replace(" at batch ", " N=")
         default = _cells(kernel.default, None, wide)
-        # If the plan keeps the default, both times are of one convolution and differ by noise.
+        # If the plan keeps the default, both times are those of the same convolution, and differ
+        # only by noise.
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
         predicted = [_predicted(kernel)] if width >= 130 else []
@@ -114,7 +115,8 @@ def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str,
 
 
 def _gain(kernel: KernelPlan) -> str:
-    # A kernel that stays torch's own has no gain: the ratio of its two times is noise.
+    # A kernel that stays torch's own convolution has no gain, because the ratio of its two times is
+    # only noise.
     if kernel.is_default or kernel.default is None:
         return ""
     predicted = "~" if kernel.timing.is_predicted else ""
@@ -146,7 +148,8 @@ def plan_summary(plan: Plan) -> str:
     sizes = [(timing.workspace_bytes, calls) for timing, calls in defaults]
     most = f"in up to {format_bytes(max((size for size, _ in sizes), default=0))} of workspace"
     planned_in = f"in up to {format_bytes(plan.workspace_bytes)}"
-    # In a pool every call owns its part, so workspaces add up. Else calls share the largest.
+    # In a pool every call owns a part of its own, so workspaces are added. Without a pool, all
+    # calls use the largest one.
     if plan.config.total_bytes is not None:
         most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
         planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
@@ -196,7 +199,8 @@ def plan_verdict(plan: Plan) -> list[str]:
     if plan.layout_hint is not None:
         sentences.append(as_sentence(str(plan.layout_hint)))
     if plan.step_race is not None:
-        # Both sides of the race run in the plan's layout, which is not the model's own.
+        # Steps by torch and by the plan both run in the layout of the plan, which is told if it is
+        # not the model's own.
         where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
         said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
         sentences.append(as_sentence(said))
@@ -326,9 +330,10 @@ def kernel_table(kernel: KernelPlan) -> Table:
 
 
 def _repeated(kernel: KernelPlan, batch: int, split: Split) -> Chunk | str | None:
-    """The chunk that a batch repeats, or the algorithm if it is undivided; None: a row of its own.
+    """The chunk that a batch repeats, or its algorithm if undivided; None if neither.
 
-    A batch may have one other chunk, for the rest of its samples.
+    A batch that repeats a chunk may have one other chunk, for the remaining samples. A batch for
+    which the result is None gets a row of its own.
     """
     # A batch that was timed as a whole has a row of its own.
     if split.axis != "batch" or not kernel.is_derived(batch):
@@ -431,7 +436,7 @@ def plan_csv(plan: Plan) -> str:
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan's file as JSON values; each kernel has its row of the CSV file as `summary`."""
     document = plan.to_dict()
-    # The summaries would make the checksum wrong, so it is left out.
+    # The checksum is left out, because with the summaries it would be wrong.
     del document["checksum"]
     for number, (kernel, fields) in enumerate(zip(plan.kernels, document["kernels"], strict=True)):
         fields["summary"] = _kernel_row(number, kernel)

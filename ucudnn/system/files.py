@@ -14,10 +14,12 @@ from typing import Any, BinaryIO
 
 from ucudnn.errors import OutputError
 
-# The most nested levels of a JSON document: ours have fewer, and Python can read many more.
+# The largest number of nested levels of a JSON document. Ours have fewer, and Python can read many
+# more.
 _DEEPEST = 32
 _LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
-# A string, which may lack its end, or a run of characters outside of strings and brackets.
+# This matches a string, even without its end, or a run of characters that are outside of strings
+# and are no brackets.
 _NO_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[^"\[\]{}]+', re.DOTALL)
 _TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
 
@@ -38,7 +40,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     >>> path.read_bytes()
     b'{}'
     """
-    # A rename would put a file in the place of the device.
+    # A device or pipe is written to directly, because a rename would put a file in its place.
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as stream:
             yield stream

@@ -29,7 +29,8 @@ def start_python(
 
     `options` are those of `subprocess.Popen`. The default environment is that of this process.
     """
-    # `sys.path` with all changes by this process; an empty entry stands for the current folder.
+    # The child gets `sys.path` with all changes that this process has made. An empty entry means
+    # the current folder.
     paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(  # noqa: S603 - our own interpreter
         # Without -P, `-c` would put the current folder first in sys.path.
@@ -65,7 +66,8 @@ class ForkSafeLock:
         """Free the lock in a forked child, unless the child's only thread holds it."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
-        # The lock is held by another thread of the parent, which does not exist in this process.
+        # Another thread of the parent holds the lock. It does not exist in this process, so the
+        # lock is replaced.
         else:
             self._lock = RLock()
         self._in_child()
@@ -112,6 +114,7 @@ def _renew_all() -> None:
         lock.renew()
 
 
-# Weak references: the one fork hook cannot be removed, and must not keep locks alive for ever.
+# The references are weak, because the fork hook cannot be removed, and must not keep locks alive
+# for ever.
 _locks: WeakSet[ForkSafeLock] = WeakSet()
 os.register_at_fork(after_in_child=_renew_all)
