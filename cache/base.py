@@ -47,7 +47,6 @@ class AbstractCache(ABC):
     def entries(self) -> Iterator[Entry]:
         """Every entry, one per key."""
 
-    @abstractmethod
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add the entries of another cache, which is only read.
 
@@ -58,6 +57,21 @@ class AbstractCache(ABC):
         Raises:
             CacheError: there is no cache at the path, or this cache is read-only.
         """
+        # Imported only here, because this module loads h5py.
+        from ucudnn.cache.hdf5.folder import open_existing
+
+        before, entries = len(self), list(open_existing(path).entries())
+        pairs = [
+            (entry.measurement, known)
+            for entry in entries
+            if (known := self.get(entry.measurement.key)) is not None
+        ]
+        self.put_entries(entries)
+        # The entry stored later is kept. So measurements that must not be replaced by those taken
+        # under load are put once more, with the present time.
+        self.put(known for other, known in pairs if not other.may_replace(known))
+        self.put(other for other, known in pairs if not known.may_replace(other))
+        return MergeReport(read=len(entries), added=len(self) - before)
 
     @abstractmethod
     def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from time import time_ns
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, info_of
 from ucudnn.cache.schema import matches, parse_where
 from ucudnn.measurement import Measurement, MeasurementKey
 
@@ -53,24 +52,6 @@ class MemoryCache(AbstractCache):
     def entries(self) -> Iterator[Entry]:
         """Every entry, one per key."""
         return iter(list(self._entries.values()))
-
-    def merge(self, path: str | os.PathLike[str]) -> MergeReport:
-        """Add the entries of the cache in a folder."""
-        # Imported only here, because this module loads h5py.
-        from ucudnn.cache.hdf5.folder import open_existing
-
-        before, entries = len(self), list(open_existing(path).entries())
-        pairs = [
-            (entry.measurement, known)
-            for entry in entries
-            if (known := self.get(entry.measurement.key)) is not None
-        ]
-        self.put_entries(entries)
-        # The entry stored later is kept. So measurements that must not be replaced by those taken
-        # under load are put once more, with the present time.
-        self.put(known for other, known in pairs if not other.may_replace(known))
-        self.put(other for other, known in pairs if not known.may_replace(other))
-        return MergeReport(read=len(entries), added=len(self) - before)
 
     def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
         """Remove the entries that match, and count them."""

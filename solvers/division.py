@@ -20,14 +20,6 @@ from ucudnn.solvers.integer import IntegerProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A solver that `Auto` chose, and the reason as a sentence."""
-
-    solver: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Auto(AbstractDivider):
     """Divides a pool with the solver that this table names.
 
@@ -36,10 +28,6 @@ class Auto(AbstractDivider):
     | `exact` proves its division | exact | it does so for every known network, faster than HiGHS |
     | `exact` dropped states, HiGHS's division is no slower | highs | it may close the gap |
     | `exact` dropped states, HiGHS's is slower or none | exact | its gap is still certified |
-
-    >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
-    >>> print(Auto().choose(pool).reason)
-    exact proves its division of 2 kernels optimal
     """
 
     time_limit_s: float = 10.0  # for HiGHS
@@ -47,31 +35,18 @@ class Auto(AbstractDivider):
 
     def divide(self, pool: Pool) -> Division:
         """Divide one pool among the kernels that overlap."""
-        return self._decide(pool)[1]
-
-    def choose(self, pool: Pool) -> Choice:
-        """The solver that `divide` takes for this pool, and the reason; it solves the pool."""
-        return self._decide(pool)[0]
-
-    def _decide(self, pool: Pool) -> tuple[Choice, Division]:
-        kernels = f"{len(pool.fronts)} kernels"
         own = Exact(self.state_limit).divide(pool)
         # A proven division cannot be improved, so HiGHS is asked only if `exact` leaves a gap.
         if own.is_optimal:
-            return Choice("exact", f"exact proves its division of {kernels} optimal"), own
-        gap = f"exact leaves a gap of {own.gap_ns} ns for {kernels}"
+            return own
         try:
             other = IntegerProgram("highs", self.time_limit_s).divide(pool)
         # Both errors are expected: HiGHS is optional, and may prove nothing within its time limit.
-        except (ConfigError, PlanError) as error:
-            return Choice("exact", f"{gap}, and HiGHS closes none of it: {error}"), own
+        except (ConfigError, PlanError):
+            return own
         # Both are lower bounds for the same pool, so the higher bound holds for either division.
         bound = max(own.lower_bound_ns, other.lower_bound_ns)
-        if other.time_ns <= own.time_ns:
-            other = replace(other, lower_bound_ns=bound)
-            return Choice("highs", f"{gap}, HiGHS one of {other.gap_ns} ns"), other
-        own = replace(own, lower_bound_ns=bound)
-        return Choice("exact", f"{gap}, and HiGHS's division is slower"), own
+        return replace(min(other, own, key=_time_ns), lower_bound_ns=bound)
 
 
 # Solvers by name; `ucudnn.config.Solver` lists the same names.
@@ -112,6 +87,10 @@ def divide(
         raise ConfigError(f"solver must be one of {', '.join(_DIVIDERS)}, got {solver!r}")
     pool = Pool(tuple(tuple(map(_point, front)) for front in fronts), total_bytes)
     return _DIVIDERS[solver].divide(pool)
+
+
+def _time_ns(division: Division) -> int:
+    return division.time_ns
 
 
 def _point(point: Any) -> Any:

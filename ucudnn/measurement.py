@@ -42,7 +42,6 @@ class Subject(StrEnum):
         OPERATIONS: 10^12 operations at the machine's peak rate, in the dtype of the problem.
         TRAFFIC: moving 10^12 bytes at the machine's peak rate; `workspace_bytes` is the size of the
             machine's caches.
-        OVERHEAD: what the host does for a call of a planned layer in addition to its kernel.
     """
 
     CHUNK = "chunk"
@@ -50,7 +49,6 @@ class Subject(StrEnum):
     CALL = "call"
     OPERATIONS = "operations"
     TRAFFIC = "traffic"
-    OVERHEAD = "overhead"
 
 
 class Role(StrEnum):

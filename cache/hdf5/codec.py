@@ -39,7 +39,6 @@ from ucudnn.cache.schema import CONTEXT_FIELDS, load_texts, split_from_text
 from ucudnn.cache.table import (
     COLUMN_BY_LIST,
     MEASUREMENT_DTYPE,
-    NONE,
     PROBLEM_DTYPE,
     Array,
     Context,
@@ -48,7 +47,7 @@ from ucudnn.cache.table import (
     Work,
 )
 from ucudnn.errors import CacheError, UcudnnError
-from ucudnn.measurement import STATUSES, Subject
+from ucudnn.measurement import Subject
 from ucudnn.system.files import parse_json
 
 VERSION = 1
@@ -81,40 +80,6 @@ _CHUNK_ROWS = 8192
 # claim terabytes. Rows compress by factors of 5 to 30.
 _MOST_INFLATED = 64
 _ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
-_UNITS = {
-    "measurements": {
-        "problem": "row of /problems",
-        "algorithm": "row of /algorithms",
-        "context": "row of /contexts",
-        "status": f"one of {', '.join(STATUSES)}",
-        "time_ns": f"ns, median of the samples; {NONE}: not timed",
-        "spread_ns": f"ns, interquartile range of the samples; {NONE}: unknown",
-        "workspace_bytes": f"bytes; {NONE}: unknown",
-        "error": "relative L2 error against float64, where has_error",
-        "has_error": "whether the error was measured",
-        "reason": "row of /reasons",
-        "notes": "row of /notes",
-        "samples": "number of rows of /samples",
-        "first_sample": "row of /samples",
-        "stored_ns": "ns since 1970-01-01 UTC",
-        "facts": "row of /facts",
-    },
-    "problems": {
-        "batch": "samples",
-        "input_size": "elements per spatial axis, outermost first; unused axes 0",
-        "kernel_size": "elements per spatial axis",
-        "stride": "elements per spatial axis",
-        "padding": "elements (begin, end) per spatial axis",
-        "dilation": "elements per spatial axis",
-    },
-    "contexts": {
-        "device.cores": "processors",
-        "device.memory_bytes": "bytes",
-        "device.power_limit_w": "W",
-        "conditions.mps_percent": "%",
-    },
-    "samples": {"samples": "ns"},
-}
 
 
 class DamagedError(CacheError):
@@ -188,8 +153,7 @@ def encode(table: Table) -> bytes:
     with h5py.File(f"image {next(_numbers)}", "w", driver="core", backing_store=False) as file:
         file.attrs.update({"format": FORMAT, "version": VERSION, "about": _ABOUT})
         for name, array in arrays.items():
-            dataset = file.create_dataset(name, data=array, **_storage(name, array))
-            dataset.attrs["units"] = "\n".join(f"{k}: {v}" for k, v in _UNITS[name].items())
+            file.create_dataset(name, data=array, **_storage(name, array))
         for name, values in texts.items():
             encoded = [_to_bytes(value) for value in values]
             file.create_dataset(name, (len(encoded),), h5py.string_dtype(), encoded)

@@ -6,19 +6,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from time import time_ns
 
 import numpy as np
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
-from ucudnn.cache.hdf5.codec import DamagedError, verify
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, info_of
 from ucudnn.cache.hdf5.device_files import (
     DeviceFiles,
     foreign_in,
     is_set_aside,
     kinds_in,
-    read_file,
 )
 from ucudnn.cache.hdf5.store import DeviceStore
 from ucudnn.cache.schema import matches, parse_where
@@ -86,34 +83,6 @@ class HDF5Cache(AbstractCache):
     def __len__(self) -> int:
         with self._lock:
             return sum(len(store.table()) for store in self._stores())
-
-    def merge(self, path: str | os.PathLike[str]) -> MergeReport:
-        """Add the entries of another cache, by copying its files as they are."""
-        self._require_writable()
-        other = open_existing(path)
-        before = len(self)
-        with self._lock:
-            for kind in kinds_in(other._path):
-                _copy_files(other._store(kind).files, self._store(kind).files)
-            # These are found before the refresh, while `get` still returns this cache's own
-            # measurements.
-            kept = [*self._kept_beside(other), *other._kept_beside(self)]
-            # The copies must be read before they can be compacted.
-            self.refresh()
-            # Of two entries the one stored later is kept. So measurements that must stay are put
-            # once more.
-            self.put(kept)
-            for store in self._stores():
-                store.compact()
-            return MergeReport(read=len(other), added=len(self) - before)
-
-    def _kept_beside(self, other: HDF5Cache) -> Iterator[Measurement]:
-        """This cache's measurements that another one's, taken under load, must not replace."""
-        for store in other._stores():
-            for loaded in store.perturbed():
-                known = self.get(loaded.key)
-                if known is not None and not loaded.may_replace(known):
-                    yield known
 
     def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
         """Remove the entries that match, and count them."""
@@ -231,25 +200,6 @@ class HDF5Cache(AbstractCache):
 
 def _warn(sentence: str) -> None:
     warn(sentence, CacheWarning)
-
-
-def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
-    for file in source.paths():
-        try:
-            content = read_file(file)
-            verify(content)
-        except DamagedError:
-            continue  # reported when `merge` reads the entries of the other cache
-        except OSError as error:
-            # Most likely another process has just compacted the other cache and removed the file.
-            raise CacheError(f"cannot read {file}: {error.strerror}; merge again") from error
-        try:
-            target.publish(content, time_ns())
-        except OSError as error:
-            raise CacheError(
-                f"cannot write to the cache {target.compacted.parent}: {error.strerror}; make room "
-                f"or merge into another folder"
-            ) from error
 
 
 def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:

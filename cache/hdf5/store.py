@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import time_ns
 from typing import TypeAlias
-
-import numpy as np
 
 from ucudnn.cache.entries import LATEST_NS, Entry
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, decode, encode, verify, wrap
@@ -29,7 +27,7 @@ from ucudnn.cache.hdf5.device_files import (
     set_aside,
     unique_name,
 )
-from ucudnn.cache.table import EMPTY, Table, build_table, merge_tables, select_rows
+from ucudnn.cache.table import EMPTY, Table, build_table, merge_tables
 from ucudnn.measurement import Measurement, MeasurementKey
 
 # Called with a sentence about a file that cannot be read or written.
@@ -87,15 +85,6 @@ class DeviceStore:
         # A cache is usually one file, whose table needs no merging.
         tables = self._tables()
         return tables[0] if len(tables) == 1 else merge_tables(tables)
-
-    def perturbed(self) -> Iterator[Measurement]:
-        """The measurements that were taken under load."""
-        table = self.table()
-        loaded = [number for number, facts in enumerate(table.facts) if facts.load]
-        # The usual cache has no such measurement, and then no table is built.
-        if loaded:
-            rows = select_rows(table, np.isin(table.rows["facts"], loaded))
-            yield from (entry.measurement for entry in rows.entries())
 
     def _tables(self) -> list[Table]:
         """The tables to search, at most two and none of them empty; read the files if need be."""

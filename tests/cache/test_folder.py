@@ -451,13 +451,15 @@ def test_merging_says_which_file_cannot_be_read_or_where_there_is_no_room(
     with caches.open(tmp_path / "mine") as cache:
         with monkeypatch.context() as patch:
             refusing(patch, "open", lambda path: path.parent == other)
-            with pytest.raises(CacheError, match="cannot read .*cpu-one.h5: .*; merge again"):
-                cache.merge(other)
+            with pytest.warns(CacheWarning, match="cannot read .*cpu-one.h5"):
+                assert cache.merge(other).added == 0
         with monkeypatch.context() as patch:
             refusing(patch, "replace", lambda _: True)
-            with pytest.raises(CacheError, match="mine: Permission denied; make room or merge"):
-                cache.merge(other)
-        assert cache.merge(other).added == len(MEASUREMENTS)
+            with pytest.warns(CacheWarning, match="mine: Permission denied"):
+                assert cache.merge(other).added == len(MEASUREMENTS)
+    # what could not be written was kept in memory until there was room
+    with caches.open(tmp_path / "mine", "r") as cache:
+        assert texts(cache) == texts(MEASUREMENTS)
 
 
 def test_a_child_leaves_it_to_its_parent_to_write_what_waits(tmp_path: Path) -> None:

@@ -106,8 +106,6 @@ def test_any_hdf5_tool_reads_it(file: Path) -> None:
         problems, contexts = opened["problems"][()], opened["contexts"][()]
         names = opened["algorithms"].asstr()[()]
         samples = opened["samples"][()]
-        assert "time_ns: ns" in opened["measurements"].attrs["units"]
-        assert "bytes" in opened["measurements"].attrs["units"]
         assert opened.attrs["version"] == 1
     assert len(rows) == len(MEASUREMENTS)
     for row in rows:

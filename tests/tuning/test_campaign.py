@@ -223,6 +223,18 @@ def test_a_planned_call_costs_more_than_was_timed_of_it():
     assert choose([large, other], 1, overhead_ns=50) == other
 
 
+@pytest.mark.parametrize(("blocks_host", "winner"), [(True, "torch_default"), (False, "fast")])
+def test_a_gain_below_the_cost_of_a_planned_call_counts_where_the_host_waits(
+    blocks_host, winner, scripted
+):
+    backend = scripted(
+        torch_default=lambda size: (50_000 * size, 0), fast=lambda size: (47_000 * size, 0)
+    )
+    backend.blocks_host = blocks_host
+    plan = tune_problems([("layer", NARROW.with_batch(8))], Config(policy="undivided"))
+    assert plan.kernels[0].split(8).chunks[0].algorithm == winner
+
+
 @pytest.mark.parametrize("more_mib", [1, 3, 7])
 def test_where_a_call_needs_more_than_its_chunks_smaller_chunks_are_tried(
     more_mib, scripted, monkeypatch

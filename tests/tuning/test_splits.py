@@ -411,59 +411,6 @@ def by_batch(chance: random.Random):
     return lambda problem, algorithm: names[problem.batch, algorithm]
 
 
-def bounded(
-    known: Known, position: list[TimedChunk], sizes, kernel_of
-) -> set[tuple[int, str, int]]:
-    """Chunks of any of the sizes: timed, or run as the next larger one that was timed."""
-    found = set()
-    for name in ALGORITHMS:
-        timed = {one.size: one.workspace_bytes for one in position if one.algorithm == name}
-        for size in {*sizes, *timed}:
-            larger = min((one for one in timed if one >= size), default=None)
-            if larger is not None:
-                parts = (known.axis.part(one) for one in (size, larger))
-                if len({kernel_of(part, name) for part in parts}) == 1:
-                    found.add((size, name, timed[larger]))
-    return found
-
-
-@kinds
-@pytest.mark.parametrize("seed", SEEDS)
-def test_batches_that_nothing_computes_are_named(op, dtype, seed):
-    known = batch_of(seed, op, dtype, density=0.25)
-    kernel_of = by_batch(random.Random(seed))
-    for limit in (None, 300):
-        ways = {
-            position: {
-                size
-                for size, _, workspace in bounded(known, chunks, sizes, kernel_of)
-                if limit is None or workspace <= limit
-            }
-            for position, chunks, sizes in (
-                ("alone", known.alone, range(1, N + 1)),
-                ("first", known.first, known.sizes),
-                ("later", known.later, known.sizes),
-            )
-        }
-        if op == "wgrad":
-            # To return a gradient costs no more than to begin a sum with it.
-            ways["alone"] |= {one.size for one in known.first if limit is None or fits(one, limit)}
-        else:
-            # To return a result costs no more than to write it into a larger one.
-            ways["alone"] |= ways["first"]
-        sums = set(ways["first"])
-        for n in range(1, N + 1):
-            if any(n - size in sums for size in ways["later"]):
-                sums.add(n)
-        missing = [n for n in range(1, N + 1) if n not in ways["alone"] | sums]
-        table = table_of(known, limit, kernel_of)
-        assert table.uncovered() == missing
-
-
-def fits(chunk: TimedChunk, limit: int) -> bool:
-    return chunk.workspace_bytes <= limit
-
-
 def test_chains_lead_through_batches_that_the_default_computes():
     default = Split("batch", (Chunk(N, DEFAULT_ALGORITHM),))
 
@@ -489,7 +436,6 @@ def test_the_winners_table_comes_first_and_the_others_fill_what_it_lacks():
         return "small" if problem.batch < 3 else algorithm
 
     tables = [table_of(plain, kernel_of=kernel_of), table_of(fused, kernel_of=kernel_of)]
-    assert tables[1].uncovered() == [1, 2]
     names = [
         [{chunk.algorithm for chunk in plan_of(table.splits()[0], *tables).split(n).chunks}]
         for table in tables
@@ -526,7 +472,6 @@ def test_nothing_measured_is_nothing_to_plan_with():
         assert table.splits() == []
         assert table.front() == ()
         assert table.smallest() is None
-    assert table_of(batch_of(0, density=-1.0)).uncovered() == list(range(1, N + 1))
     # Chunks that add up to nothing: torch's own whole call may yet be raced along the batch.
     lone = Known(BatchAxis(kernel()), (3,), 0)
     assert not table_of(lone).is_empty

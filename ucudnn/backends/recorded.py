@@ -73,6 +73,8 @@ class RecordedBackend(AbstractBackend):
         # The name is that of the device's own backend, because a plan names the backend that can
         # run it.
         self.name = entry_for_device(self._group.device.type).name
+        # A replay must decide as the device itself did.
+        self.blocks_host = self._group.device.type == "cpu"
         self._twin = self._find_twin()
         # A chunk that is written into a slice may take another time than one that allocates its
         # result, so chunks are measured in each role. Some recordings have measurements in role

@@ -479,8 +479,7 @@ class _Trials:
         self._foresee_malloc(median_ns(faults))
 
     def _foresee_malloc(self, faults: int) -> None:
-        """Add an estimate of a step with a malloc that keeps freed blocks, which saves page faults.
-        """
+        """Add an estimate of a step with a malloc that keeps blocks and saves page faults."""
         if self.backend.conditions().allocator != "glibc":
             return
         fresh = filling()

@@ -335,8 +335,7 @@ class Elimination:
         return sorted((arm for arm in found if arm is not None), key=self.expected_ns)
 
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
-        """The curve's smallest arm that is expected to run for `_TRIAL_NS`; None if no arm can run.
-        """
+        """The curve's smallest arm that is expected to run for `_TRIAL_NS`; or None."""
         first = arms[0]
         is_known = self.candidates.curves[first] in self._so_far().informative
         if is_known or self.candidates.cost(first.size, first.algorithm) is None:

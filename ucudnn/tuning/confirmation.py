@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from ucudnn.tuning.session import Session
 
 
+# Time in ns that a call of a planned layer takes on the host in addition to its kernel, as
+# benchmarks/overhead.py has found: it looks up its plan, and has an autograd node in Python.
+PLANNED_CALL_NS = 30_000
+
+
 @dataclass(frozen=True, slots=True)
 class Finalist:
     """A split of the whole batch with the samples of one race."""
@@ -78,8 +83,7 @@ def recall_race(
 def _keys(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool
 ) -> list[MeasurementKey]:
-    """One key per split, with an identity of the race: samples are compared only within one race.
-    """
+    """One key per split, with an identity of the race: only its samples are compared."""
     # The texts are sorted, so that the same splits in another order have the same identity.
     texts = sorted(map(str, splits))
     identity = hashlib.sha256(f"{' | '.join(texts)} | {has_bias}".encode()).hexdigest()[:16]

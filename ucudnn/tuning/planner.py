@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ucudnn.axis import axis_of
 from ucudnn.errors import PlanError
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
-from ucudnn.tuning.confirmation import Finalist, choose
+from ucudnn.tuning.confirmation import PLANNED_CALL_NS, Finalist, choose
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
 from ucudnn.units import format_bytes
@@ -57,7 +57,7 @@ class KernelPlanner:
                 winner = choose(
                     finalists,
                     self._limit,
-                    self._session.planned_call_ns(),
+                    PLANNED_CALL_NS if self._session.backend.blocks_host else 0,
                     bool(self._config.deterministic),
                 )
                 if winner is not None:

@@ -18,7 +18,7 @@ from ucudnn.solvers.lazy import ChunkOption, Interval, Outlook, bound_front, out
 from ucudnn.system.processes import cached_property
 from ucudnn.tuning.bounds import Elimination, WorkspaceModel
 from ucudnn.tuning.items import rank_of
-from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS, BatchSplits
+from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS
 
 if TYPE_CHECKING:
     from ucudnn.tuning.candidates import KernelCandidates
@@ -149,7 +149,7 @@ class Requests:
             missing = self.outlook(launch_ns).wanted
             if missing:
                 return _arms(missing)
-        return self._wanted_by_smaller_batches()
+        return []
 
     def first_runs(self) -> list[Arm]:
         """Small chunks that must run before larger chunks of the same curve may run."""
@@ -248,29 +248,6 @@ class Requests:
         self.elimination.is_active = False
         options = self._options(at_any_limit=True)
         return bound_front(options, self.listed.axis.extent, tolerance=self.tolerance)
-
-    def _wanted_by_smaller_batches(self) -> list[Arm]:
-        """Chunks to time for the first batch that has no split yet and could have one."""
-        # Slabs contain all samples of a call, so there is nothing to look for in smaller batches.
-        if self.listed.axis.name != "batch":
-            return []
-        axis, sizes = self.listed.axis, self.listed.sizes
-        usable, kernel_of = self.records.usable, self.records.session.kernel_of
-        options = list(self._options())
-        for batch in BatchSplits(axis, sizes, usable, kernel_of, self.records.limit).uncovered():
-            possible = (
-                # A chunk of as many samples as this batch is the undivided call of this batch.
-                replace(option, lists=(Role.ALONE, *option.lists))
-                if option.batch == batch and Role.FIRST in option.lists
-                else option
-                for option in options
-            )
-            # With this tolerance any split is good enough: smaller batches need some plan, not the
-            # best one.
-            missing = outlook(possible, batch, tolerance=1.0).wanted
-            if missing:
-                return _arms(missing)
-        return []
 
     def _options(self, at_any_limit: bool = False) -> Iterator[ChunkOption]:
         """Chunks that the solver may choose among, and measured ones that bound their times.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -31,7 +31,7 @@ from ucudnn.solvers import Node, Option, SegmentTable, segment
 from ucudnn.tracing import Traced
 from ucudnn.tuning.budget import EFFORTS
 from ucudnn.tuning.independence import Independence, examined
-from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, ModuleProfile, profiled
+from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, profiled
 from ucudnn.tuning.step_rounds import Raced, race, raced_of, tells
 
 # A module that could save less than this fraction of the peak of a step is no segment by itself; it
@@ -42,9 +42,6 @@ _MOST_HALVINGS = 7
 # Resolution of the solver, as a fraction of the peak of the step: smaller differences of peaks do
 # not matter.
 _RESOLUTION = 1 / 4096
-# The part of a step outside its segments shows the machine's load if it takes more than this
-# fraction of the undivided step.
-_TELLING = 0.2
 # Until they are timed, micro-batches of half the size are assumed to take 2 ** _SLOWER times as
 # long.
 _SLOWER = 0.05
@@ -440,30 +437,16 @@ class SegmentSearch:
         finally:
             steps.divide(WHOLE)
         self.seen.append(Seen(division, profile.peak_bytes, profile.time_ns))
-        drift = self._drift(profile, names)
         for call in profile.root.walk():
             if call.name is not None:
                 plain = replace(names[call.name], shared=(), training=None)
                 known = self._known.get(plain)
                 if known is None:
                     continue
-                option = profile.cost(call).option(plain)
-                known.measured = replace(option, time_ns=round(option.time_ns / drift))
+                known.measured = profile.cost(call).option(plain)
                 ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
                 self._ratios.setdefault(self._count(plain), []).append(ratio)
         return self.seen[-1]
-
-    def _drift(self, profile: ModuleProfile, names: Collection[str]) -> float:
-        """Time of a step outside its segments, over the time of the same part when undivided."""
-
-        def rest_ns(of: ModuleProfile) -> int:
-            costs = (of.cost(call) for call in of.root.walk() if call.name in names)
-            return of.time_ns - sum(cost.forward_ns + cost.backward_ns for cost in costs)
-
-        before, now = rest_ns(self._own), rest_ns(profile)
-        # If the part of the step outside the segments is short, its time does not show the load of
-        # the machine.
-        return now / before if before > _TELLING * self._own.time_ns and now > 0 else 1.0
 
     def try_sizes(self, loop: bool = False) -> None:
         """Run steps of the whole model in micro-batches of each size, while there is time.

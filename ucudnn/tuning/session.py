@@ -17,7 +17,6 @@ from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Split
 from ucudnn.tuning.budget import EFFORTS, Effort
-from ucudnn.tuning.overhead import planned_call_ns
 
 if TYPE_CHECKING:
     from ucudnn.axis import AbstractAxis
@@ -118,20 +117,6 @@ class Session:
         operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
-
-    def planned_call_ns(self) -> int:
-        """Overhead of a planned call in ns, measured once and kept in the cache."""
-        key = self._machine_key(Subject.OVERHEAD)
-        known = self.find(key)
-        if known is None:
-            time_ns = planned_call_ns(self.backend)
-            # On a device that computes while the host goes on, the overhead is 0. It is not cached,
-            # because finding it again costs nothing.
-            if not time_ns:
-                return 0
-            known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
-            self.note(known)
-        return known.time_ns or 0
 
     @property
     def started_s(self) -> float:

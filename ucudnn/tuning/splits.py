@@ -317,11 +317,6 @@ class BatchSplits(AbstractSplitTable):
             draft.compute_as_winner(alike)
         draft.follow(self._walks)
 
-    def uncovered(self) -> list[int]:
-        """The batches that no known chunks compute within the limit, the smallest first."""
-        walk = _walk_all(self._bounded, self.axis.extent, self.limit)
-        return [n for n, entry in enumerate(walk, start=1) if entry == WalkEntry(None, None)]
-
     @cached_property
     def _bounded(self) -> Items:
         return with_bounded(self.axis.problem, self.items, self.kernel_of, self.sizes)

@@ -124,7 +124,7 @@ def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
     (0,) (slice(1, 3, None),) (slice(0, 2, 1),)
     (1,) (slice(0, 3, None),) (slice(0, 3, 1),)
     """
-    axes = [_Axis.of(problem, axis) for axis in range(problem.rank)]
+    axes = [FilterAxis.of(problem, axis) for axis in range(problem.rank)]
     for index in product(*map(range, problem.kernel_size)):
         found = [axis.tap(position) for axis, position in zip(axes, index, strict=True)]
         met = [pair for pair in found if pair is not None]
@@ -143,7 +143,7 @@ def direct_cost(problem: Problem) -> Cost:
     """
     # Which inputs and taps meet is independent for each axis, so every count is a product over
     # axes.
-    met = [_met(_Axis.of(problem, axis)) for axis in range(problem.rank)]
+    met = [counts_of(FilterAxis.of(problem, axis)) for axis in range(problem.rank)]
     pairs, inputs, outputs, positions = (prod(counts) for counts in zip(*met, strict=True))
     channels = problem.in_channels // problem.groups
     # For each tensor the number of elements that take part in a product; the others need not be
@@ -170,7 +170,9 @@ def columns_bytes(problem: Problem) -> int:
     return problem.batch * covered * problem.bytes_per_element
 
 
-class _Axis(NamedTuple):
+class FilterAxis(NamedTuple):
+    """The sizes of a convolution along one of its axes."""
+
     size: int
     places: int
     kernel: int
@@ -179,7 +181,8 @@ class _Axis(NamedTuple):
     begin: int
 
     @classmethod
-    def of(cls, problem: Problem, axis: int) -> _Axis:
+    def of(cls, problem: Problem, axis: int) -> FilterAxis:
+        """The sizes of a problem along an axis."""
         return cls(
             problem.input_size[axis],
             problem.output_size[axis],
@@ -202,7 +205,7 @@ class _Axis(NamedTuple):
         return slice(first, last + 1), slice(start, stop + 1, self.stride)
 
 
-class _Met(NamedTuple):
+class Met(NamedTuple):
     """Counts along one axis: pairs (output, tap) that read an input; inputs, outputs and taps."""
 
     pairs: int
@@ -214,7 +217,8 @@ class _Met(NamedTuple):
 # The counts are cached, because a model has few distinct axes, and each is asked for again at every
 # batch size.
 @lru_cache(maxsize=4096)
-def _met(axis: _Axis) -> _Met:
+def counts_of(axis: FilterAxis) -> Met:
+    """Count what meets along an axis, without padding."""
     pairs = positions = 0
     # One byte per input and output marks those that a tap connects. Bytes are used because Python
     # sets strided slices of bytes fast, in C code.
@@ -226,4 +230,4 @@ def _met(axis: _Axis) -> _Met:
             outputs[met[0]] = inputs[met[1]] = b"\1" * count
             pairs += count
             positions += 1
-    return _Met(pairs, sum(inputs), sum(outputs), positions)
+    return Met(pairs, sum(inputs), sum(outputs), positions)

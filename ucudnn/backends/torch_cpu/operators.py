@@ -18,8 +18,10 @@ from ucudnn.backends.tensors import memory_format, padded, symmetric
 from ucudnn.backends.torch_cpu.algorithm import (
     COLUMN_KERNELS,
     AbstractAlgorithm,
+    FilterAxis,
     OpsExecutable,
     columns_bytes,
+    counts_of,
     direct_cost,
     phantom,
 )
@@ -232,25 +234,13 @@ def _is_cramped(problem: Problem) -> bool:
     their operands (torch 2.13, oneDNN 3.12, AVX-512), mostly in channels-last. Results then change
     from run to run, or the process ends.
     """
-    axes = zip(
-        problem.input_size,
-        problem.output_size,
-        problem.kernel_size,
-        problem.stride,
-        (begin for begin, _ in problem.padding),
-        problem.dilation,
-        strict=True,
-    )
     return any(
         # The three conditions are: a filter larger than the input, a single output at a stride
         # above 1, and a tap that meets only padding.
-        dilation * (taps - 1) >= size
-        or (places == 1 and stride > 1)
-        or not all(
-            any(0 <= place * stride - begin + tap * dilation < size for place in range(places))
-            for tap in range(taps)
-        )
-        for size, places, taps, stride, begin, dilation in axes
+        axis.dilation * (axis.kernel - 1) >= axis.size
+        or (axis.places == 1 and axis.stride > 1)
+        or counts_of(axis).positions < axis.kernel
+        for axis in (FilterAxis.of(problem, number) for number in range(problem.rank))
     )
 
 
