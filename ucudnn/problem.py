@@ -238,6 +238,21 @@ class Problem:
         )
 
 
+def strides_of(shape: tuple[int, ...], is_channels_last: bool) -> tuple[int, ...]:
+    """Strides of a dense tensor of shape (N, C, *spatial), contiguous or channels-last.
+
+    >>> strides_of((2, 3, 5), False), strides_of((2, 3, 5), True)
+    ((15, 5, 1), (15, 1, 3))
+    """
+    axes = range(len(shape))
+    outer_to_inner = (0, *axes[2:], 1) if is_channels_last else axes
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(outer_to_inner):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
+
+
 def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
     if not isinstance(padding, (tuple, list)):
         raise ProblemError(f"padding must be ((begin, end), ...), got {quoted(padding)}")

@@ -28,12 +28,7 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ucudnn.backends.tensors import (
-    CHANNELS_LAST_BY_RANK,
-    problem_of,
-    strides_of,
-    uses_channels_last,
-)
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
 from ucudnn.errors import ConfigError, UnsupportedError, warn
 from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
@@ -48,7 +43,7 @@ from ucudnn.execution.stepping import (
     tensors_of,
 )
 from ucudnn.execution.strays import Watched, without_strays
-from ucudnn.problem import OPS, Problem
+from ucudnn.problem import OPS, Problem, strides_of
 from ucudnn.segment import WHOLE, StepDivision
 
 # Below autograd and autocast every convolution of torch is one of these two operators.

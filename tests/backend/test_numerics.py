@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from ucudnn.backends.tensors import memory_format, strides_of
-from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+from ucudnn.backends.tensors import memory_format
+from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem, strides_of
 
 BATCH = 5
 

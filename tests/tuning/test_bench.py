@@ -75,7 +75,7 @@ def test_chunks_fill_a_new_result_in_each_call(scripted, op, axis):
     painter = Painter()
     loop = ChunkLoop(ring, painter, part, Role.LATER)
     calls = ring.chunks_per_call(part)
-    loop.run(3 * calls)
+    loop.prepare(3 * calls)()
     assert len(painter.results) == 3
     for result in painter.results.values():
         assert result.shape == problem.result_shape

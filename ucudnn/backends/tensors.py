@@ -1,4 +1,4 @@
-"""Conversions of calls to problems, and of problems to torch's dtypes, layouts and strides."""
+"""Conversions of calls to problems, and of problems to torch's dtypes and layouts."""
 
 from __future__ import annotations
 
@@ -57,21 +57,6 @@ def torch_dtype(problem: Problem) -> torch.dtype:
     dtype = getattr(torch, problem.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def strides_of(shape: tuple[int, ...], is_channels_last: bool) -> tuple[int, ...]:
-    """Strides of a dense tensor of shape (N, C, *spatial), contiguous or channels-last.
-
-    >>> strides_of((2, 3, 5), False), strides_of((2, 3, 5), True)
-    ((15, 5, 1), (15, 1, 3))
-    """
-    axes = range(len(shape))
-    outer_to_inner = (0, *axes[2:], 1) if is_channels_last else axes
-    strides, step = [0] * len(shape), 1
-    for axis in reversed(outer_to_inner):
-        strides[axis] = step
-        step *= shape[axis]
-    return tuple(strides)
 
 
 def problem_of(

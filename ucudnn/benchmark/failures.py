@@ -34,12 +34,11 @@ class CandidateError(RuntimeError):
         self.kind = kind
 
 
-class LostError(RuntimeError):
+class LostError(CandidateError):
     """A candidate ended its process or took too long; `turn` is its index among several."""
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.CRASH, turn: int = 0) -> None:
-        super().__init__(reason)
-        self.kind = kind
+        super().__init__(reason, kind)
         self.turn = turn
 
 
@@ -50,7 +49,7 @@ def failure_of(error: BaseException) -> Failure:
     Failure(kind=<FailureKind.ERROR: 'error'>, reason='no such kernel')
     """
     reason = first_line(error)
-    if isinstance(error, CandidateError | LostError):
+    if isinstance(error, CandidateError):
         return Failure(error.kind, reason)
     kind = FailureKind.OUT_OF_MEMORY if is_out_of_memory(error) else FailureKind.ERROR
     return Failure(kind, reason)

@@ -194,10 +194,6 @@ class AbstractLoop(ABC):
     def prepare(self, times: int) -> Callable[[], None]:
         """Prepare the next runs, and return a function that only runs them, one after the other."""
 
-    def run(self, times: int) -> None:
-        """Prepare this many runs, and run them."""
-        self.prepare(times)()
-
 
 class ChunkLoop(AbstractLoop):
     """Runs one candidate in one role over the chunks of a ring, one after the other."""

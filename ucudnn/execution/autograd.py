@@ -20,10 +20,10 @@ from torch.utils._device import DeviceContext
 
 from ucudnn.backends import aten
 from ucudnn.backends.registry import BACKENDS
-from ucudnn.backends.tensors import memory_format, strides_of, uses_channels_last
+from ucudnn.backends.tensors import memory_format, uses_channels_last
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.execute import Call, as_kernel
-from ucudnn.problem import OPS, Problem
+from ucudnn.problem import OPS, Problem, strides_of
 from ucudnn.system.processes import ForkSafeLock
 
 _aten = torch.ops.aten

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last, strides_of
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last
 from ucudnn.errors import warn
+from ucudnn.problem import strides_of
 
 # Name of the attribute in which a module keeps the shapes and strides that its own parameters and
 # buffers had before `lay_out_`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 from typing import NamedTuple
 
 from ucudnn.backends.cudnn.api import Cudnn, Descriptor, Handle
@@ -16,7 +16,7 @@ from ucudnn.backends.cudnn.constants import (
     Type,
 )
 from ucudnn.errors import UnsupportedError
-from ucudnn.problem import Problem
+from ucudnn.problem import Problem, strides_of
 
 ALIGNMENT_BYTES = 16  # the most that any engine asks for
 # The limit of 32-bit indices. cuDNN also lists engines for larger tensors, but none of those
@@ -77,7 +77,8 @@ def views_of(problem: Problem, whole: Problem | None = None) -> Views:
     """
     # A slab has the strides of the whole tensors that it is a view of.
     of = whole or problem
-    x, w, y = (_strides(shape, problem.layout) for shape in (of.x_shape, of.w_shape, of.y_shape))
+    shapes, is_last = (of.x_shape, of.w_shape, of.y_shape), of.layout == "nhwc"
+    x, w, y = (strides_of(shape, is_last) for shape in shapes)
 
     def view(strides: tuple[int, ...]) -> View:
         # A view may begin at any multiple of these offsets. torch aligns the whole tensor, so every
@@ -87,14 +88,6 @@ def views_of(problem: Problem, whole: Problem | None = None) -> Views:
         return View(strides, alignment)
 
     return Views(view(x), View(w), view(y))
-
-
-def _strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    inner = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if layout == "nchw":
-        return tuple(inner)
-    channels = shape[1]
-    return (inner[0], 1, *(count * channels for count in inner[2:]))
 
 
 def graph_of(
@@ -208,7 +201,7 @@ def _bias_addition(cudnn: Cudnn, problem: Problem, total: Descriptor, y: Descrip
         BIAS_UID,
         _DATA_TYPES[problem.dtype],
         shape,
-        _strides(shape, problem.layout),
+        strides_of(shape, problem.layout == "nhwc"),
         ALIGNMENT_BYTES,
     )
     addition = Descriptor(cudnn, DescriptorKind.POINTWISE)
