@@ -3,10 +3,10 @@
 torchrun --nproc-per-node 2 benchmarks/scaling.py --measure points-2.json
 python benchmarks/scaling.py --link 30us,1.25GB/s points-2.json --picture scaling.html
 
-Strong scaling divides one batch among the ranks, weak scaling gives each rank that batch. The
-formulas of ucudnn.solvers.collectives replace the all-reduce of DistributedDataParallel, whose
-buckets and overlap stay. Each step waits for the slowest of all ranks: computing is lognormal, with
-the coefficient of variation of --jitter. Only the steps of --measure are measured.
+Strong scaling divides one batch among the ranks, weak scaling gives each rank that batch. Formulas
+replace the all-reduce of DistributedDataParallel, whose buckets and overlap stay. Each step waits
+for the slowest of all ranks: computing is lognormal, with the coefficient of variation of --jitter.
+Only the steps of --measure are measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from dataclasses import replace
-from math import exp, log, sqrt
+from math import ceil, exp, log, log2, sqrt
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -38,17 +38,62 @@ from models import resnet18
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384, 100_000]
 PER_NODE, PERIOD = 8, 8
 DENSITIES = [0.1, 0.01, 0.001]
+
+
+def tree(ranks: int, size_bytes: float, link: Link) -> float:
+    """All-reduce up and down a binomial tree, with all bytes in each message."""
+    return 2 * ceil(log2(ranks)) * link.message_ns(size_bytes)
+
+
+def halving(ranks: int, size_bytes: float, link: Link) -> float:
+    """All-reduce by recursive halving and doubling; exact for powers of two.
+
+    The formula is from Thakur, Rabenseifner, Gropp, IJHPCA 2005.
+    """
+    bytes_sent = 2 * size_bytes * (ranks - 1) / ranks
+    return 2 * ceil(log2(ranks)) * link.latency_ns + link.per_byte_ns * bytes_sent
+
+
+def two_level(
+    ranks: int, size_bytes: float, link: Link, per_node: int = 1, inside: Link | None = None
+) -> float:
+    """All-reduce in two levels: a tree within each node, and a ring of one rank per node.
+
+    Args:
+        ranks: number of ranks in all nodes.
+        size_bytes: bytes of each rank that are added up.
+        link: link between nodes.
+        per_node: number of ranks in a node.
+        inside: link between ranks of a node; None: the same link as between nodes.
+    """
+    nodes = ceil(ranks / per_node)
+    return collectives.ring(nodes, size_bytes, link) + tree(per_node, size_bytes, inside or link)
+
+
+def server(ranks: int, size_bytes: float, link: Link, shards: int = 1) -> float:
+    """Parameter server: all ranks send gradients to each shard, and get parameters back.
+
+    A shard receives one message after the other. Ranks begin with different shards, so that all
+    shards are busy.
+
+    Args:
+        ranks: number of ranks, without the servers.
+        size_bytes: bytes of all gradients of a rank.
+        link: link between a rank and a server.
+        shards: number of servers, each with a part of the parameters; at most as many as ranks.
+    """
+    return 2 * ranks * link.message_ns(size_bytes / shards)
+
+
 COLLECTIVES: dict[str, collectives.Collective] = {
     "ring": collectives.ring,
-    "tree": collectives.tree,
-    "halving": collectives.halving,
-    f"two levels of {PER_NODE}": lambda ranks, size, link: collectives.two_level(
+    "tree": tree,
+    "halving": halving,
+    f"two levels of {PER_NODE}": lambda ranks, size, link: two_level(
         ranks, size, link, min(ranks, PER_NODE)
     ),
-    "server": collectives.server,
-    "server, a shard per rank": lambda ranks, size, link: collectives.server(
-        ranks, size, link, ranks
-    ),
+    "server": server,
+    "server, a shard per rank": lambda ranks, size, link: server(ranks, size, link, ranks),
 }
 CODECS: dict[str, Codec] = {"top-k, 1 %": TopK(0.01), "one bit": OneBit()}
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import LINK, RANKS, ring_by_messages
 
 from ucudnn.errors import ConfigError
 from ucudnn.solvers import Line, Link, bucket, collectives, finish, fit
@@ -112,35 +113,6 @@ def test_fit_has_no_negative_part():
         fit([])
 
 
-class Ranks:
-    """Ranks that send messages: each sends one at a time, and receives one at a time."""
-
-    def __init__(self, ranks: int, link: Link) -> None:
-        self.link = link
-        self.now = [0.0] * ranks
-        self._receives = [0.0] * ranks
-
-    def send(self, messages: list[tuple[int, int, float]]) -> None:
-        """One round of messages (from, to, bytes) that all start when their senders are ready."""
-        began = list(self.now)
-        for source, target, size in messages:
-            start = max(began[source], self._receives[target])
-            began[source] = self._receives[target] = start + self.link.message_ns(size)
-            self.now[source] = max(self.now[source], began[source])
-            self.now[target] = max(self.now[target], began[source])
-
-
-RANKS = [1, 2, 3, 4, 5, 8, 16]
-LINK = Link(700, 0.25)
-
-
-def ring_by_messages(ranks: int, size: float, link: Link, rounds: int) -> float:
-    all_ranks = Ranks(ranks, link)
-    for _ in range(rounds):
-        all_ranks.send([(r, (r + 1) % ranks, size) for r in range(ranks)])
-    return max(all_ranks.now)
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ring_and_gather_equal_their_messages(ranks):
     size = 16.0 * 9 * 5 * 100
@@ -153,62 +125,6 @@ def test_ring_and_gather_equal_their_messages(ranks):
     assert collectives.line(collectives.gather, ranks, LINK).time_ns(int(size)) == round(
         by_messages
     )
-
-
-def tree_by_messages(all_ranks: Ranks, members: list[int], size: float) -> None:
-    """Up a binomial tree to the first member; back down are the same messages turned round."""
-    rounds, step = [], 1
-    while step < len(members):
-        pairs = range(0, len(members) - step, 2 * step)
-        rounds.append([(members[n + step], members[n], size) for n in pairs])
-        step *= 2
-    for messages in rounds:
-        all_ranks.send(messages)
-    for messages in reversed(rounds):
-        all_ranks.send([(target, source, size) for source, target, size in messages])
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_tree_equals_its_messages(ranks):
-    all_ranks = Ranks(ranks, LINK)
-    tree_by_messages(all_ranks, list(range(ranks)), 4000.0)
-    assert collectives.tree(ranks, 4000.0, LINK) == max(all_ranks.now)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_halving_equals_its_messages(ranks):
-    all_ranks, size, distance = Ranks(ranks, LINK), 4096.0, ranks // 2
-    exchanges = []
-    while distance:
-        size /= 2
-        exchanges.append([(r, r ^ distance, size) for r in range(ranks)])
-        distance //= 2
-    for messages in [*exchanges, *reversed(exchanges)]:
-        all_ranks.send(messages)
-    assert collectives.halving(ranks, 4096.0, LINK) == max(all_ranks.now)
-
-
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (3, 1), (2, 2), (4, 4)])
-def test_two_level_equals_its_messages(nodes, per_node):
-    inside, size = Link(10, 0.125), 4800.0
-    node = Ranks(per_node, inside)
-    tree_by_messages(node, list(range(per_node)), size)
-    across = ring_by_messages(nodes, size / nodes, LINK, 2 * (nodes - 1))
-    found = collectives.two_level(nodes * per_node, size, LINK, per_node, inside)
-    assert found == max(node.now) + across
-
-
-@pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (3, 1), (4, 2), (4, 4), (16, 8)])
-def test_server_equals_its_messages(ranks, shards):
-    all_ranks, size = Ranks(ranks + shards, LINK), 4000.0
-    for turn in range(ranks):
-        # In each turn the shards serve different ranks.
-        pairs = [((turn + shard) % ranks, ranks + shard) for shard in range(shards)]
-        all_ranks.send([(rank, shard, size / shards) for rank, shard in pairs])
-    for turn in range(ranks):
-        pairs = [((turn + shard) % ranks, ranks + shard) for shard in range(shards)]
-        all_ranks.send([(shard, rank, size / shards) for rank, shard in pairs])
-    assert collectives.server(ranks, size, LINK, shards) == max(all_ranks.now)
 
 
 def test_a_link_is_not_negative():
