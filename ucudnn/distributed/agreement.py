@@ -79,7 +79,7 @@ def load(
         return [Plan.load(one) for one in paths]
 
     with Rendezvous("load", group, timeout_s) as rendezvous:
-        return _agreed(rendezvous, read if src is None else _sending(rendezvous, src, read))
+        return _agreed(rendezvous, read, src)
 
 
 def broadcast(
@@ -103,36 +103,29 @@ def broadcast(
         return [plan]
 
     with Rendezvous("broadcast", group, timeout_s) as rendezvous:
-        return _agreed(rendezvous, _sending(rendezvous, src, given))
+        return _agreed(rendezvous, given, src)
 
 
-def _sending(
-    rendezvous: Rendezvous, src: int, plans: Callable[[], list[Plan]]
-) -> Callable[[], list[Plan] | None]:
-    """Make a function that returns rank `src`'s plans on every rank; None if `src` has no plans."""
-    if src not in rendezvous.ranks:
+def _agreed(
+    rendezvous: Rendezvous, get: Callable[[], list[Plan]], src: int | None = None
+) -> Plan:
+    """The plan for this rank's device, after a check that the plans of all ranks agree.
+
+    Every rank gets its own plans; or rank `src` alone gets plans, which it sends to all ranks.
+    """
+    if src not in (None, *rendezvous.ranks):
         raise RankError(f"src must be one of {name_ranks(rendezvous.ranks)}, got {src}")
-
-    def get() -> list[Plan] | None:
-        if rendezvous.rank != src:
-            received: list[Plan] | None = rendezvous.receive("plans", src)
-            return received
-        found = None
-        try:
-            found = plans()
-        finally:
-            rendezvous.send("plans", found)
-        return found
-
-    return get
-
-
-def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan] | None]) -> Plan:
-    """The plan for this rank's device, after a check that the plans of all ranks agree."""
     sent: dict[str, Any] = {"error": None}
-    plan = None
+    plan: Plan | None = None
+    plans: list[Plan] | None = None
     try:
-        plans = get()
+        try:
+            if src in (None, rendezvous.rank):
+                plans = get()
+        finally:
+            # The other ranks wait for `src`, even if it has no plans to send.
+            if src is not None:
+                plans = rendezvous.exchange("plans", plans)[src]
         if plans is not None:
             plan, kind, software = _for_this_device(plans)
             sent |= {
