@@ -58,6 +58,10 @@ EXTRAS.venv-test := [test,report]
 TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist
 EXTRAS.venv-bare :=
 TOOLS.venv-bare := pytest pytest-xdist hypothesis
+TOOLS.venv-docs := mkdocs-material 'mkdocstrings[python]' ruff typer rich msgspec
+TOOLS.venv-build := build setuptools wheel
+# These two need no torch.
+.venv-docs/.ready .venv-build/.ready: TORCH :=
 
 demo: .venv/.installed
 	.venv/bin/python examples/demo.py
@@ -68,12 +72,12 @@ define outside
 cd "$$(mktemp -d)"; trap 'rm -rf "$$PWD"' EXIT; \
 env -u PYTHONPATH "$(ROOT)/$(1)/bin/python" -P -m $(2)
 endef
-PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -p no:cacheprovider \
-	"$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS)
+PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -p no:cacheprovider
 
 # Several processes take the tests of a file each, in the order of the folders. OpenMP's threads sleep
 # while they wait, or they would keep the other process from its processor.
-PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL = $(PYTEST) "$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile \
+	--no-loadscope-reorder
 QUICK = not slow and not process and not gpu and not nightly
 # Values, solvers, the cache, and what decides: see pyproject.toml.
 COVERAGE := 95
@@ -92,8 +96,7 @@ quick: .venv-test/.installed
 avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export ATEN_CPU_CAPABILITY := avx2
 avx2: .venv-test/.installed
-	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
-	-p no:cacheprovider -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" \
+	$(call outside,.venv-test,$(PYTEST) -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" \
 	--ignore-glob "*/test_accuracy.py" --ignore-glob "*/test_engine_executable.py" $(PYTEST_ARGS))
 
 # What else computes with torch alone, which is the same with optional dependencies and without.
@@ -103,21 +106,18 @@ bare: .venv-bare/.installed
 	"monai", "diffusers", "pytorch_lightning", "expecttest"); \
 	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'
-	$(call outside,.venv-bare,pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
-	-p no:cacheprovider -m "$(QUICK)" "$(ROOT)/tests/cli" "$(ROOT)/tests/pure/test_imports.py" \
-	"$(ROOT)/tests/pure/test_registry.py" $(PYTEST_ARGS))
+	$(call outside,.venv-bare,$(PYTEST) -m "$(QUICK)" "$(ROOT)/tests/cli" \
+	"$(ROOT)/tests/pure/test_imports.py" "$(ROOT)/tests/pure/test_registry.py" $(PYTEST_ARGS))
 
 # A version that cannot be loaded fails its tests; only where no folder is named are they skipped.
 cudnn: .venv-test/.installed $(CUDNNS:%=.cudnn/%/.unpacked)
 	export CUDNN_TEST_FOLDERS="$(call COLON_LIST,$(CUDNNS:%=$(ROOT)/.cudnn/%))"; \
-	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
-	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/cudnn" $(PYTEST_ARGS))
+	$(call outside,.venv-test,$(PYTEST) "$(ROOT)/tests/cudnn" $(PYTEST_ARGS))
 
 SIMULATED_CUDNN := 9.19.0.56
 SIMULATED = export SIMULATED_GPU_CUDNN="$(ROOT)/.cudnn/$(SIMULATED_CUDNN)/nvidia/cudnn/lib/libcudnn.so.9"
 simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
-	$(SIMULATED); $(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
-	--rootdir "$(ROOT)" -p no:cacheprovider -m "not nightly" "$(ROOT)/tests/simulated_gpu" \
+	$(SIMULATED); $(call outside,.venv-test,$(PYTEST) -m "not nightly" "$(ROOT)/tests/simulated_gpu" \
 	$(PYTEST_ARGS))
 
 # Every case of what has no end, and 10,000 damaged plan files.
@@ -167,11 +167,6 @@ types: .venv-test/.installed
 docs: .venv-docs/.ready
 	PYTHONPATH="$(ROOT)" NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
-.venv-docs/.ready: constraints.txt
-	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python $(PIP) mkdocs-material 'mkdocstrings[python]' ruff typer rich msgspec
-	touch $@
-
 # The wheel is made from the sdist, so both are complete where the wheel is.
 # A test that changed needs a new sdist, but no new installation.
 dist: dist/.built
@@ -183,14 +178,9 @@ dist/.built: .venv-build/.ready pyproject.toml MANIFEST.in LICENSE README.md $(S
 	.venv-build/bin/python .ci/check_dist.py dist
 	touch $@
 
-.venv-build/.ready: constraints.txt
-	$(PYTHON) -m venv .venv-build
-	.venv-build/bin/python $(PIP) build setuptools wheel
-	touch $@
-
 %/.ready: constraints.txt
 	$(PYTHON) -m venv $*
-	$*/bin/python $(PIP) $(TORCH)
+	$(if $(TORCH),$*/bin/python $(PIP) $(TORCH))
 	$(if $(TOOLS$*),$*/bin/python $(PIP) $(TOOLS$*))
 	touch $@
 
