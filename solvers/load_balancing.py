@@ -1,15 +1,14 @@
 """Load balancing: how many samples each of several unequal devices should compute.
 
-Each device has its own time for each local batch. These times need not increase with the batch,
-because plans are better at some sizes than at others. The makespan is the time of the slowest
-device. The smallest makespan is found by bisection over the times that occur. Whether the devices
-can compute the whole batch within a makespan is a subset-sum problem, which bit sets solve exactly.
-The heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER 2018) is an example.
+Each device has its own time for each local batch. The times need not increase with the batch, as
+plans are better at some sizes than at others. The makespan is the time of the slowest device.
+Dynamic programming over the devices finds the smallest makespan, and then the smallest sum of times
+within that makespan. The heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER 2018)
+is an example.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,21 +59,27 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
     if not times:
         raise ConfigError("times must not be empty; pass one list per device")
     choices = [_choices(device, row, batch) for device, row in enumerate(times)]
-    # The makespan is the time of some device for some size. A batch that is possible within one
-    # time is possible within any longer time, so bisection finds the smallest makespan.
-    makespans = sorted({time_ns for sizes in choices for time_ns in sizes.values()})
-    place = bisect_left(makespans, True, key=lambda most: _reaches(choices, batch, most))
-    if place == len(makespans):
+    # The first pass finds the smallest makespan. Among the divisions of that makespan, the second
+    # pass finds one with the smallest sum of times.
+    fastest = _best(choices, batch, np.maximum)
+    if fastest is None:
         raise PlanError(
             f"the shares of {len(times)} device(s) must sum up to the global batch {batch}, and no "
             f"sizes that they can compute do; measure more sizes, or add a device"
         )
+    makespan_ns = max(_times(choices, fastest))
     fitting = [
-        {size: time_ns for size, time_ns in sizes.items() if time_ns <= makespans[place]}
-        for sizes in choices
+        {size: time_ns for size, time_ns in row.items() if time_ns <= makespan_ns}
+        for row in choices
     ]
-    sizes = _least_sum(fitting, batch)
-    return Balance(sizes, tuple(row[size] for row, size in zip(fitting, sizes, strict=True)))
+    sizes = _best(fitting, batch, np.add)
+    assert sizes is not None  # the sizes of the first pass are among those that fit
+    return Balance(sizes, _times(fitting, sizes))
+
+
+def _times(choices: Sequence[dict[int, int]], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The time of each device for its size."""
+    return tuple(row[size] for row, size in zip(choices, sizes, strict=True))
 
 
 def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, int]:
@@ -87,25 +92,16 @@ def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, in
     return choices
 
 
-def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> bool:
-    """True if the devices can compute the batch with no time above `most_ns`."""
-    # Bit n is set if the devices considered so far can compute n samples together. A shift adds one
-    # size to all these sums at once, which is faster than a table of sums.
-    sums, every = 1, (1 << (batch + 1)) - 1
-    for sizes in choices:
-        reached = 0
-        for size, time_ns in sizes.items():
-            if time_ns <= most_ns:
-                reached |= sums << size
-        sums = reached & every
-    return bool(sums >> batch)
+def _best(
+    choices: Sequence[dict[int, int]], batch: int, combine: np.ufunc
+) -> tuple[int, ...] | None:
+    """The sizes that sum up to the batch with the smallest combined time; None if no sizes do.
 
-
-def _least_sum(choices: Sequence[dict[int, int]], batch: int) -> tuple[int, ...]:
-    """The sizes that sum up to the batch and whose times have the smallest sum."""
-    # Dynamic programming, device by device. `least` has for each n the least sum of times in which
-    # the devices so far compute n samples, and `back` the last device's size in it. The sizes are
-    # read from `back` at the end. Sums that might overflow 64 bits are computed with Python's ints.
+    Two times are combined by `np.maximum` or by `np.add`.
+    """
+    # Dynamic programming, device by device. `least` is the least time for n samples on the devices
+    # so far. `back` is the last device's size in that time, which the traceback at the end follows.
+    # Sums that might overflow 64 bits are computed with Python's ints.
     infinite = 1 + sum(max(sizes.values()) for sizes in choices)
     dtype = np.int64 if 2 * infinite < SAFE else object
     least = np.full(batch + 1, infinite, dtype)
@@ -114,11 +110,13 @@ def _least_sum(choices: Sequence[dict[int, int]], batch: int) -> tuple[int, ...]
     for sizes in choices:
         found, back = np.full(batch + 1, infinite, dtype), np.zeros(batch + 1, np.int64)
         for size, time_ns in sizes.items():
-            sums = least[: batch + 1 - size] + time_ns
-            better = np.flatnonzero(sums < found[size:])
-            found[size + better], back[size + better] = sums[better], size
+            times = combine(least[: batch + 1 - size], time_ns)
+            better = np.flatnonzero(times < found[size:])
+            found[size + better], back[size + better] = times[better], size
         least = found
         back_pointers.append(back)
+    if least[batch] == infinite:
+        return None
     sizes_reversed, left = [], batch
     for back in reversed(back_pointers):
         sizes_reversed.append(int(back[left]))
