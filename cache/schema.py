@@ -135,11 +135,6 @@ class Field:
         return _KINDS[self.type]
 
     @property
-    def is_text(self) -> bool:
-        """True if the values are texts, free ones or one of a few words."""
-        return self.kind is _TEXT
-
-    @property
     def part(self) -> str:
         """Name of the part of the key: "problem" for "problem.batch", "" for "algorithm"."""
         return self.name.rpartition(".")[0]

@@ -14,11 +14,11 @@ covers the first line and everything after the block:
 
 The HDF5 data behind it:
 
-    /problems      one row per convolution          /algorithms    JSON objects, see `Work`
-    /contexts      device, software, conditions     /reasons       why something failed
-    /measurements  numbers of the rows above        /notes         JSON arrays of text
-    /samples       times in ns, one row after another
-    /facts         JSON objects of facts that differ from their defaults
+    /problems      one row per convolution          /contexts      JSON objects, see `Context`
+    /measurements  one row per entry                /algorithms    JSON objects, see `Work`
+    /samples       times in ns, one row after       /reasons       why something failed
+                   another                          /notes         JSON arrays of text
+                                                    /facts         JSON objects, see `Facts`
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import count
-from operator import attrgetter
 from typing import Any, get_type_hints
 
 import h5py
 import numpy as np
-from msgspec import ValidationError, convert
+from msgspec import ValidationError, convert, to_builtins
 
-from ucudnn.cache.schema import CONTEXT_FIELDS, load_texts, split_from_text
+from ucudnn.cache.schema import load_texts, split_from_text
 from ucudnn.cache.table import (
     COLUMN_BY_LIST,
     MEASUREMENT_DTYPE,
@@ -63,10 +62,9 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 _DAMAGES = (OSError, RuntimeError, KeyError, TypeError, ValueError, ValidationError, UcudnnError)
 _numbers = count()
 # Datasets that hold texts, in the order of the parameters of `Table`.
-_TEXTS = ("algorithms", "reasons", "notes", "facts")
+_TEXTS = ("contexts", "algorithms", "reasons", "notes", "facts")
 _COLUMNS = {
     "problems": PROBLEM_DTYPE.names,
-    "contexts": tuple(field.name for field in CONTEXT_FIELDS),
     "measurements": MEASUREMENT_DTYPE.names,
     "samples": None,
 }
@@ -130,6 +128,7 @@ def verify(content: bytes) -> None:
 def encode(table: Table) -> bytes:
     """The HDF5 data of a table."""
     texts: dict[str, Sequence[str]] = {
+        "contexts": [json.dumps(to_builtins(one), ensure_ascii=False) for one in table.contexts],
         "algorithms": [json.dumps(work.texts, ensure_ascii=False) for work in table.algorithms],
         "reasons": table.reasons,
         "notes": [json.dumps(notes, ensure_ascii=False) for notes in table.notes],
@@ -144,7 +143,6 @@ def encode(table: Table) -> bytes:
     }
     arrays = {
         "problems": table.problems,
-        "contexts": _context_rows(table.contexts),
         "measurements": _joined({**rows, **narrow}),
         "samples": _narrow(table.samples),
     }
@@ -163,9 +161,8 @@ def encode(table: Table) -> bytes:
 
 
 def _storage(name: str, array: Array) -> Mapping[str, Any]:
-    # Samples are stored as they are, because times hardly compress. So are contexts: they are few,
-    # and their texts may compress by more than `_MOST_INFLATED`, which `_read` refuses.
-    if len(array) < _COMPRESSED_ROWS or name not in ("problems", "measurements"):
+    # Samples are stored as they are, because times hardly compress.
+    if len(array) < _COMPRESSED_ROWS or name == "samples":
         return {}
     chunks = (min(len(array), _CHUNK_ROWS),)
     return {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
@@ -211,7 +208,7 @@ def _table(arrays: Mapping[str, Array], texts: Mapping[str, list[str]]) -> Table
     _require_kinds(arrays["problems"], PROBLEM_DTYPE)
     table = Table(
         arrays["problems"].astype(PROBLEM_DTYPE, copy=False),
-        _contexts(arrays["contexts"]),
+        list(map(_context, texts["contexts"])),
         list(map(_work, texts["algorithms"])),
         texts["reasons"],
         list(map(load_texts, texts["notes"])),
@@ -230,17 +227,13 @@ def _table(arrays: Mapping[str, Array], texts: Mapping[str, list[str]]) -> Table
     return table
 
 
-def _contexts(table: Array) -> list[Context]:
-    texts = {field.name for field in CONTEXT_FIELDS if field.is_text}
-    contexts = []
-    for row in table.tolist():
-        parts: dict[str, Any] = {"device": {}, "software": {}, "conditions": {}}
-        for name, value in zip(_COLUMNS["contexts"] or (), row, strict=True):
-            room, _, own_name = name.rpartition(".")
-            text = _from_bytes(value) if name in texts else value
-            (parts[room] if room else parts)[own_name] = text
-        contexts.append(convert(parts, Context))
-    return contexts
+def _context(text: str) -> Context:
+    values = parse_json(text)
+    context = convert(values, Context)
+    # `convert` ignores fields that it does not know, and gives missing ones their defaults.
+    if to_builtins(context) != values:
+        raise DamagedError("the fields of its contexts are not those of this version")
+    return context
 
 
 def _work(text: str) -> Work:
@@ -296,21 +289,3 @@ def _joined(columns: Mapping[str, Array]) -> Array:
     for name, column in columns.items():
         rows[name] = column
     return rows
-
-
-def _context_rows(contexts: Sequence[Context]) -> Array:
-    """Contexts as a table; its text columns are as wide as their longest text."""
-    columns = {}
-    for field in CONTEXT_FIELDS:
-        values = [attrgetter(field.name)(context) for context in contexts]
-        if field.is_text:
-            encoded = [_to_bytes(value) for value in values]
-            # The width is at least 1, because HDF5 has no texts of width 0.
-            width = max(map(len, encoded), default=0) or 1
-            columns[field.name] = np.array(encoded, f"S{width}")
-        else:
-            try:
-                columns[field.name] = np.array(values, "<i8")
-            except OverflowError:
-                raise CacheError(f"{field.name} must be below 2^63 to be stored") from None
-    return _joined(columns)

@@ -100,10 +100,22 @@ def replace_table(file: h5py.File, table: str, old: Any, kinds: dict[str, Any]) 
     file[table] = new
 
 
+def edit_context(old: str, new: str) -> Callable[[h5py.File], None]:
+    """Replace a part of the first context's text."""
+
+    def change(file: h5py.File) -> None:
+        text = file["contexts"].asstr()[0]
+        assert old in text
+        file["contexts"][0] = text.replace(old, new)
+
+    return change
+
+
 def test_any_hdf5_tool_reads_it(file: Path) -> None:
     with h5py.File(file) as opened:
         rows = opened["measurements"][()]
-        problems, contexts = opened["problems"][()], opened["contexts"][()]
+        problems = opened["problems"][()]
+        contexts = [json.loads(text) for text in opened["contexts"].asstr()[()]]
         names = opened["algorithms"].asstr()[()]
         samples = opened["samples"][()]
         assert opened.attrs["version"] == 1
@@ -123,9 +135,9 @@ def test_any_hdf5_tool_reads_it(file: Path) -> None:
         assert problem["input_size"].tolist() == [27, 28, 0]
         assert problem["padding"].tolist() == [[2, 1], [0, 0], [0, 0]]
         assert (problem["op"], problem["math"]) == (b"fprop", b"tf32")
-        assert context["device.name"] == b"NVIDIA H200"
-        assert context["software.cudnn"] == b"9.28.0"
-        assert context["conditions.mps_percent"] == 50
+        assert context["device"]["name"] == "NVIDIA H200"
+        assert context["software"]["cudnn"] == "9.28.0"
+        assert context["conditions"]["mps_percent"] == 50
 
 
 def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file: Path) -> None:
@@ -145,13 +157,12 @@ def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file: Path)
     ("change", "reason"),
     [
         (drop_column("batch", "problems"), "columns of its table problems are not"),
-        (drop_column("device.name", "contexts"), "columns of its table contexts are not"),
+        (edit_context('"name": "NVIDIA H200", ', ""), "fields of its contexts are not"),
+        (edit_context('"cores"', '"eyes": 2, "cores"'), "fields of its contexts are not"),
+        (edit_context('"protocol": 1', '"protocol": "1"'), "Expected `int`, got `str`"),
         (set_column("energy_uj", "measurements", 4.5), "columns of its table measurements are not"),
         (lambda file: file.pop("samples"), "its samples is no table"),
-        (
-            set_column("conditions.role", "contexts", b"middle"),
-            "Invalid enum value .*role`",
-        ),
+        (edit_context('"alone"', '"middle"'), "Invalid enum value .*role`"),
         (set_column("problem", "measurements", 99), "do not fit together"),
         (set_column("reason", "measurements", 99), "do not fit together"),
         (set_column("samples", "measurements", 10**6), "do not fit together"),
@@ -180,7 +191,6 @@ def test_many_rows_are_compressed_and_come_back(tmp_path: Path) -> None:
     with h5py.File(path) as opened:
         assert opened["measurements"].compression == "gzip"
         assert opened["measurements"].id.get_storage_size() < 3000 * 40
-        assert opened["contexts"].compression is None
     with caches.open(tmp_path) as cache:
         assert sorted(one.time_ns for one in cache) == list(range(1, 3001))
         assert cache.get(many[2345].key) == many[2345]
