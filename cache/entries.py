@@ -89,14 +89,11 @@ class CheckReport:
         records: measurements that can be read.
         files: sound files.
         problems: a sentence for each file that cannot be used.
-        notes: a sentence for each file that is no error: damaged files that were set aside before,
-            leftovers of killed writers, files that no cache made.
     """
 
     records: int
     files: int
     problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:

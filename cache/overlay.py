@@ -65,7 +65,6 @@ class LayeredCache(AbstractCache):
             records=sum(report.records for report in reports),
             files=sum(report.files for report in reports),
             problems=tuple(one for report in reports for one in report.problems),
-            notes=tuple(one for report in reports for one in report.notes),
         )
 
     def info(self) -> CacheInfo:

@@ -21,16 +21,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, HEAD_BYTES, DamagedError, has_envelope
-from ucudnn.system.files import is_temporary, make_folder, replacing, sync_folder
+from ucudnn.system.files import make_folder, replacing, sync_folder
 
 SUFFIX = ".h5"
 SEGMENTS = ".h5.d"
 _DAMAGED = ".damaged-"
-_LEFTOVER_AGE_S = 3600.0
-# Patterns of names that only a cache gives: those of segments, and those of files that were set
-# aside.
+# Names that only a cache makes.
 _SEGMENT_NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
-_SET_ASIDE_NAME = re.compile(r"(.+)\.h5(\.d)?\.damaged-[0-9a-f]{8}")
 # Errors for paths that are no regular file: a circle of symbolic links, a device without a driver,
 # a socket, a folder.
 _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
@@ -105,13 +102,10 @@ def may_be_ours(path: Path) -> bool:
 
 
 def kinds_in(root: Path) -> list[str]:
-    """The kinds of device for which a cache's folder has files, including files set aside."""
+    """The kinds of device for which a cache's folder has files."""
     kinds = set()
     for name in names_in(root):
-        aside = _SET_ASIDE_NAME.fullmatch(name)
-        if aside:
-            kinds.add(aside[1])
-        elif name.endswith(SEGMENTS):
+        if name.endswith(SEGMENTS):
             kinds.add(name.removesuffix(SEGMENTS))
         elif name.endswith(SUFFIX) and may_be_ours(root / name):
             kinds.add(name.removesuffix(SUFFIX))
@@ -132,11 +126,6 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def is_set_aside(name: str) -> bool:
-    """True for a name that `set_aside` made."""
-    return _SET_ASIDE_NAME.fullmatch(name) is not None
-
-
 class DeviceFiles:
     """Paths of the files of one kind of device, and the steps by which they change.
 
@@ -154,25 +143,11 @@ class DeviceFiles:
         with suppress(OSError):
             names = self.segment_names()
         paths = [self.compacted, *(self.segments / name for name in names)]
-        return [path for path in paths if path.is_file() and may_be_ours(path)]
+        return [path for path in paths if os.path.isfile(path) and may_be_ours(path)]
 
     def segment_names(self) -> list[str]:
         """Names of the segments, oldest first."""
         return [name for name in names_in(self.segments) if name.endswith(SUFFIX)]
-
-    def strays(self) -> list[Path]:
-        """Damaged files that were set aside, and leftovers of killed writers."""
-        root = self.compacted.parent
-        beside = [root / name for name in names_in(root) if name.startswith(self.compacted.name)]
-        inside = [self.segments / name for name in names_in(self.segments)]
-        # Only old temporary files are listed, because a young one may belong to a writer that has
-        # not finished.
-        return [
-            path
-            for path in (*beside, *inside)
-            if is_set_aside(path.name)
-            or (is_temporary(path.name) and _age_s(path) > _LEFTOVER_AGE_S)
-        ]
 
     def publish(self, content: bytes, stored_ns: int) -> str:
         """Write a new segment, durably; return its name, which begins with `stored_ns`."""
@@ -227,10 +202,3 @@ class DeviceFiles:
             yield held
         finally:
             lock.release()
-
-
-def _age_s(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

@@ -11,12 +11,7 @@ import numpy as np
 
 from ucudnn.cache.base import AbstractCache
 from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, info_of
-from ucudnn.cache.hdf5.device_files import (
-    DeviceFiles,
-    foreign_in,
-    is_set_aside,
-    kinds_in,
-)
+from ucudnn.cache.hdf5.device_files import DeviceFiles, foreign_in, kinds_in
 from ucudnn.cache.hdf5.store import DeviceStore
 from ucudnn.cache.schema import matches, parse_where
 from ucudnn.cache.table import select_rows
@@ -123,13 +118,14 @@ class HDF5Cache(AbstractCache):
 
     def check(self) -> CheckReport:
         """Read every file and report what is wrong."""
+        problems: list[str] = []
+        records = files = 0
         with self._lock:
-            try:
-                return _check(self._path)
-            except OSError as error:
-                raise CacheError(
-                    f"cannot read the cache {self._path}: {error.strerror}; let this user read it"
-                ) from error
+            for store in self._stores():
+                # A new store, because it reads the files as the next process will find them.
+                table = DeviceStore(store.files, False, problems.append).table()
+                records, files = records + len(table), files + len(store.files.paths())
+        return CheckReport(records, files, tuple(problems))
 
     def info(self) -> CacheInfo:
         """Location and contents of the cache."""
@@ -174,7 +170,9 @@ class HDF5Cache(AbstractCache):
         try:
             kinds, foreign = kinds_in(self._path), foreign_in(self._path)
         except OSError as error:
-            raise CacheError(f"cannot read the cache {self._path}: {error.strerror}") from error
+            raise CacheError(
+                f"cannot read the cache {self._path}: {error.strerror}; let this user read it"
+            ) from error
         for path in foreign:
             if path not in self._foreign:
                 self._foreign.add(path)
@@ -207,22 +205,3 @@ def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:
     if not os.path.isdir(path):
         raise TableError(f"there is no cache in {path}: it is not a folder; name one that is")
     return HDF5Cache(Path(path), "r")
-
-
-def _check(root: Path) -> CheckReport:
-    """Read every file in the folder of a cache, and change nothing."""
-    problems: list[str] = []
-    notes = []
-    records = files = 0
-    for kind in kinds_in(root):
-        of_kind = DeviceFiles(root, kind, use_locks=False)
-        # A new store is made, because it reads the files as the next process would.
-        table = DeviceStore(of_kind, False, problems.append).table()
-        records, files = records + len(table), files + len(of_kind.paths())
-        for path in of_kind.strays():
-            what = "was set aside" if is_set_aside(path.name) else "was left by a killed writer"
-            notes.append(f"{path} {what}; nothing needs it")
-    notes += [
-        f"{path} is not a file of this cache: it was left as it is" for path in foreign_in(root)
-    ]
-    return CheckReport(records, files, tuple(problems), tuple(notes))

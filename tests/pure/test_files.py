@@ -46,7 +46,7 @@ def test_a_file_is_there_with_the_end_of_the_block_and_alone(path: Path, tmp_pat
         stream.write(b"new")
         assert path.read_bytes() == b"old"
         (other,) = (one for one in tmp_path.iterdir() if one != path)
-        assert files.is_temporary(other.name)
+        assert other.name.startswith(".new-")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -149,7 +149,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_file_and_a_name_to_clean_u
     assert run(KILLED, tmp_path).returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
     (left,) = (one for one in tmp_path.iterdir() if one != path)
-    assert files.is_temporary(left.name)
+    assert left.name.startswith(".new-")
     put(path, b"new")
     assert path.read_bytes() == b"new"
 

@@ -70,10 +70,8 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
         print_json({**asdict(report), "clean": report.clean})
     else:
         say(f"{report.records} measurements in {report.files} sound files")
-        # These two fields of the report hold sentences; their names are printed as labels.
-        for label in ("problems", "notes"):
-            for sentence in getattr(report, label):
-                say(f"{label}: {sentence}")
+        for problem in report.problems:
+            say(problem)
     if not report.clean:
         raise typer.Exit(SAYS_NO)
 

@@ -21,7 +21,6 @@ _LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
 # This matches a string, even without its end, or a run of characters that are outside of strings
 # and are no brackets.
 _NO_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[^"\[\]{}]+', re.DOTALL)
-_TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
 
 
 @contextmanager
@@ -59,15 +58,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink()
         raise
     sync_folder(path.parent)
-
-
-def is_temporary(name: str) -> bool:
-    """True for the name of a file that `replacing` has not finished.
-
-    >>> is_temporary(".new-4711-09abcdef"), is_temporary(".new-idea")
-    (True, False)
-    """
-    return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 def make_folder(folder: Path) -> None:
