@@ -49,7 +49,7 @@ _MODES = ("a", "r")
 
 
 def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn.cache.open
-    path: str | os.PathLike[str] | None = None, mode: str = "a", use_locks: bool = True
+    path: str | os.PathLike[str] | None = None, mode: str = "a"
 ) -> AbstractCache:
     """Open the measurement cache in a folder.
 
@@ -62,8 +62,6 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
         path: a folder, or several as in PATH ("mine:/fleet/image"). The first folder is written,
             the other folders are only read. None: UCUDNN_CACHE, else the user's cache directory.
         mode: "a": read and add, the folder is made by the first `put`; "r": only read.
-        use_locks: False: use no file locks. No entry is lost then, but two processes may do the
-            same work.
 
     Raises:
         ConfigError: the mode is neither "a" nor "r".
@@ -74,10 +72,10 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
     if mode not in _MODES:
         raise ConfigError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
     top, *below = _paths(path)
-    first = HDF5Cache(top, mode, use_locks)
+    first = HDF5Cache(top, mode)
     if not below:
         return first
-    return LayeredCache(first, *(HDF5Cache(folder, "r", use_locks) for folder in below))
+    return LayeredCache(first, *(HDF5Cache(folder, "r") for folder in below))
 
 
 def default_path(path: str | os.PathLike[str] | None = None) -> Path:

@@ -25,7 +25,6 @@ from ucudnn.system.files import make_folder, replacing, sync_folder
 
 SUFFIX = ".h5"
 SEGMENTS = ".h5.d"
-_DAMAGED = ".damaged-"
 # Names that only a cache makes.
 _SEGMENT_NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
 # Errors for paths that are no regular file: a circle of symbolic links, a device without a driver,
@@ -121,7 +120,7 @@ def foreign_in(root: Path) -> list[Path]:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged file, so that no reader looks at it again; return its new path."""
-    target = path.with_name(f"{path.name}{_DAMAGED}{os.urandom(4).hex()}")
+    target = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
     os.rename(path, target)
     return target
 
@@ -132,10 +131,9 @@ class DeviceFiles:
     The lock only prevents that two processes do the same work; files are safe without it.
     """
 
-    def __init__(self, root: Path, kind: str, use_locks: bool) -> None:
+    def __init__(self, root: Path, kind: str) -> None:
         self.compacted = root / f"{kind}{SUFFIX}"
         self.segments = root / f"{kind}{SEGMENTS}"
-        self._use_locks = use_locks
 
     def paths(self) -> list[Path]:
         """Paths of the files with measurements, as they are now."""
@@ -143,6 +141,7 @@ class DeviceFiles:
         with suppress(OSError):
             names = self.segment_names()
         paths = [self.compacted, *(self.segments / name for name in names)]
+        # Unlike `Path.is_file`, this is no error in a folder that this user must not search.
         return [path for path in paths if os.path.isfile(path) and may_be_ours(path)]
 
     def segment_names(self) -> list[str]:
@@ -191,13 +190,12 @@ class DeviceFiles:
         """Try to be the only process that removes files; True also if there are no file locks."""
         lock = FileLock(f"{self.compacted}.lock", timeout=timeout_s)
         held = True
-        if self._use_locks:
-            try:
-                lock.acquire()
-            except Timeout:
-                held = False
-            except (OSError, NotImplementedError):
-                pass  # a file system without locks: no entry is lost without them
+        try:
+            lock.acquire()
+        except Timeout:
+            held = False
+        except (OSError, NotImplementedError):
+            pass  # a file system without locks: no entry is lost without them
         try:
             yield held
         finally:

@@ -38,10 +38,9 @@ def device_kind(device: Device) -> str:
 class HDF5Cache(AbstractCache):
     """Cache in a folder, which the first `put` creates; `ucudnn.cache.open` returns such caches."""
 
-    def __init__(self, path: Path, mode: str = "a", use_locks: bool = True) -> None:
+    def __init__(self, path: Path, mode: str = "a") -> None:
         self._path = path.absolute()
         self._mode = mode
-        self._use_locks = use_locks
         self._store_by_kind: dict[str, DeviceStore] = {}
         # Stores by device, so that `get` need not compute the kind of a device each time.
         self._store_by_device: dict[Device, DeviceStore] = {}
@@ -160,9 +159,8 @@ class HDF5Cache(AbstractCache):
 
     def _store(self, kind: str) -> DeviceStore:
         if kind not in self._store_by_kind:
-            self._store_by_kind[kind] = DeviceStore(
-                DeviceFiles(self._path, kind, self._use_locks), self._mode == "a", _warn
-            )
+            files = DeviceFiles(self._path, kind)
+            self._store_by_kind[kind] = DeviceStore(files, self._mode == "a", _warn)
         return self._store_by_kind[kind]
 
     def _stores(self) -> list[DeviceStore]:

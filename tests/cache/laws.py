@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import random
 import tempfile
 from collections import Counter
@@ -182,6 +184,11 @@ def _variations(key: MeasurementKey) -> dict[str, MeasurementKey]:
 def _plain_key() -> MeasurementKey:
     problem = Problem("fprop", 8, 32, 64, (32, 32), (1, 1), padding=((1, 1), (1, 1)))
     return MeasurementKey(problem, "gemm", _GPU, Software("2.13"), Conditions(), 1)
+
+
+def refuse(*_: object, **__: object) -> None:
+    """Fail as an operation that the file system does not have, such as a file lock."""
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
 def is_empty_at_first(open_cache: OpenCache) -> None:

@@ -9,28 +9,33 @@ import laws
 import pytest
 
 from ucudnn import cache as caches
+from ucudnn.cache.hdf5 import device_files
 
 
-def memory(_: Path) -> laws.OpenCache:
+def memory(_: Path, __: pytest.MonkeyPatch) -> laws.OpenCache:
     cache = caches.MemoryCache()
     return lambda: cache
 
 
-def folder(path: Path) -> laws.OpenCache:
+def folder(path: Path, _: pytest.MonkeyPatch) -> laws.OpenCache:
     return lambda: caches.open(path / "cache")
 
 
-def folder_without_locks(path: Path) -> laws.OpenCache:
-    return lambda: caches.open(path / "cache", use_locks=False)
+def folder_without_locks(path: Path, patch: pytest.MonkeyPatch) -> laws.OpenCache:
+    patch.setattr(device_files.FileLock, "acquire", laws.refuse)
+    return lambda: caches.open(path / "cache")
 
 
-def overlay(path: Path) -> laws.OpenCache:
+def overlay(path: Path, _: pytest.MonkeyPatch) -> laws.OpenCache:
     return lambda: caches.open(f"{path / 'mine'}:{path / 'image'}")
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("kind", [memory, folder, folder_without_locks, overlay])
 def test_cache_keeps_the_law(
-    law: laws.CacheLaw, kind: Callable[[Path], laws.OpenCache], tmp_path: Path
+    law: laws.CacheLaw,
+    kind: Callable[[Path, pytest.MonkeyPatch], laws.OpenCache],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    law(kind(tmp_path))
+    law(kind(tmp_path, monkeypatch))

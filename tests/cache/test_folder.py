@@ -281,7 +281,7 @@ def test_a_reader_misses_nothing_while_another_compacts(
 ) -> None:
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
-    other = caches.open(tmp_path, use_locks=False)
+    other = caches.open(tmp_path)
     other.put(MEASUREMENTS[5:12])
     other.put(MEASUREMENTS[12:])
     interrupted(monkeypatch, module, name, other.close)
@@ -320,11 +320,12 @@ def test_two_caches_of_one_process_can_be_written_at_the_same_time(
 def test_two_that_compact_at_once_lose_nothing(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device_files.FileLock, "acquire", laws.refuse)
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
-    other = caches.open(tmp_path, use_locks=False)
+    other = caches.open(tmp_path)
     other.put(MEASUREMENTS[5:12])
-    mine = caches.open(tmp_path, use_locks=False)
+    mine = caches.open(tmp_path)
     mine.put(MEASUREMENTS[12:])
 
     def intrude() -> None:
@@ -345,11 +346,8 @@ def test_two_that_compact_at_once_lose_nothing(
 def test_a_file_system_without_links_or_locks_keeps_segments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(device_files.FileLock, "acquire", refuse)
+    monkeypatch.setattr(os, "link", laws.refuse)
+    monkeypatch.setattr(device_files.FileLock, "acquire", laws.refuse)
     for start in range(0, len(MEASUREMENTS), 5):
         with caches.open(tmp_path) as cache:
             cache.put(MEASUREMENTS[start : start + 5])
