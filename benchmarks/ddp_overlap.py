@@ -14,7 +14,6 @@ import argparse
 import copy
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ucudnn
 from ucudnn import distributed
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
+from ucudnn.distributed.exchange_times import Moment
 from ucudnn.units import format_ns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -39,11 +39,12 @@ class Watch:
 
     def __init__(self, model: nn.Module, bucket_mib: float) -> None:
         self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
-        self._marks: list[Mark] = []
+        self._device_type = next(model.parameters()).device.type
+        self._moments: list[Moment] = []
 
         # DDP asks for the name `bucket`, and for no annotations where they are kept as text
         def hook(state, bucket):  # noqa: ARG001 - as DDP calls it
-            self._marks.append(Mark())
+            self._moments.append(Moment(self._device_type))
             # sent as DDP would, while backward goes on
             work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
@@ -55,29 +56,13 @@ class Watch:
         self.model.zero_grad()
         loss = cross_entropy(self.model(images), labels)
         dist.barrier()
-        self._marks.clear()
-        start = Mark()
+        self._moments.clear()
+        start = Moment(self._device_type)
         loss.backward()
-        self._marks.append(Mark())
+        self._moments.append(Moment(self._device_type))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return [mark.since_ns(start) for mark in self._marks]
-
-
-class Mark:
-    """A moment: of the stream on a GPU, which runs behind Python, else of the clock."""
-
-    def __init__(self) -> None:
-        if torch.cuda.is_available():
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        self._time_ns = time.perf_counter_ns()
-
-    def since_ns(self, start: Mark) -> int:
-        """Time between two moments."""
-        if torch.cuda.is_available():
-            return int(1e6 * start._event.elapsed_time(self._event))
-        return self._time_ns - start._time_ns
+        return [moment.since_ns(start) for moment in self._moments]
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -247,8 +248,7 @@ def _rounds(budget_s: float, step_ns: int) -> int:
 
 
 def _with_link(meeting: Rendezvous, profile: Profile, device: torch.device) -> Profile:
-    """The profile with a line for each collective: its time over the sizes that occur."""
-    most = profile.total_bytes
+    """The profile with lines for the sizes that occur; each collective is timed by itself."""
 
     def reduce(size: int) -> Callable[[], object]:
         data = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float32)
@@ -259,35 +259,18 @@ def _with_link(meeting: Rendezvous, profile: Profile, device: torch.device) -> P
         messages = [torch.empty_like(data) for _ in meeting.ranks]
         return lambda: dist.all_gather(messages, data)
 
-    samples = {
-        "reduce": _samples(meeting, reduce, most, device.type),
-        "gather": _samples(meeting, gather, most // _CODED_PART, device.type),
-    }
-    lines = {name: fit(taken) for name, taken in samples.items()}
-    error = max(line.error(samples[name]) for name, line in lines.items())
-    return replace(profile, reduce=lines["reduce"], gather=lines["gather"], link_error=error)
-
-
-def _samples(
-    meeting: Rendezvous,
-    collective: Callable[[int], Callable[[], object]],
-    most_bytes: int,
-    device_type: str,
-) -> list[tuple[int, int]]:
-    """Sizes up to `most_bytes` in equal ratios, each with its time on the slowest rank."""
-    most = max(most_bytes, 2 * _SMALLEST_BYTES)
-    ratio = (most / _SMALLEST_BYTES) ** (1 / (_SIZES - 1))
-    sizes = [int(_SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
-    mine = []
-    for size in sizes:
-        run, times = collective(size), []
-        for _ in range(_REPEATS + 1):
-            _aligned(meeting)
-            times.append(_timed(run, device_type))
-        # The first run opens connections and allocates memory, so it does not count.
-        mine.append(median_ns(times[1:]))
-    received = meeting.exchange(f"times from {collective.__name__}", mine)
-    return [(size, max(times)) for size, *times in zip(sizes, *received.values(), strict=True)]
+    lines, errors = [], []
+    for collective, part in ((reduce, 1), (gather, _CODED_PART)):
+        # Sizes in equal ratios.
+        most = max(profile.total_bytes // part, 2 * _SMALLEST_BYTES)
+        ratio = (most / _SMALLEST_BYTES) ** (1 / (_SIZES - 1))
+        sizes = [int(_SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
+        timers = [partial(_timed, collective(size), device.type) for size in sizes]
+        times = _slowest(meeting, f"times from {collective.__name__}", timers, _REPEATS)
+        samples = [(size, median_ns(taken)) for size, taken in zip(sizes, times, strict=True)]
+        lines.append(fit(samples))
+        errors.append(lines[-1].error(samples))
+    return replace(profile, reduce=lines[0], gather=lines[1], link_error=max(errors))
 
 
 def _timed(run: Callable[[], object], device_type: str) -> int:
@@ -299,61 +282,70 @@ def _timed(run: Callable[[], object], device_type: str) -> int:
     return end.since_ns(start)
 
 
+def _slowest(
+    meeting: Rendezvous, topic: str, timers: Sequence[Callable[[], int]], rounds: int
+) -> list[list[int]]:
+    """Call timers in turn, in all ranks at once: for each timer the slowest rank's time per round.
+
+    Two more rounds come first and do not count: the first one opens connections and allocates
+    memory, and DDP arranges its buckets anew after it.
+    """
+    mine: list[list[int]] = [[] for _ in timers]
+    for _ in range(2 + rounds):
+        for timer, times in zip(timers, mine, strict=True):
+            _aligned(meeting)
+            times.append(timer())
+    received = meeting.exchange(topic, [times[2:] for times in mine])
+    return [
+        [max(one) for one in zip(*ranks, strict=True)]
+        for ranks in zip(*received.values(), strict=True)
+    ]
+
+
 def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Coded, ...]:
     """Costs of the compressions that make a step send less; all ranks time them at once."""
     whole = [torch.randn_like(one).flatten() for one in model.parameters() if one.requires_grad]
     precise = [one if one.dtype == torch.float64 else one.float() for one in whole]
-    total, kind = sum(one.nbytes for one in whole), whole[0].device.type
-    found = []
+    total = sum(one.nbytes for one in whole)
+    found: list[Coded] = []
+    # For each compression that was found: its encoding and its decoding.
+    runs: list[Callable[[], object]] = []
     for name, (codec, harm) in _CODECS.items():
         code = f"distributed.compress(replica, distributed.{codec})"
         if isinstance(codec, Half):
             ratio = 2 / whole[0].itemsize
             if ratio < 1:
-                # The conversion back copies as many bytes, so it is assumed to take as long.
-                copy_ns = _costs(meeting, lambda: [one.bfloat16() for one in whole], kind)
-                found.append(Coded(name, code, harm, ratio, copy_ns, copy_ns, is_gathered=False))
+                found.append(Coded(name, code, harm, ratio, 0, 0, is_gathered=False))
+                # The conversion back copies as many bytes, so it counts as equally long.
+                runs += [lambda: [one.bfloat16() for one in whole]] * 2
             continue
         size = sum(codec.size_bytes(one.numel(), one.itemsize) for one in precise)
-        if size * profile.ranks >= 2 * total:
-            continue
-        messages = [codec.encode(one) for one in precise]
-
-        def encode_all(codec: Codec = codec) -> None:
-            # What the hook does besides is timed, too: error feedback, and the division by the loss
-            # scale.
-            for one in precise:
-                corrected = one.clone().div_(1.0).add_(one)
-                message = codec.encode(corrected)
-                if codec.has_feedback:
-                    codec.add_(message, corrected, alpha=-1)
-
-        def decode_all(codec: Codec = codec, messages: Sequence[Tensor] = messages) -> None:
-            for one, message in zip(precise, messages, strict=True):
-                summed = torch.zeros_like(one)
-                codec.add_(message, summed)
-
-        encode = _costs(meeting, encode_all, kind)
-        decode = profile.ranks * _costs(meeting, decode_all, kind)
-        found.append(Coded(name, code, harm, size / total, encode, decode))
-    received = meeting.exchange("codecs", [(one.encode_ns, one.decode_ns) for one in found])
-    slowest = [
-        [max(times) for times in zip(*each, strict=True)]
-        for each in zip(*received.values(), strict=True)
-    ]
+        if size * profile.ranks < 2 * total:
+            found.append(Coded(name, code, harm, size / total, 0, 0))
+            messages = [codec.encode(one) for one in precise]
+            runs += [partial(_encode, codec, precise), partial(_decode, codec, precise, messages)]
+    timers = [partial(_timed, run, whole[0].device.type) for run in runs]
+    times = _slowest(meeting, "codecs", timers, _LEAST_ROUNDS)
+    costs = [median_ns(taken) for taken in times]
     return tuple(
-        replace(one, encode_ns=encode, decode_ns=decode)
-        for one, (encode, decode) in zip(found, slowest, strict=True)
+        # A rank decodes the messages of all ranks if they are gathered.
+        replace(one, encode_ns=encode, decode_ns=decode * (profile.ranks if one.is_gathered else 1))
+        for one, encode, decode in zip(found, costs[::2], costs[1::2], strict=True)
     )
 
 
-def _costs(meeting: Rendezvous, run: Callable[[], object], device_type: str) -> int:
-    """Median time in ns of a few runs, in all ranks at once."""
-    times = []
-    for _ in range(_LEAST_ROUNDS + 1):
-        _aligned(meeting)
-        times.append(_timed(run, device_type))
-    return median_ns(times[1:])
+def _encode(codec: Codec, gradients: Sequence[Tensor]) -> None:
+    # The other work of the hook is timed, too: error feedback and the loss scale.
+    for one in gradients:
+        corrected = one.clone().div_(1.0).add_(one)
+        message = codec.encode(corrected)
+        if codec.has_feedback:
+            codec.add_(message, corrected, alpha=-1)
+
+
+def _decode(codec: Codec, gradients: Sequence[Tensor], messages: Sequence[Tensor]) -> None:
+    for one, message in zip(gradients, messages, strict=True):
+        codec.add_(message, torch.zeros_like(one))
 
 
 def _raced(
@@ -364,30 +356,23 @@ def _raced(
     # All ranks use the numbers of the first rank.
     advice = meeting.exchange("predicted", advice)[meeting.ranks[0]]
     rivals = [advice.ways[0], *worth]
-    replicas = [replica_by(model, inputs, way) for way in rivals]
-    times: list[list[int]] = [[] for _ in rivals]
     rounds = _rounds(_RACING_S, sum(way.predicted_ns for way in rivals))
-    device_type = next(model.parameters()).device.type
-    # DDP arranges its buckets anew after the first step, so two rounds do not count.
-    for number in range(rounds + 2):
-        for (replica, batch), taken in zip(replicas, times, strict=True):
-            _aligned(meeting)
-            taken_ns = _timed(lambda one=replica, x=batch: run_step(one, x), device_type)  # type: ignore[misc]
-            replica.zero_grad()
-            if number >= 2:
-                taken.append(taken_ns)
-    received = meeting.exchange("race", times)
-    # In each round, the slowest rank counts.
-    slowest = [
-        [max(one) for one in zip(*ranks, strict=True)]
-        for ranks in zip(*received.values(), strict=True)
-    ]
+    timers = [partial(_timed_step, *replica_by(model, inputs, way)) for way in rivals]
+    times = _slowest(meeting, "race", timers, rounds)
     measured = {}
-    for way, samples in zip(rivals, slowest, strict=True):
-        ratio, _, high = ratio_interval(samples, slowest[0])
+    for way, samples in zip(rivals, times, strict=True):
+        ratio, _, high = ratio_interval(samples, times[0])
         measured[way.name] = replace(way, measured_ns=median_ns(samples), noise=high - ratio)
     found = [measured.get(way.name, way) for way in advice.ways]
     return replace(advice, ways=tuple(found))
+
+
+def _timed_step(replica: DistributedDataParallel, batch: Any) -> int:
+    """Time in ns of a step; its gradients are removed afterwards."""
+    device_type = next(replica.parameters()).device.type
+    taken_ns = _timed(lambda: run_step(replica, batch), device_type)
+    replica.zero_grad()
+    return taken_ns
 
 
 def replica_by(
