@@ -323,7 +323,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
         if size * profile.ranks < 2 * total:
             found.append(Coded(name, code, harm, size / total, 0, 0))
             messages = [codec.encode(one) for one in precise]
-            runs += [partial(_encode, codec, precise), partial(_decode, codec, precise, messages)]
+            runs += [partial(_encode, codec, precise), partial(_decode, codec, messages, precise)]
     timers = [partial(_timed, run, whole[0].device.type) for run in runs]
     times = _slowest(meeting, "codecs", timers, _LEAST_ROUNDS)
     costs = [median_ns(taken) for taken in times]
@@ -343,9 +343,9 @@ def _encode(codec: Codec, gradients: Sequence[Tensor]) -> None:
             codec.add_(message, corrected, alpha=-1)
 
 
-def _decode(codec: Codec, gradients: Sequence[Tensor], messages: Sequence[Tensor]) -> None:
-    for one, message in zip(gradients, messages, strict=True):
-        codec.add_(message, torch.zeros_like(one))
+def _decode(codec: Codec, messages: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    for message, one in zip(messages, gradients, strict=True):
+        codec.decode(message, one)
 
 
 def _raced(
