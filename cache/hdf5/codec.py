@@ -134,17 +134,16 @@ def encode(table: Table) -> bytes:
         "notes": [json.dumps(notes, ensure_ascii=False) for notes in table.notes],
         "facts": [json.dumps(facts.unusual, ensure_ascii=False) for facts in table.facts],
     }
-    rows = {name: table.rows[name] for name in MEASUREMENT_DTYPE.names or ()}
-    # Only words and row numbers, which are never negative, are stored in narrower types.
-    narrow = {
-        name: _narrow(column)
-        for name, column in rows.items()
-        if column.dtype.kind in "uS" or name == "first_sample"
-    }
+    rows = table.rows
+    types = {name: rows.dtype[name] for name in MEASUREMENT_DTYPE.names or ()}
+    for name, kind in types.items():
+        # Words and row numbers, which are never negative.
+        if kind.kind in "uS" or name == "first_sample":
+            types[name] = _narrowest(rows[name])
     arrays = {
         "problems": table.problems,
-        "measurements": _joined({**rows, **narrow}),
-        "samples": _narrow(table.samples),
+        "measurements": rows.astype(list(types.items())),
+        "samples": table.samples.astype(_narrowest(table.samples)),
     }
     # The name has a number, because HDF5 cannot open two files of one name at a time, not even in
     # memory.
@@ -274,18 +273,9 @@ def _from_bytes(data: bytes) -> str:
     return data.replace(b"\xc0\x80", b"\0").decode("utf-8", "surrogatepass")
 
 
-def _narrow(column: Array) -> Array:
-    """A column of words or non-negative numbers, in the narrowest type that holds all of them."""
+def _narrowest(column: Array) -> np.dtype[Any]:
+    """The narrowest type that holds all words, or all non-negative numbers, of a column."""
     # Fewer bytes take less time to decompress when the file is read.
     if column.dtype.kind == "S":
-        width = np.char.str_len(column).max(initial=1)
-        return column.astype(f"S{width}")
-    return column.astype(np.min_scalar_type(column.max(initial=0)))
-
-
-def _joined(columns: Mapping[str, Array]) -> Array:
-    length = len(next(iter(columns.values())))
-    rows = np.empty(length, [(name, column.dtype) for name, column in columns.items()])
-    for name, column in columns.items():
-        rows[name] = column
-    return rows
+        return np.dtype(f"S{np.char.str_len(column).max(initial=1)}")
+    return np.min_scalar_type(column.max(initial=0))
