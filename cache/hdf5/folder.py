@@ -121,7 +121,7 @@ class HDF5Cache(AbstractCache):
         records = files = 0
         with self._lock:
             for store in self._stores():
-                # A new store, because it reads the files as the next process will find them.
+                # A new store is made, because it reads the files as the next process would.
                 table = DeviceStore(store.files, False, problems.append).table()
                 records, files = records + len(table), files + len(store.files.paths())
         return CheckReport(records, files, tuple(problems))
@@ -141,7 +141,7 @@ class HDF5Cache(AbstractCache):
                 store.refresh()
 
     def close(self) -> None:
-        """Write entries that could not be written so far, and compact. Reading works afterwards."""
+        """Write entries that could not be written so far, and compact; reading still works."""
         if self._mode == "a":
             with self._lock:
                 for store in self._store_by_kind.values():

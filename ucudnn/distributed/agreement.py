@@ -106,9 +106,7 @@ def broadcast(
         return _agreed(rendezvous, given, src)
 
 
-def _agreed(
-    rendezvous: Rendezvous, get: Callable[[], list[Plan]], src: int | None = None
-) -> Plan:
+def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan]], src: int | None = None) -> Plan:
     """The plan for this rank's device, after a check that the plans of all ranks agree.
 
     Every rank gets its own plans; or rank `src` alone gets plans, which it sends to all ranks.

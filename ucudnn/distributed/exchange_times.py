@@ -248,7 +248,7 @@ def _rounds(budget_s: float, step_ns: int) -> int:
 
 
 def _with_link(meeting: Rendezvous, profile: Profile, device: torch.device) -> Profile:
-    """The profile with lines for the sizes that occur; each collective is timed by itself."""
+    """The profile with a line for each collective: its time over the sizes that occur."""
 
     def reduce(size: int) -> Callable[[], object]:
         data = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float32)
@@ -316,7 +316,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
             ratio = 2 / whole[0].itemsize
             if ratio < 1:
                 found.append(Coded(name, code, harm, ratio, 0, 0, is_gathered=False))
-                # The conversion back copies as many bytes, so it counts as equally long.
+                # The conversion back copies as many bytes, so it is assumed to take as long.
                 runs += [lambda: [one.bfloat16() for one in whole]] * 2
             continue
         size = sum(codec.size_bytes(one.numel(), one.itemsize) for one in precise)
@@ -335,7 +335,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
 
 
 def _encode(codec: Codec, gradients: Sequence[Tensor]) -> None:
-    # The other work of the hook is timed, too: error feedback and the loss scale.
+    # What the hook does besides is timed, too: error feedback, and the division by the loss scale.
     for one in gradients:
         corrected = one.clone().div_(1.0).add_(one)
         message = codec.encode(corrected)
