@@ -1,7 +1,7 @@
 """Micro-batching convolution autotuner for PyTorch.
 
-Names are resolved at their first use (PEP 562), so importing this package imports neither torch nor
-any of its own modules.
+A public name is imported from its module when it is first used (PEP 562). So `import ucudnn` alone
+imports neither torch nor the modules of this package.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-# Type checkers know this name. Importing `typing` would take longer than the rest of this file.
+# Type checkers take a variable of this name as true, like `typing.TYPE_CHECKING`. It is not
+# imported from `typing`, because that would take longer than the rest of this file.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The names imported above, with their modules. Type checkers read the imports above, and
-# `__getattr__` reads this table.
+# The names imported above, each with its module. Type checkers find the names in the imports, and
+# `__getattr__` finds them in this table.
 _MODULE_BY_NAME = {
     "Chunk": "plan",
     "Config": "config",
@@ -51,7 +52,7 @@ _MODULE_BY_NAME = {
     "tune": "tuning.model",
     "tune_": "convert",
 }
-# Submodules that are attributes of `ucudnn` even if the user has not imported them.
+# Submodules that can be used after `import ucudnn` alone, such as `ucudnn.nn`.
 _SUBMODULES = ("cache", "distributed", "nn", "solvers")
 __all__ = list(_MODULE_BY_NAME)
 
@@ -68,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
 def _version() -> str:
     """The version of the installed distribution; "0+unknown" if no distribution is installed."""
-    # This is imported only when `__version__` is read, because finding the metadata of a
+    # The version is looked up only when `__version__` is read, because finding the metadata of a
     # distribution takes a while.
     from importlib.metadata import PackageNotFoundError, version
 
@@ -84,15 +85,18 @@ def __dir__() -> list[str]:
 
 
 def _autoload() -> None:
-    """Do what UCUDNN_PLAN or UCUDNN_RECORD asks for; torch calls this at the end of its import.
+    """Act on UCUDNN_PLAN or UCUDNN_RECORD; torch calls this function at the end of its import.
 
-    The distribution registers this function as an entry point of the group `torch.backends`.
+    UCUDNN_PLAN names a plan that this process follows. UCUDNN_RECORD names a file to which it
+    records its convolutions. Torch finds this function because the distribution registers it as an
+    entry point of the group `torch.backends`.
     """
     files = import_module("ucudnn.config").startup()
     if not files:
         return
-    # If a module of ucudnn is still importing torch, other modules cannot import that module yet,
-    # so nothing is done.
+    # If the user imported ucudnn first, one of its modules is importing torch at this moment. That
+    # module is not complete yet, so the modules that are needed below could not import it. In this
+    # case the variables are ignored.
     if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
         import_module("ucudnn.errors").warn(
             "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
@@ -103,8 +107,8 @@ def _autoload() -> None:
     try:
         import_module("ucudnn.convert").follow_startup(files)
     except errors.UcudnnError as error:
-        # The process is ended here, because a traceback would end with torch's advice to disable
-        # its extensions.
+        # The process is ended here. If the error were raised, torch would raise another error from
+        # it, with the advice to disable the loading of extensions.
         if import_module("ucudnn.config").is_strict():
             sys.exit(f"ucudnn: {error}")
         errors.warn(f"torch's own convolutions run, without UCUDNN_PLAN: {error}")

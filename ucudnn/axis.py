@@ -1,8 +1,9 @@
-"""The two axes along which a kernel is split, batch and rows, and the problem timed for a chunk.
+"""The two axes along which a kernel can be split (batch and rows), and the problem of each chunk.
 
-A batch of one or two, as in 3-D and high-resolution networks, leaves little to split along the
-batch. Rows are tried if the batch has at most `MOST_SAMPLES` samples and the workspace limit
-excludes torch's own convolution.
+A batch of one or two samples, as in 3-D and high-resolution networks, leaves little to split along
+the batch. Then a kernel can be split along its rows instead. This is tried only if the batch has at
+most `MOST_SAMPLES` samples and torch's own convolution is not known to stay within the workspace
+limit.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
 from ucudnn.split import Chunk, Split
 
-# The largest batch that may be split along rows. Of larger batches the micro-batches are small
-# enough.
+# The largest batch, in samples, that may be split along rows. Larger batches can be split into
+# micro-batches that are small enough.
 MOST_SAMPLES = 8
 
 
 class AbstractAxis(ABC):
-    """An axis of one kernel, and the unit in which the sizes of its chunks are counted.
+    """An axis along which one kernel can be split; it has a unit, in which chunk sizes are counted.
 
-    Law: chunks whose sizes add up to `extent` together compute the problem. `part` is the problem
-    of a chunk of a given size, unless the chunk is near an end of the axis.
+    Law: chunks whose sizes add up to `extent` together compute the kernel's problem. A chunk of a
+    given size computes the problem `part(size)`, unless it is near an end of the axis. `ends(size)`
+    has the problems of the first and the last chunk if they are others.
     """
 
     name: str  # the `axis` of the splits: "batch" or "spatial"
@@ -37,7 +39,7 @@ class AbstractAxis(ABC):
 
     @abstractmethod
     def part(self, size: int) -> Problem:
-        """The problem that is measured for a chunk of this size."""
+        """The problem that a chunk of this size computes, and that is therefore measured for it."""
 
     @abstractmethod
     def ends(self, size: int) -> tuple[Problem, ...]:
@@ -53,7 +55,7 @@ class AbstractAxis(ABC):
 
     @abstractmethod
     def size_of(self, chunk: Chunk) -> int:
-        """The size of a chunk of a split in units of the axis; its last unit may be incomplete."""
+        """The size of a split's chunk in units of the axis; an incomplete last unit counts as 1."""
 
     def __str__(self) -> str:
         return f"the {self.name} axis"
@@ -88,7 +90,8 @@ class BatchAxis(AbstractAxis):
             return (self.extent,)
         if policy == "all":
             return tuple(range(1, self.extent + 1))
-        # The undivided batch competes with every split, even if it is not a power of two.
+        # The whole batch is listed even if it is not a power of two, because the undivided call
+        # competes with every split.
         return (*_powers_of_two_below(self.extent), self.extent)
 
     def split(self, chunks: Iterable[Chunk]) -> Split:
@@ -100,10 +103,11 @@ class BatchAxis(AbstractAxis):
 
 @dataclass(frozen=True, slots=True)
 class RowAxis(AbstractAxis):
-    """The row axis: a chunk is a slab, with rows of the result (of dy for wgrad) in all samples.
+    """The row axis: a chunk is a slab, that is, some rows of the result (of dy for wgrad).
 
-    The unit is one row. For dgrad the unit is as many rows as the stride, so that all inner slabs
-    of one size have equal problems.
+    A slab has these rows in all samples of the batch. The unit is one row. Only for dgrad it is as
+    many rows as the stride, because then all slabs of one size have equal problems, apart from
+    those near the ends.
 
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
     >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
@@ -130,17 +134,18 @@ class RowAxis(AbstractAxis):
         rows, inner = row_count(self.problem), self.part(size)
         first = slab(self.problem, 0, size * self._unit).problem
         last = slab(self.problem, (self.extent - size) * self._unit, rows).problem
-        # Ends that equal an inner slab are left out, and ends without a problem, whose result is
-        # zero.
+        # An end slab is left out if its problem is that of an inner slab. It is also left out if it
+        # has no problem, because its result is known to be zero.
         ends = (end for end in (first, last) if end is not None and end != inner)
         return tuple(dict.fromkeys(ends))
 
     def sizes(self, policy: str) -> tuple[int, ...]:
-        """Powers of two, and the remainders after slabs of these sizes; none if rows are not split.
+        """Sizes that are powers of two, and their remainders; empty if rows are not to be split.
 
-        The policies other than "undivided" allow the same sizes, which are few even for many rows.
-        A size is left out if the tensors are too short for an inner slab and all rows that it
-        reads.
+        A remainder is what is left of the extent after as many slabs of such a size as possible.
+        The policies "powers-of-two" and "all" give the same sizes, so that there are few of them
+        even for many rows. A size is left out if the tensors are too short for an inner slab of
+        this size and all rows that the slab reads.
         """
         if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
             return ()
@@ -149,7 +154,8 @@ class RowAxis(AbstractAxis):
         return tuple(size for size in sorted(sizes) if self._is_inside(size))
 
     def _is_inside(self, size: int) -> bool:
-        # `inner_problem` assumes an endless tensor; the real tensor may be too short for the slab.
+        # `inner_problem` assumes an endless tensor. The real tensors may be too short for such a
+        # slab and the rows that it reads.
         inner, whole = self.part(size), self.problem
         return (
             inner.input_size[0] <= whole.input_size[0]
@@ -166,7 +172,7 @@ class RowAxis(AbstractAxis):
         return Split("spatial", tuple(found))
 
     def size_of(self, chunk: Chunk) -> int:
-        """The number of units in the rows of a chunk, rounded up."""
+        """The number of units that the chunk's rows fill, rounded up."""
         return -(-chunk.size // self._unit)
 
 

@@ -19,14 +19,18 @@ from ucudnn.units import format_bytes, format_ns
 
 __all__ = ["Finding", "check"]
 
-# A canary fails if its gain over torch's own convolution has fallen by more than this factor.
+# A canary is a kernel of the plan that is timed again. It fails if its speedup over torch's own
+# convolution has fallen by more than this factor since it was tuned.
 _SLOWER = 1.5
 
 
 def check(
     plan: Plan, canaries: int = 3, on_finding: Callable[[Finding], None] = lambda _: None
 ) -> list[Finding]:
-    """Check a plan against this machine; nothing is cached and the plan does not change.
+    """Check whether a plan still holds on this machine; neither the plan nor the cache is changed.
+
+    The `canaries` kernels by which the plan saves most time are timed again. `on_finding` is called
+    with each finding as soon as it is made.
 
     >>> from ucudnn import Config
     >>> backend = open_backend("torch_cpu")
@@ -60,8 +64,8 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
 
 
 def _saved_ns(kernel: KernelPlan) -> int:
-    # Without a time of torch's own convolution the result is negative, so the kernel is chosen
-    # last.
+    # If there is no time of torch's own convolution, the result is negative, so that the kernel is
+    # the last to be chosen as a canary.
     default_ns = kernel.default.time_ns if kernel.default else 0
     return (default_ns - kernel.timing.time_ns) * len(kernel.layers)
 
@@ -73,7 +77,8 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
         reason = "none was asked for" if planned else "every kernel is torch's own convolution"
         yield Finding("canary", None, f"not timed: {reason}")
         return
-    # The cache is empty and only in memory, so every canary is timed anew and no time is kept.
+    # This session has an empty cache in memory. So every canary is timed anew, and the user's cache
+    # is neither read nor written.
     session = Session(backend, MemoryCache())
     try:
         # The caller's autograd and autocast must not change what is timed.
@@ -86,11 +91,13 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
 
 def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Finding:
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
-    # A plan does not say whether layers have a bias, but some algorithms exist only with a bias.
+    # A plan does not say whether its layers have a bias. It is known that they have one if the
+    # split has an algorithm that adds a bias.
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
     has_bias = any(chunk.algorithm in fused for chunk in split.chunks)
     default = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
-    # Both splits are timed in one call, because only times that are taken together can be compared.
+    # The plan's split and torch's own convolution are timed in one call of `whole`, because only
+    # times that are taken together can be compared.
     splits = [split] if kernel.default is None else [split, default]
     try:
         wholes = session.bench(axis_of(problem, split)).whole(splits, has_bias)
@@ -102,8 +109,9 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
 def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
     """Most workspace in bytes that a call of a kernel may use; None for no limit.
 
-    If all kernels share a pool, this is what the plan assigned to the kernel, and an equal share of
-    what the plan leaves of the pool.
+    If the settings have a pool of workspace, a call may use the part of the pool that the plan
+    assigned to it. It may also use what the plan leaves of the pool, divided by the number of the
+    kernel's calls.
     """
     limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is None:
@@ -132,11 +140,11 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     planned = kernel.default.time_ns / kernel.timing.time_ns
-    # This ratio is only told. If it has changed, the split may still be right, so the canary does
-    # not fail by it.
+    # The finding also names the ratio at the time of tuning. A small change of the ratio is no
+    # failure, because the split may still be right.
     said += f"; {planned:.2f} when it was tuned"
-    # The canary fails if torch's own convolution is faster beyond the noise, and within the plan's
-    # workspace limit.
+    # The canary fails if torch's own convolution is now faster beyond the noise and needs no more
+    # workspace than the limit. It also fails if the ratio has fallen by more than `_SLOWER`.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")
     if high * _SLOWER < planned:

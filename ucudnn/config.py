@@ -15,7 +15,7 @@ from ucudnn.errors import ConfigError, quoted, warn
 from ucudnn.problem import OPS
 from ucudnn.units import parse_bytes
 
-# A memory budget as a share of the peak of a step by torch, such as 50%.
+# A memory budget such as 50%: a share of the peak memory of a step with torch's own convolutions.
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*")
 
 Policy = Literal["undivided", "powers-of-two", "all"]
@@ -27,14 +27,16 @@ Effort = Literal["quick", "normal", "thorough"]
 Layout = Literal["keep", "auto"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-# Variables that ucudnn sets for ranks, and that are not settings: the number of ranks that share a
-# device, which is a condition of every measurement, and the folder where ranks count their samples
-# during a trial of `ucudnn launch`.
+# Two environment variables that ucudnn sets for ranks (processes of a distributed job). They are
+# not settings. The first holds the number of ranks that share a device; it is part of the
+# conditions of every measurement. The second holds the folder where ranks count their samples while
+# `ucudnn launch` tries out numbers of ranks.
 RANKS_PER_DEVICE, PROGRESS = "UCUDNN_RANKS_PER_DEVICE", "UCUDNN_PROGRESS"
 
-# Variables of the released mu-cuDNN (2018). A variable is mapped to the setting here that means the
-# same. If there is none, it is refused: if it were ignored, the run would not be what the user
-# asked for.
+# Environment variables of mu-cuDNN, as it was released in 2018. A variable in `_MUCUDNN_MAPPED`
+# gives a value to the setting of ucudnn that means the same. A variable in `_MUCUDNN_REFUSED` has
+# no such setting and raises an error: if it were ignored, the run would not be what the user asked
+# for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
 _MUCUDNN_BYTES = {
     "UCUDNN_DEFAULT_WORKSPACE_LIMIT": "workspace_limit",
@@ -48,12 +50,14 @@ _MUCUDNN_REFUSED = {
 }
 
 
-# Variables that name files for an unchanged script: no settings of tuning, no fields of `Config`.
+# Variables that name a file for a script that is not changed: the plan that it follows, or the
+# table to which its convolutions are recorded. They are not settings, so `Config` has no such
+# fields.
 _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 
 class Setting(NamedTuple):
-    """One setting: a row of the table that defines `Config`, its variables, flags and docs."""
+    """One setting: a row of `SETTINGS`, from which `Config`, variables, flags and docs are made."""
 
     default: Any
     check: Callable[[str, Any], Any]  # called with (name, given value); returns the checked value
@@ -97,7 +101,7 @@ def _switch(name: str, value: object) -> bool | None:
     may_be_none = SETTINGS[name].default is None
     if may_be_none and value is None:
         return None
-    # An environment variable is always text.
+    # The value of an environment variable is text.
     texts = {"1": True, "true": True, "0": False, "false": False}
     found = texts.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
@@ -111,8 +115,8 @@ def _passes(name: str, value: Any) -> tuple[str, ...]:
     is_list = isinstance(ops, (tuple, list)) and bool(ops)
     if not is_list or not all(isinstance(op, str) and op in OPS for op in ops):
         raise ConfigError(f"{name} must name some of {', '.join(OPS)}, got {quoted(value)}")
-    # Each op is listed once and in a fixed order, so that equal choices are equal, and the hashes
-    # of their plans are, too.
+    # Each op is listed once and in a fixed order. So two Configs with the same ops are equal, and
+    # their plans can have equal hashes.
     return tuple(op for op in OPS if op in ops)
 
 
@@ -136,7 +140,8 @@ def _positive(name: str, value: object) -> float | None:
     raise ConfigError(f"{name} must be a number above 0 or None, got {quoted(value)}")
 
 
-# The settings by name, in the order of the documentation. Each has a variable UCUDNN_<NAME>.
+# The settings by name, in the order of the documentation. Each can also be given by the environment
+# variable UCUDNN_<NAME>.
 SETTINGS: dict[str, Setting] = {
     "workspace_limit": Setting(
         None,
@@ -272,7 +277,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def _default(name: str) -> Any:
-    """A dataclass field whose default comes from UCUDNN_<NAME> when a Config is made."""
+    """A field of `Config`; its default is read from UCUDNN_<NAME> whenever a Config is made."""
     setting = SETTINGS[name]
     return field(
         default_factory=lambda: _settings().get(name, setting.default), compare=setting.is_of_plan
@@ -281,13 +286,17 @@ def _default(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of tuning, and of running a plan; each defaults to the variable UCUDNN_<NAME>.
+    """Settings of tuning, and of running a plan.
+
+    A setting that is not given is taken from the environment variable UCUDNN_<NAME>. If that is not
+    set either, the setting has its default.
 
     >>> Config(workspace_limit="64MiB").limit_bytes
     67108864
 
     Raises:
-        ConfigError: a value is not allowed; the message lists the allowed ones.
+        ConfigError: a value is not allowed, or two settings exclude each other; the message says
+            what is allowed.
     """
 
     workspace_limit: int | str | None = _default("workspace_limit")
@@ -322,7 +331,8 @@ class Config:
                 "memory_budget is of convolutions that share their workspace, and total_workspace "
                 "of calls that each own a part; set one of them"
             )
-        # A pass without a plan may take any amount of workspace, so no budget could be kept.
+        # A pass that is not planned may use any amount of workspace, so the step could exceed every
+        # memory budget.
         if self.memory_budget is not None and self.ops not in (OPS, ("fprop",)):
             raise ConfigError(
                 f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop "
@@ -330,7 +340,7 @@ class Config:
             )
 
     def _with_source(self, error: ConfigError, name: str) -> ConfigError:
-        """The error of a field; it names the environment variable if the value came from one."""
+        """The error, with the name of the environment variable if the wrong value came from one."""
         given = _settings().get(name)
         if given is None or given is not getattr(self, name):
             return error
@@ -344,13 +354,13 @@ class Config:
 
     @property
     def total_bytes(self) -> int | None:
-        """The size of the pool in bytes; None if kernels share one workspace."""
+        """The size of the workspace pool in bytes; None if kernels use one workspace in turn."""
         assert not isinstance(self.total_workspace, str)
         return self.total_workspace
 
     @property
     def budget_bytes(self) -> int | None:
-        """The memory budget in bytes; None if there is none, or if it is a share of a step's peak.
+        """The memory budget in bytes; None without a budget, or if it is a share of a step's peak.
 
         >>> Config(memory_budget="50%").with_budget_of(300).budget_bytes
         150
@@ -358,7 +368,7 @@ class Config:
         return None if isinstance(self.memory_budget, str) else self.memory_budget
 
     def with_budget_of(self, peak_bytes: int) -> Config:
-        """The settings with the memory budget in bytes, if it was given as a share of this peak."""
+        """The settings with a memory budget in percent of this peak converted to bytes."""
         if not isinstance(self.memory_budget, str):
             return self
         share = float(self.memory_budget.removesuffix("%")) / 100
@@ -366,7 +376,7 @@ class Config:
 
     @property
     def is_replayed(self) -> bool:
-        """True if nothing is measured, because a recording is replayed.
+        """True if nothing is measured here, because recorded measurements are replayed.
 
         >>> Config(backend="recorded").is_replayed
         True
@@ -376,7 +386,7 @@ class Config:
         return self.backend == "recorded" or (self.backend == "cudnn" and self.device is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that a plan keeps, as JSON values; the cache folder, for example, is not."""
+        """The settings that a plan stores, as JSON values; the cache, for example, is left out."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values = {name: value for name, value in values.items() if SETTINGS[name].is_of_plan}
         return {**values, "ops": list(self.ops)}
@@ -385,21 +395,24 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """Build a Config from JSON values; environment variables have no effect.
 
-        The fields must be exactly those of `to_dict`, so no file can name a folder to write to.
+        The fields must be exactly those of `to_dict`. So the file of a plan cannot name, for
+        example, a cache folder to which this process would write.
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
         """
         if odd := {name for name, one in SETTINGS.items() if one.is_of_plan} ^ set(values):
             raise ConfigError(f"the settings of a plan lack or must not have {quoted(min(odd))}")
-        # Every field is passed, so that no default reads this process's environment.
+        # Every field is given a value, because a field without one would be read from the
+        # environment.
         return cls(**{**{name: one.default for name, one in SETTINGS.items()}, **values})
 
 
 # The docstring may be None, because `python -OO` removes docstrings.
 Config.__doc__ = cleandoc(Config.__doc__ or "") + "\n\nArgs:\n"
 Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTINGS.items())
-# Shows the defaults; the signature of the dataclass would show a factory for each of them.
+# The signature that `help` shows, with the defaults. The signature that the dataclass makes would
+# show a factory in place of each default.
 Config.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=SETTINGS[one.name].default)
@@ -409,7 +422,7 @@ Config.__signature__ = Signature(  # type: ignore[attr-defined]
 
 
 def require_config(config: object) -> Config:
-    """The settings that a public function was given; the default settings if it was given None."""
+    """Check the argument `config` of a public function; None stands for the default settings."""
     if config is None:
         return Config()
     if not isinstance(config, Config):
@@ -421,18 +434,18 @@ def require_config(config: object) -> Config:
 
 
 def settings_here(config: Config) -> Config:
-    """The settings by which a plan runs: its own, unless UCUDNN_UNPLANNED is set."""
+    """The settings by which a plan runs: its own, with `unplanned` from UCUDNN_UNPLANNED if set."""
     given = _settings().get("unplanned")
     return config if given is None else replace(config, unplanned=given)
 
 
 def is_strict() -> bool:
-    """True if UCUDNN_UNPLANNED asks for errors; the other variables are not read or checked."""
+    """True if UCUDNN_UNPLANNED is "error"; this reads and checks no other variable."""
     return os.environ.get("UCUDNN_UNPLANNED") == "error"
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings given by UCUDNN_* variables, by field name.
+    """The settings that UCUDNN_* variables give, by the name of the field of `Config`.
 
     >>> read_environment({"UCUDNN_BATCH_SIZE_POLICY": "powerOfTwo"})
     {'policy': 'powers-of-two'}
@@ -449,12 +462,12 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_environment() -> None:
-    """Warn of unknown UCUDNN_* variables; refuse variables of mu-cuDNN without an equivalent."""
+    """Warn of unknown UCUDNN_* variables; raise ConfigError for variables of mu-cuDNN to refuse."""
     _settings()
 
 
 class Startup(NamedTuple):
-    """The plan that a process follows from its start, or the file to which it records."""
+    """Files of a process from its start on: the plan to follow, or the table to record to."""
 
     plan: str | None = None
     record: str | None = None
@@ -465,12 +478,12 @@ class Startup(NamedTuple):
 
 def startup() -> Startup:
     """The files that UCUDNN_PLAN and UCUDNN_RECORD name."""
-    # A variable that is empty counts as not set, as those of settings do.
+    # An empty variable counts as not set, like the variables of settings.
     return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
 
 
 def set_startup(files: Startup) -> None:
-    """Set UCUDNN_PLAN and UCUDNN_RECORD for processes that this one starts; no file: unset them."""
+    """Set UCUDNN_PLAN and UCUDNN_RECORD for child processes; unset a variable that has no file."""
     for name, value in ((_PLAN, files.plan), (_RECORD, files.record)):
         os.environ.pop(name, None)
         if value is not None:
@@ -478,12 +491,15 @@ def set_startup(files: Startup) -> None:
 
 
 def environment_without_startup() -> dict[str, str]:
-    """The environment for a process that measures: no plan may change what it times."""
+    """The environment without UCUDNN_PLAN and UCUDNN_RECORD, for a process that measures.
+
+    A process that followed a plan would not time the convolutions that it is told to time.
+    """
     return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
 
 
 def ranks_per_device() -> int:
-    """Number of ranks that share the device of this process; 1 if the variable is not set."""
+    """Number of ranks that share the device of this process: UCUDNN_RANKS_PER_DEVICE, or 1."""
     text = os.environ.get(RANKS_PER_DEVICE) or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {quoted(text)}")
@@ -501,7 +517,7 @@ def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dic
 
 
 def progress_folder() -> str | None:
-    """Folder where ranks count their samples during a trial of `ucudnn launch`; else None."""
+    """Folder where ranks count samples in a trial of `ucudnn launch`; None outside of a trial."""
     return os.environ.get(PROGRESS)
 
 
@@ -511,14 +527,14 @@ def share_device(ranks: int) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    # The variables are sorted, so that the key of the cache below stays equal as long as no
-    # variable changes.
+    # The variables are sorted, because `_settings_from` caches its result by this tuple: as long as
+    # no variable changes, the tuple must stay equal.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
     return _settings_from(tuple(sorted(variables)))
 
 
-# The result is cached, because every field of every Config calls this function. It also has the
-# effect that a mistyped variable gives one warning, and another one only after a variable has
+# The result is cached, because every field of every Config calls this function. The cache also
+# limits warnings: an unknown variable is warned of once, and again only after some variable has
 # changed.
 @lru_cache(maxsize=1)
 def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:

@@ -45,16 +45,17 @@ _SLOTS = ("__dict__", "__weakref__")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Conversion:
-    """Result of `convert_`.
+    """What `convert_` did with each layer of a model.
 
     Args:
         model: the model that was converted in place.
         plan: the plan that the model follows now.
-        swapped: names of the layers that follow the plan.
+        swapped: names of the layers that follow the plan from now on.
         left: names of the layers left unchanged, because their plan is torch's own convolution.
         unplanned: names of the convolution layers that the plan does not cover.
-        not_swappable: names of planned layers that are not torch.nn convolutions: modules that call
-            a function, subclasses and parametrized modules. `ucudnn.installed` applies to them.
+        not_swappable: names of modules that the plan covers, but whose class is not one of
+            torch.nn's convolutions: modules that call a function, subclasses and parametrized
+            modules. They follow the plan inside `ucudnn.installed(plan)`.
         segments: names of the modules that run in micro-batches or are recomputed.
     """
 
@@ -105,10 +106,10 @@ def convert_(
 ) -> Conversion:
     """Make the torch.nn convolutions of a model follow a plan, in place.
 
-    The modules, their parameters, names, hooks and modes stay the same objects; only the class of
-    a convolution changes. A layer is left as it is if all its plans are torch's own convolution.
-    The segments of the plan run in micro-batches or are recomputed from now on; the gradients are
-    those of the whole batch, up to rounding.
+    The modules, their parameters, names, hooks and modes stay the same objects; only the class of a
+    convolution changes. A layer is left as it is if the plan chooses torch's own convolution for
+    all its passes and batches. Modules that the plan lists as segments run in micro-batches, or are
+    recomputed in backward, from now on; the gradients are those of the whole batch, up to rounding.
 
     A plan for channels_last (`plan.memory_format`) converts the whole model to that layout:
     parameters, buffers, gradients and the state of optimisers keep their values and get other
@@ -116,9 +117,9 @@ def convert_(
     `share_memory` or by weights tied through `.data`, all tensors keep their strides, and each
     convolution converts its operands instead; a warning says so.
 
-    Planned convolutions that cannot be swapped are listed in the result and in a warning. Under
-    torch.compile a swapped layer is torch's plain convolution, which follows the plan inside
-    `ucudnn.installed(plan)`.
+    Planned convolutions whose class cannot be changed are listed in the result and in a warning. In
+    code compiled by torch.compile, a swapped layer is torch's own convolution again; it follows the
+    plan only inside `ucudnn.installed(plan)`.
 
     Args:
         model: any module, also a convolution itself.
@@ -136,8 +137,7 @@ def convert_(
     """
     plan = _loaded(plan)
     config = settings_here(plan.config)
-    # Take the model without the wrapper of torch.compile, because the plan has the names of its
-    # layers.
+    # The plan has the names of layers in the model without the wrapper of torch.compile.
     original = original_of(model)
     found = _find(original, plan, filter_fn or (lambda *_: True))
     if not is_followed(plan, config):
@@ -148,8 +148,9 @@ def convert_(
         _require_all(found)
     _warn_of(found.otherwise)
     changed, runner = _changed_layers(plan, config), Runner(plan, config)
-    # Nothing was changed so far. The layout comes first, because memory may not suffice for it, and
-    # then no tensor changes. With "keep" the model may still have the layout of an earlier plan.
+    # Nothing was changed so far. The layout is changed first: if memory does not suffice for that,
+    # the call fails and the model is as it was. A plan with the layout "keep" undoes the layout
+    # that an earlier plan may have given to the model.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
     segment_(original, plan.segments)
     swapped, left = _swap(found, changed, runner)
@@ -193,7 +194,9 @@ def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, La
 
 
 def _changed_layers(plan: Plan, config: Config) -> set[Layer]:
-    # With unplanned="error" all layers change, because torch's own layers would accept any shape.
+    # With unplanned="error" all planned layers are swapped, also those that the plan leaves to
+    # torch. A layer that keeps torch's class would compute shapes that have no plan instead of
+    # raising an error.
     return {
         Layer.of(kernel.problem)
         for kernel in plan.kernels
@@ -208,7 +211,8 @@ def _swap(
     swapped, left = [], []
     for name, layer in found.matched.items():
         module = found.convolutions[name]
-        # An earlier plan may have swapped a layer that this plan leaves to torch.
+        # An earlier plan may have swapped a layer that this plan leaves to torch. It is swapped
+        # back.
         if layer not in changed:
             _unswap(module)
             left.append(name)
@@ -284,8 +288,9 @@ def _unswap(model: nn.Module) -> None:
         if planned is type(module):
             module.__class__ = _TORCH_BY_PLANNED[planned]
         elif planned is not None and parametrize.is_parametrized(module):
-            # Parametrizing has made this class, and copies of the module have it, too. So the
-            # module gets a new class.
+            # `torch.nn.utils.parametrize` has made the class of this module, as a subclass of the
+            # planned class. Copies of the module share that class, so it must not be changed, and
+            # the module gets a new class instead.
             own = {name: value for name, value in vars(type(module)).items() if name not in _SLOTS}
             name, torchs = type(module).__name__, _TORCH_BY_PLANNED[planned]
             module.__class__ = type(name, (torchs,), own)
@@ -323,17 +328,17 @@ def _is_torchs_own(kernel: KernelPlan) -> bool:
 def _planned_otherwise(
     modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
 ) -> Iterator[str]:
-    """Names of modules that cannot be swapped, although the plan names them or fits their shape."""
+    """Names of modules that cannot be swapped, although the plan has their name or their shape."""
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:
-        # if only the shape was matched, the plan is for another model and its names mean nothing
+        # If layers of this model have the kernel's shape, but none of them has one of its names,
+        # the plan was made for another model, and the names mean nothing here.
         is_known = any(name in matched for name in kernel.layers)
         if is_known or Layer.of(kernel.problem) not in matched.values():
             named.update(() if kernel.is_default else kernel.layers)
     for name, module in modules.items():
-        # This is also true for subclasses, which cannot be swapped although the plan covers their
-        # shape.
+        # `fits` is also true for modules of a subclass, which cannot be swapped.
         fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
         if (name in named or fits) and type(module) not in _SWAPPABLE:
             yield name
@@ -344,13 +349,13 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
     The plan acts inside a `with` statement, in all threads, including autograd's. If several plans
-    are installed for one kind of device, only the last one acts. Convolutions not in the plan
-    are computed by torch. A CUDA graph keeps the kernels that it captured. No model is changed: if
-    the plan is for channels_last (`plan.memory_format`) and a model is not in that layout, one
-    warning says so. From the first installation until the process ends, torch's convolutions take
-    some microseconds more. The first installation must not happen while another thread computes
-    convolutions. For a compiled model, tune the compiled model: its plan is judged by compiled
-    steps.
+    are installed for one kind of device, only the last one acts. Convolutions not in the plan are
+    computed by torch. A CUDA graph replays what it captured, whether or not a plan is installed. No
+    model is changed: if the plan is for channels_last (`plan.memory_format`) and a model is not in
+    that layout, one warning says so. From the first installation until the process ends, each call
+    of a convolution takes some microseconds more. The first installation must not happen while
+    another thread computes convolutions. If a plan is to serve a compiled model, tune the compiled
+    model: then the plan is judged by times of compiled steps.
 
     >>> import tempfile, torch, ucudnn
     >>> layer, x = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9)
@@ -391,8 +396,9 @@ _started: list[Installation] = []
 def follow_startup(files: Startup) -> None:
     """Install a plan, or record convolutions, until this process ends.
 
-    The plan is not compared with the device now, but at the first convolution that it may cover: a
-    script sets its threads and picks its GPU after it has imported torch.
+    Whether the plan holds on this machine is not checked now, but at the first convolution that the
+    plan may cover. This function runs while torch is imported, and a script sets its threads and
+    picks its GPU only after that.
     """
     if _started:
         return
@@ -408,7 +414,8 @@ def follow_startup(files: Startup) -> None:
     _started.extend(Installation(kind, recorder).__enter__() for kind in kinds)
     os.register_at_fork(after_in_child=recorder.clear)
     atexit.register(recorder.save, files.record)
-    # Processes forked by multiprocessing run its finalizers when they end, but no atexit handlers.
+    # A process that multiprocessing has forked runs no atexit handlers when it ends, but it runs
+    # finalizers of multiprocessing. So its convolutions are saved by a finalizer.
     register_after_fork(
         recorder, lambda one: Finalize(None, one.save, (files.record,), exitpriority=0)
     )

@@ -1,4 +1,4 @@
-"""Facts of this machine that tuning depends on: device, versions, threads, malloc, cache."""
+"""Find out what tuning depends on here: device, versions, threads, malloc, load, cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ucudnn.units import format_ns
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Facts about this machine and process that a plan depends on."""
+    """The state of this machine and of this process, as far as tuning depends on it."""
 
     device: Device
     software: Software
@@ -32,10 +32,10 @@ class Diagnosis:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Advice on faster convolutions, steadier times and the cache; one text per problem."""
+        """Advice on what to change for faster convolutions, steadier times and a usable cache."""
         sentences = []
-        # The name is exactly "glibc" only if no mmap threshold was set; else it contains the
-        # threshold.
+        # The allocator is named exactly "glibc" only if no mmap threshold was set, as the advice
+        # proposes. Otherwise the name contains the threshold.
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc returns large blocks to the operating system: a fresh 64 MiB "
@@ -59,7 +59,7 @@ class Diagnosis:
 
 
 def diagnose(cache: str | None = None) -> Diagnosis:
-    """Collect facts about this machine and process; takes under a second and changes nothing."""
+    """Examine this machine and this process; takes under a second and changes nothing."""
     backend = open_backend("auto")
     path, block = cache_room.default_path(cache), filling()
     return Diagnosis(
@@ -77,7 +77,8 @@ def diagnose(cache: str | None = None) -> Diagnosis:
 
 def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     """Write the profile of this machine's GPU, for `ucudnn enumerate` on other machines."""
-    # This is tested, because cuDNN can be loaded without a driver, as it is by `ucudnn enumerate`.
+    # The driver is looked for first, because cuDNN can be loaded without one, as `ucudnn enumerate`
+    # does.
     if not has_driver():
         raise UnsupportedError(
             "a device profile is of the GPU here, and this machine has no NVIDIA driver; "
@@ -103,8 +104,8 @@ def _describe_cudnn() -> str:
 
 
 def _writable(path: os.PathLike[str]) -> bool:
-    """True if the folder can be written; if it does not exist, its nearest existing parent."""
-    # The cache makes its folder when it first writes, so it may not exist yet.
+    """True if the folder can be written, or can be made in its nearest parent that exists."""
+    # The cache makes its folder when it first writes, so the folder may not exist yet.
     folder = os.path.abspath(path)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

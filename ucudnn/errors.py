@@ -18,7 +18,8 @@ def shortened(sentence: str, longest: int = 300) -> str:
     """
     if len(sentence) <= longest:
         return sentence
-    # The dots and the blanks around them take 5 characters. Both ends stay, to recognise the text.
+    # Both ends of the text are kept, so that it can be recognised. The dots between them, with a
+    # blank on each side, take 5 characters.
     half = (longest - 5) // 2
     return f"{sentence[: half + 1]} ... {sentence[-half:]}"
 
@@ -52,7 +53,7 @@ class UnsupportedError(UcudnnError):
 
 
 class BusyError(UcudnnError):
-    """Nothing can be measured now, for a temporary reason; the cache records no failure."""
+    """Nothing can be measured now, for a temporary reason; no failure is written to the cache."""
 
 
 class CacheError(UcudnnError):
@@ -60,11 +61,11 @@ class CacheError(UcudnnError):
 
 
 class PlanError(UcudnnError):
-    """No plan fits, or a plan does not belong to this model or device.
+    """No plan fits the limits, or a plan does not belong to this model or device.
 
     Attributes:
         smallest_bytes: the smallest workspace limit in bytes with which a plan exists; None if
-            there is none.
+            there is no such limit, or if the error is not about limits.
     """
 
     def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
@@ -100,8 +101,8 @@ class TuningInterruptedError(KeyboardInterrupt):
     """Ctrl-C during tuning; the measurements so far are in the cache.
 
     Attributes:
-        plan: the best `Plan` so far. Kernels that were never run are not in it, and those that were
-            not finished run torch's own convolution.
+        plan: the best `Plan` so far. Kernels that were never run are not in it. For kernels that
+            were not finished it has torch's own convolution.
     """
 
     def __init__(self, plan: Any) -> None:
@@ -114,7 +115,7 @@ class UcudnnWarning(UserWarning):
 
 
 class CacheWarning(UcudnnWarning):
-    """Something is wrong with a cache; it continues with its sound entries."""
+    """Something in the folder of a cache is wrong; the undamaged entries are still used."""
 
 
 class NoiseWarning(UcudnnWarning):
@@ -122,7 +123,7 @@ class NoiseWarning(UcudnnWarning):
 
 
 class UntunedWarning(UcudnnWarning):
-    """A plan leaves kernels out: the time was over, or nothing fits the workspace limit."""
+    """A plan leaves kernels out: the time budget was used up, or nothing fits a workspace limit."""
 
 
 class WrongResultWarning(UcudnnWarning):
@@ -130,14 +131,14 @@ class WrongResultWarning(UcudnnWarning):
 
 
 class UnplannedWarning(UcudnnWarning):
-    """Torch's own convolution computes what a plan was expected to cover."""
+    """Torch's own convolution computes a convolution that a plan was expected to cover."""
 
 
 class MismatchWarning(UcudnnWarning):
-    """A plan was made for another device, other versions, threads or another layout."""
+    """A plan was made for a device, versions, threads or a layout other than those here."""
 
 
-# Packages to whose frames no warning points, because users do not change their code.
+# Packages in whose code no warning is shown, because users do not change that code.
 _NOT_THE_USERS = frozenset(
     {"ucudnn", "torch", "typing_extensions", "contextlib", "concurrent", "threading"}
 )
@@ -155,7 +156,8 @@ def warn(sentence: str, category: type[UcudnnWarning] = UcudnnWarning) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _package(frame.f_globals) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
-    # A thread of torch has no line of the user's code; then the outermost line is shown.
+    # In a thread that torch started there is no line of the user's code. Then the warning points at
+    # the outermost line.
     warnings.warn(sentence, category, stacklevel=level)
 
 

@@ -19,9 +19,9 @@ COLUMNS = (
     *("name", "n", "c", "d", "h", "w", "k", "kd", "kh", "kw", "pad_d", "pad_h", "pad_w"),
     *("stride_d", "stride_h", "stride_w", "dil_d", "dil_h", "dil_w", "groups"),
 )
-# Columns that any table may have. Those that were written for a model or a run have all of them.
+# Columns that a table may also have. A table that ucudnn writes has all of them.
 OPTIONAL_COLUMNS = ("rank", "dtype", "layout", "math", "ops", "bias", "count")
-# The most calls of a row that `as_calls` returns for a step.
+# `as_calls` lists the problem of a row at most this often.
 _MOST_CALLS = 1000
 
 
@@ -31,7 +31,8 @@ class Row(NamedTuple):
     Attributes:
         name: name of the layer.
         problem: the convolution.
-        calls: number of its calls, relative to other rows.
+        calls: number of its calls in a step, or in a whole run with several steps. Only the ratio
+            to the numbers of other rows counts.
         has_bias: whether a bias is added to its result.
     """
 
@@ -49,7 +50,7 @@ def read_layers(
 ) -> list[tuple[str, Problem]]:
     """Read layers from a CSV file, one problem per layer and op.
 
-    The columns are those of `read_rows`.
+    Columns and arguments are those of `read_rows`.
     """
     return [(row.name, row.problem) for row in read_rows(path, ops, dtype, layout)]
 
@@ -63,11 +64,12 @@ def read_rows(
     *,
     has_tf32: bool = False,
 ) -> list[Row]:
-    """Read the convolutions of a table with their counts.
+    """Read the convolutions of a table, each with the number of its calls.
 
     Without a column `rank` a layer is two-dimensional if its depth and its kernel depth are 1, and
-    three-dimensional otherwise. If neither `math` nor the table gives the math of float32 problems,
-    it is "tf32" if `has_tf32` is true, else "strict".
+    three-dimensional otherwise. The math of float32 problems ("strict", or "tf32" if factors may be
+    rounded to TF32) is given by the argument `math` or by a column `math`. Without either it is
+    "tf32" if `has_tf32` is true, else "strict".
     """
     lines = _lines(path)
     given = {"dtype": dtype, "layout": layout, "math": math}
@@ -83,8 +85,9 @@ def read_rows(
 def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
     """The rows of a file with their line numbers."""
     try:
-        # "utf-8-sig" drops the byte order mark that spreadsheets write, which would be part of the
-        # first name. newline="" leaves line ends to the csv module, which knows quoted line ends.
+        # "utf-8-sig" drops the byte order mark that spreadsheets write, which would otherwise
+        # become part of the first column's name. newline="" leaves line ends to the csv module,
+        # because quoted fields may contain some.
         with Path(path).open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
@@ -93,8 +96,8 @@ def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
                     f"{path} line 1: a table of layers has the columns {','.join(COLUMNS)}; "
                     f"missing: {', '.join(missing)}"
                 )
-            # The number is that of the line in the file, not of the row, because a quoted field may
-            # span lines.
+            # `line_num` counts the lines of the file and not the rows, because a quoted field may
+            # span several lines.
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -208,8 +211,8 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
     """
     kept = list(rows)
     frequency = Counter(row.calls for row in kept)
-    # If several counts are equally frequent, the smallest of them is taken as the unit, so that
-    # rounding loses least.
+    # `unit` is the count that means one call per step. If several counts are equally frequent, it
+    # is the smallest of them, so that rounding loses least.
     unit = min(frequency, key=lambda count: (-frequency[count], count), default=1)
     return [
         (row.name, row.problem)
@@ -220,7 +223,10 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
 
 
 def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()) -> list[Row]:
-    """Rows of a list of calls; equal calls become one row with their count."""
+    """Rows for calls (layer name, problem); equal calls become one row with their count.
+
+    `biased` has the problems to whose result a layer adds a bias.
+    """
     counts = Counter(layers)
     return [
         Row(name, problem, count, problem in biased) for (name, problem), count in counts.items()
@@ -229,7 +235,7 @@ def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] =
 
 def format_rows(rows: Iterable[Row]) -> str:
     """The rows as the text of a CSV table with all columns, which `read_rows` can read."""
-    # The passes of one layer that are called equally often share a line.
+    # The passes (ops) of one layer share a line if they are called equally often.
     lines: dict[tuple[str, Problem, int], list[Row]] = {}
     for row in rows:
         geometry = replace(row.problem, op="fprop")
@@ -261,7 +267,7 @@ def _cells(problem: Problem) -> dict[str, object]:
         "layout": problem.layout,
         "math": problem.math,
     }
-    # Axes that the problem does not have are written as axes of one element.
+    # Axes that the problem does not have are written as axes of one element, without padding.
     absent = 3 - problem.rank
     columns = {
         "": ((1,) * absent, problem.input_size),

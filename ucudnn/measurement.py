@@ -1,4 +1,4 @@
-"""Candidates and measurements: the numbers, and the key with everything that they depend on."""
+"""Candidates and measurements: what was measured, and the key with all that it depends on."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Subject(StrEnum):
 
     Attributes:
         CHUNK: a candidate, in one role.
-        FIRST_RUN: the first run of a candidate, kept apart from its later, more precise times.
-        CALL: a whole call by the split of the key, in a race with other splits.
+        FIRST_RUN: the first run of a candidate, whose time is kept apart from its later, more
+            precise times.
+        CALL: a whole call by one split (`MeasurementKey.split`), in a race with other splits.
         OPERATIONS: 10^12 operations at the machine's peak rate, in the dtype of the problem.
         TRAFFIC: moving 10^12 bytes at the machine's peak rate; `workspace_bytes` is the size of the
             machine's caches.
@@ -52,10 +53,11 @@ class Subject(StrEnum):
 
 
 class Role(StrEnum):
-    """Position of a chunk in the split of a call, and the kind of call by which it is computed.
+    """Role of a chunk in a split: its position, and what its call does with the result.
 
     Attributes:
-        ALONE: the only chunk; its call returns the result, as the call of a first chunk may, too.
+        ALONE: the only chunk; its call returns the result. A first chunk may have this role, too,
+            if it is computed by such a call (see `role_of`).
         FIRST: the first of several chunks; its call begins a sum in float32.
         LATER: any other chunk; its call writes into, or adds to, an existing result.
     """
@@ -102,10 +104,11 @@ class Candidate:
         problem: the problem at the micro-batch size.
         algorithm: the algorithm's stable name.
         workspace_bytes: temporary memory in bytes; None if it is not known before a run.
-        notes: further facts, for people.
+        notes: further remarks, for people.
         implementation: what the library runs, such as "onednn"; "" if the algorithm's name says it.
         is_deterministic: whether it computes the same bits each time.
-        adds_bias: whether it also adds a bias, in the kernel that computes the convolution.
+        adds_bias: whether it also adds the bias of the layer, as a part of computing the
+            convolution.
     """
 
     problem: Problem
@@ -149,7 +152,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions that decide which kernels exist and how fast they are.
+    """Versions of the software that decides which algorithms exist and how fast they are.
 
     Args:
         torch: version of PyTorch.
@@ -168,12 +171,13 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions of a run of a candidate.
+    """Conditions under which a candidate is run.
 
     Args:
         role: role of the chunk in its call.
         threads: torch's intra-operator threads on a CPU, 0 on a GPU.
-        allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
+        allocator: name of the memory allocator, such as "glibc" or
+            "glibc,mmap_threshold=1073741824".
         ranks_per_device: processes that share the device.
         mps_percent: share of a GPU's processors that MPS grants; 100 for a process that has the
             GPU to itself, 0 if several processes take turns on the GPU without MPS.
@@ -199,7 +203,8 @@ class MeasurementKey:
         protocol: version number of the timing loop.
         subject: what was timed.
         split: split of a whole call; None for other subjects.
-        race: identity of the race of a whole call; samples of different races cannot be paired.
+        race: identity of the race in which a whole call was timed; "" for other subjects. Only
+            samples of the same race can be compared in pairs.
 
     Raises:
         UcudnnError: the subject does not go with the algorithm or the split.
@@ -227,7 +232,7 @@ class MeasurementKey:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Result of a run of one candidate; failure is a status, not an exception.
+    """Result of measuring one candidate; a failure is a status, not an exception.
 
     Args:
         key: what the numbers depend on.
@@ -236,11 +241,13 @@ class Measurement:
         time_ns: time of one chunk, the median of `samples`; None if it was not timed.
         spread_ns: interquartile range of `samples`.
         samples: times of one chunk in ns, in the order taken.
-        workspace_bytes: peak that the allocator saw beyond the result; None if it failed.
+        workspace_bytes: the most memory that was allocated during the run, beyond the result; None
+            if the candidate failed.
         error: relative error (L2) against a float64 reference; None if it was not measured.
         reason: why the candidate failed, for people; "" if it did not fail.
-        notes: further facts, for people, such as "max_ulp=2".
-        failure: kind of the failure; None if it did not fail, or if the kind is not known.
+        notes: further remarks, for people, such as "max_ulp=2".
+        failure: kind of the failure; None if the candidate did not fail, or if the kind is not
+            known.
         lost_to: the algorithm that it lost its race against, if it was eliminated; else "".
         implementation: as in `Candidate`.
         is_deterministic: as in `Candidate`.
@@ -271,11 +278,15 @@ class Measurement:
 
     @property
     def is_perturbed(self) -> bool:
-        """True if other processes used the processors during the measurement."""
+        """True if other processes used processors that this process needed while it measured."""
         return self.load > 0
 
     def may_replace(self, known: Measurement) -> bool:
-        """False if this was measured under load, and `known` says as much without load."""
+        """Whether a cache may store this in place of `known`, a measurement with the same key.
+
+        It may not if this was measured under load, `known` was measured without load, and the
+        status of this says no more than that of `known`.
+        """
         if known.is_perturbed or not self.is_perturbed:
             return True
         # A candidate that fails now and did not before, or the reverse, always replaces `known`.

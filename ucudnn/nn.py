@@ -1,7 +1,8 @@
-"""Layers with the constructors of torch.nn whose convolutions follow a plan.
+"""Layers that follow a plan, with the names and constructors of torch.nn's convolutions.
 
-They are adapters without logic, with the same parameters and the same state_dict. A layer that was
-constructed from one of these classes has no plan, and does what `Config.unplanned` says.
+They are adapters without logic, with the same parameters and the same state_dict as torch.nn's. A
+layer that is constructed from one of these classes has no plan at first; `ucudnn.convert_` gives it
+one. Until then it computes torch's own convolution or raises an error, as `Config.unplanned` says.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class AbstractPlanned(_Convolution):
     """Mixin that lets a layer of torch follow a plan.
 
     Args:
-        config: what to do with shapes that have no plan, keyword only; all other arguments are
-            torch's.
+        config: settings, whose `unplanned` says what to do with shapes that have no plan. It can
+            only be given by keyword. All other arguments are those of the class in torch.nn.
     """
 
     _ucudnn_runner: Runner
@@ -71,7 +72,8 @@ class AbstractConvolution(AbstractPlanned):
             plain: Tensor = super()._conv_forward(input, weight, bias)
             return plain
         surplus, geometry = geometry_of(self)
-        # aten's convolution pads with zeros only, equally at both ends; the rest is added here.
+        # aten's convolution pads with zeros only, and with equally many at both ends of an axis.
+        # Any other padding (`surplus`) is added to the input here.
         if surplus is not None:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             input = functional.pad(input, surplus, mode=mode)
@@ -88,7 +90,8 @@ class AbstractTransposed(AbstractPlanned):
             return plain
         rank = len(self.kernel_size)
         arguments = (self.stride, self.padding, self.kernel_size, rank, self.dilation)
-        # `output_size` decides; the module's own `output_padding` is only the default.
+        # If `output_size` is given, the output padding follows from it. Otherwise it is the
+        # module's own `output_padding`.
         output_padding = self._output_padding(input, output_size, *arguments)  # type: ignore[arg-type]
         _, geometry = geometry_of(self)
         geometry = geometry._replace(output_padding=tuple(output_padding))
@@ -147,11 +150,12 @@ class ConvTranspose3d(AbstractTransposed, nn.ConvTranspose3d):
 def follow(module: nn.Module, runner: Runner) -> None:
     """Give a layer the attributes that planned classes need.
 
-    One of them is `__module__`, which names torch.nn: tracers of torch.fx do not trace into modules
-    from there. On the class, this attribute would break pickling.
+    One of them is `__module__`. It says that the layer is from torch.nn, because tracers of
+    torch.fx do not trace into such modules. If the class had this `__module__`, pickle would look
+    for the class in torch.nn and not find it.
     """
-    # These are attributes of the instance, because all layers share the class, and `unfollow` must
-    # be able to remove them.
+    # These are attributes of the instance and not of the class, which all layers share: `unfollow`
+    # must be able to remove them from one layer.
     vars(module).update(_ucudnn_runner=runner, __module__=nn.Conv2d.__module__)
 
 
@@ -219,12 +223,12 @@ def _geometry(
     ]
     geometry = Geometry(stride, inner, dilation, transposed, output_padding, groups)
     # For modes other than "zeros" torch always calls `pad`, which may change the layout even if it
-    # adds nothing.
+    # adds nothing. So `pad` is called here, too.
     return surplus if mode != "zeros" or any(surplus) else None, geometry
 
 
 def layer_of(module: nn.modules.conv._ConvNd) -> Layer:
-    """The `Layer` of a module: the fields that all its kernels have in common.
+    """The `Layer` of a module: what all its kernels (passes and input sizes) have in common.
 
     >>> layer_of(nn.ConvTranspose1d(2, 5, 3)).in_channels
     5

@@ -1,4 +1,4 @@
-"""Outcomes that a plan keeps: its origin, races of steps and of layouts, the memory of a step."""
+"""What a plan records of its tuning: origin, races of steps and of layouts, memory of a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ucudnn.errors import PlanError
 from ucudnn.units import Count, Ratio, format_bytes, format_ns
 
 MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
-# A gain or loss of less than this fraction of a step's time decides nothing.
+# A gain or a loss decides nothing if it is less than this fraction of a step's time.
 TOLERATED = 0.01
-# With fewer rounds than this the noise is not known, and only a loss of more than `_CLEAR_LOSS` is
-# taken for one.
+# A step race with fewer rounds than this does not show how noisy its times are. Then only a loss of
+# more than the fraction `_CLEAR_LOSS` counts as a loss.
 LEAST_ROUNDS = 3
 _CLEAR_LOSS = 0.1
-# In a hint, a gain of less than this fraction of a step's time is taken for noise, because a hint
-# has few rounds.
+# A `LayoutHint` has few rounds, so channels_last is recommended only if it saves more than this
+# fraction of a step's time.
 _HINTED = 0.05
 
 
@@ -39,9 +39,9 @@ class Origin:
         budget: the most seconds that tuning was allowed to take; "" if there was no limit.
         seconds: seconds that tuning took, rounded.
         load: processes that were ready to run at the end of tuning, on average of a minute.
-        left_out: kernels that have no plan, or no plan of a smaller batch, because the time was
-            over.
-        over_limit: kernels without a plan, because nothing fits the workspace limit.
+        left_out: kernels that have no plan, or none for some smaller batches, because the time
+            budget was used up.
+        over_limit: kernels without a plan, because no split fits the workspace limit.
     """
 
     model: str = ""
@@ -81,8 +81,8 @@ class StepRace:
         plan_peak_bytes: peak of what a step by the plan allocates.
         dropped: kernels given back to torch, because steps were not faster with their plans.
         reason: why no step was run; "" if steps were run.
-        inside: ratio, low and high for the sum of all kernels that the plan changes, timed inside
-            steps by the plan and by torch; None if kernels were not timed there.
+        inside: (ratio, low, high) as above, but of the summed times of the kernels that the plan
+            changes, timed inside the steps; None if kernels were not timed inside steps.
     """
 
     torch_ns: Count = 0
@@ -145,10 +145,11 @@ class Compilation:
     False
 
     Args:
-        seconds: duration of compiling and of the first compiled steps; no time of a step has it.
+        seconds: seconds that compiling and the first compiled steps took; they are not part of any
+            time of a step.
         reason: why steps of a compiled model were not compiled; "" if they were compiled.
-        relaid: number of convolutions of a compiled step that do not follow the plan, because their
-            layout is not the layout for which the plan was made.
+        relaid: number of convolutions of a compiled step that do not follow the plan, because the
+            compiler has given them another layout than the plan has for them.
     """
 
     seconds: Count = 0
@@ -187,8 +188,9 @@ class Contestant:
     Args:
         memory_format: "keep", as the model was, or "channels_last".
         is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
-        time_ns: median time of a step; if no step was run, the sum of its kernels.
-        ratio: median over the rounds of its time divided by that of torch in the model's layout.
+        time_ns: median time of a step; if no step was run, the sum of the times of its kernels.
+        ratio: median over the rounds of its time divided by the time of torch's own convolutions in
+            the model's own layout.
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
         peak_bytes: peak of allocated memory in a step; 0 if no step was run.
@@ -207,7 +209,7 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
+        """The name of this contestant in tables."""
         who = "plan" if self.is_plan else "torch"
         return who if self.memory_format == "keep" else f"{who} in channels_last"
 
@@ -264,7 +266,7 @@ class LayoutRace:
                 f"the layout is {chosen} by the sums of kernels, because no steps were compared "
                 f"({self.reason}): {', '.join(sums)}"
             )
-        # All times are divided by that of the first contestant, which is torch in the model's own
+        # The ratios compare each contestant with the first one, which is torch in the model's own
         # layout.
         first = self.contestants[0]
         if winner is first:
@@ -279,7 +281,7 @@ class LayoutRace:
 
 @dataclass(frozen=True, slots=True)
 class LayoutHint:
-    """Steps by torch in channels_last, compared with steps by a plan in the model's own layout.
+    """A comparison of steps by torch in channels_last with steps by a plan in the model's layout.
 
     >>> LayoutHint(channels_last_ns=80, plan_ns=100, rounds=2).ratio
     0.8
@@ -321,9 +323,11 @@ class Way:
     """One way to run a step, with the peak of its memory and its time.
 
     Args:
-        kind: "torch" (undivided), "segments", "loop" (over micro-batches) or "plan".
+        kind: "torch" (the undivided step by torch), "segments" (modules run in micro-batches or are
+            recomputed), "loop" (a training loop over micro-batches) or "plan" (the step by the
+            plan).
         name: name of the way in tables.
-        peak_bytes: the most that is allocated at any moment.
+        peak_bytes: the most that is allocated at any moment of the step.
         time_ns: time of the step; 0 if the step was not timed.
         is_estimated: True: estimated from measurements of parts of a step; False: a step was run.
     """
@@ -348,14 +352,14 @@ class StepMemory:
         parameters_bytes: parameters of the model.
         gradients_bytes: gradients that existed when tuning began.
         optimizer_bytes: state that the optimisers had when tuning began.
-        other_bytes: buffers and inputs; on a GPU also what else the process had allocated.
+        other_bytes: buffers and inputs; on a GPU also all else that the process had allocated.
         own_peak_bytes: peak of an undivided step by torch, without workspace of convolutions.
         torch_peak_bytes: peak of an undivided step by torch, with workspace.
         plan_peak_bytes: peak of a step by the plan; 0 if it was not measured yet.
         is_training: True: the step is forward and backward; False: forward without a graph.
         calls: for each planned convolution of a step by the plan, in order: (index of its kernel in
             the plan, bytes that are live beside its workspace).
-        ways: steps that were run or estimated, torch's first.
+        ways: the ways to run the step that were tried or estimated, that of torch first.
         whole: modules that cannot run in micro-batches, each with the reason.
     """
 
@@ -374,13 +378,13 @@ class StepMemory:
 
     @property
     def activations_bytes(self) -> int:
-        """What a step by torch itself has allocated at its peak, without workspace."""
+        """Bytes of activations and new gradients at the peak of a step by torch."""
         held = self.parameters_bytes + self.gradients_bytes
         return max(0, self.own_peak_bytes - held - self.optimizer_bytes - self.other_bytes)
 
     @property
     def workspace_bytes(self) -> int:
-        """Workspace at the peak of a step by torch."""
+        """Bytes by which workspace raises the peak of a step by torch."""
         return max(0, self.torch_peak_bytes - self.own_peak_bytes)
 
     def __str__(self) -> str:

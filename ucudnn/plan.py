@@ -57,12 +57,12 @@ class Plan:
     (64, 0)
 
     Args:
-        kernels: one per distinct problem.
-        device: the hardware it was measured on.
+        kernels: the splits of each distinct problem.
+        device: the hardware on which the kernels were measured.
         software: versions of torch and of the libraries under it.
-        conditions: threads, allocator and so on.
-        config: the settings it was made with.
-        backend: name of the backend that runs it.
+        conditions: threads, allocator and the like during the measurements.
+        config: the settings with which the plan was made.
+        backend: name of the backend that runs the plan.
         step_race: race of whole training steps with the plan and without it; None if the plan was
             made without a model.
         memory_format: layout for which the plan was made: "keep" (the layout that the model had) or
@@ -111,8 +111,9 @@ class Plan:
                 f"a module can be a segment once, got {twice} more often; leave one out"
             )
         most = max((kernel.problem.batch for kernel in self.kernels), default=None)
-        # Segments that tuning found (with `training`) may have more samples than any convolution,
-        # such as windows, so they are not checked.
+        # Segments that tuning found (their `training` is not None) are not checked, because they
+        # may have more samples than any convolution: for example, their samples may be windows of
+        # images.
         sizes = {one.module: one.micro_batch for one in self.segments if one.training is None}
         for name, size in [*sizes.items(), ("of a loop", self.micro_batch)]:
             if most is not None and size is not None and size > most:
@@ -135,9 +136,9 @@ class Plan:
         ['a', 'b'] [0, 1]
         ['c'] [2]
 
-        The mean over a part, times the `weight` of the part, is its share of the mean over the
-        batch. So `(loss(model(part[0]), part[1]) * part.weight).backward()` for each part adds the
-        gradients of the batch up.
+        The `weight` of a part is the fraction of the batch's samples that it has. If the loss is a
+        mean over samples, `(loss(model(part[0]), part[1]) * part.weight).backward()` for all parts
+        together computes the gradients of the whole batch.
 
         Args:
             batch: tensors, arrays, lists of samples, and tuples and mappings of these.
@@ -176,12 +177,13 @@ class Plan:
         """The split of a problem at its batch, which may be any batch up to the planned one.
 
         Raises:
-            PlanError: the problem is not in the plan, or only with smaller batches.
+            PlanError: the problem is not in the plan, is in it only with smaller batches, or has no
+                split for its batch.
         """
         return self.kernel(problem).split(problem.batch)
 
     def kernel(self, problem: Problem) -> KernelPlan:
-        """The kernel that covers a problem: same geometry, and the smallest sufficient batch.
+        """The kernel that covers a problem: of its geometry, with the smallest batch that suffices.
 
         Raises:
             PlanError: no kernel of the plan has this geometry and at least this batch.
@@ -218,7 +220,11 @@ class Plan:
         return by_geometry
 
     def limit_bytes(self, kernel: KernelPlan) -> int | None:
-        """Workspace that a call of a kernel may use within the limit and the memory budget."""
+        """Most workspace in bytes that one call of a kernel may use; None for no limit.
+
+        It is the workspace limit, or what the kernel's live memory leaves of the memory budget if
+        that is less.
+        """
         limit = self.config.limit_bytes
         if self.memory is None or kernel.live_bytes is None:
             return limit
@@ -241,10 +247,11 @@ class Plan:
     def hash(self) -> str:
         """SHA-256 of the problems, splits, layout, settings and device; equal for equal plans.
 
-        Times, dates and hosts are left out, so that two machines of one kind can have equal hashes.
+        Times, dates and hosts are left out, so that plans from two machines of one kind can have
+        equal hashes.
         """
-        # Software and conditions are left out, and the kernels are sorted, so that machines of one
-        # kind with equal decisions have equal hashes.
+        # Software and conditions are left out, and the kernels are sorted, so that plans with the
+        # same splits from machines of one kind have equal hashes.
         decisions = {
             "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
@@ -273,7 +280,8 @@ class Plan:
             "hash": self.hash,
             "config": self.config.to_dict(),
         }
-        # Unlike the hash, the checksum also covers times and names, so that any damage shows.
+        # Unlike the hash, the checksum also covers times and names, so that any damage of the file
+        # is found.
         return {**document, "checksum": _sha256_of(document)}
 
     @classmethod
@@ -293,8 +301,8 @@ class Plan:
             # replaces a field.
             config = Config.from_dict(document["config"])
             plan = convert({**document, "config": config}, cls)
-            # The comparison also finds a field that is missing although it has a default, and a
-            # field that no plan has.
+            # The comparison finds more than the checksum alone: a field that is missing from the
+            # file although it has a default, and a field that plans do not have.
             if _canonical(plan.to_dict()) != _canonical(document):
                 raise PlanError("its checksum does not agree with its contents")
         return plan

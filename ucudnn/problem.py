@@ -59,7 +59,8 @@ class Problem:
     math: str = "strict"
 
     def __post_init__(self) -> None:
-        # Called before the checks below, because they need one entry per axis.
+        # This comes before the checks below, because they need one entry per axis in each of these
+        # fields.
         rank = self._normalise_sizes()
         for name, allowed in (
             ("op", OPS),
@@ -218,7 +219,7 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        # Fields with their usual values are left out, because lines of tables are short.
+        # Fields with their usual values are left out, to keep the lines of tables short.
         kernel = _sizes(self.kernel_size, squeeze=True)
         extras = "".join(
             f", {name}{_sizes(value, squeeze=True)}"

@@ -12,7 +12,7 @@ from ucudnn.units import Count
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A module that runs in micro-batches, and what it keeps for its backward.
+    """A module that runs in micro-batches or is recomputed, and what it keeps for its backward.
 
     >>> print(Segment("layers.0", 4))
     layers.0 in micro-batches of 4, recomputed
@@ -22,12 +22,12 @@ class Segment:
         micro_batch: the most samples that it runs at once; None: all samples.
         recompute: keep only its inputs, and compute each micro-batch again in backward.
         offload: keep what backward needs in memory of the host, not of the GPU.
-        shared: positions, in the list of all leaves of its arguments, of tensors that all samples
-            share, such as a mask. Other tensors are split if their first axis is as long as that of
-            the first of them.
-        training: number of its modules that were in training mode when tuning found that its
-            samples do not depend on each other. With more modules in training mode it runs
-            undivided. None: no limit.
+        shared: indices, in the flattened list of its (nested) arguments, of tensors that all
+            samples share, such as a mask; they are never cut. Of the other tensors, the first axis
+            of the first one is the number of samples, and each tensor with this many rows is cut.
+        training: number of modules inside it that were in training mode when tuning found that its
+            samples do not depend on each other. If more of them are in training mode, it runs
+            undivided. None: it runs in micro-batches in every mode.
 
     Raises:
         PlanError: a field is out of range, or `recompute` and `offload` are both true.
@@ -70,7 +70,7 @@ def is_size(value: object) -> bool:
 
 
 class StepDivision(NamedTuple):
-    """How a step is divided.
+    """How a step is divided: into segments, by the micro-batches of a training loop, or both.
 
     Attributes:
         segments: modules that run in micro-batches or are recomputed.
@@ -87,11 +87,11 @@ WHOLE = StepDivision()
 
 
 class MicroBatch(tuple[Any, ...]):  # noqa: SLOT001 - one with slots has no room for a weight
-    """Part of a batch, with its share of the samples.
+    """A part of a batch, with a weight for its loss.
 
     Attributes:
-        weight: samples of this part divided by samples of the batch. A mean over the part, times
-            this weight, is the share of the part in the mean over the batch.
+        weight: number of samples of this part divided by that of the batch. The means over all
+            parts, each times the weight of its part, add up to the mean over the batch.
     """
 
     weight: float
@@ -104,7 +104,8 @@ def micro_batches(size: int | None, batch: tuple[Any, ...]) -> Iterator[MicroBat
     [([1, 2], 'ab', 0.6666666666666666), ([3], 'c', 0.3333333333333333)]
 
     Args:
-        size: samples of a part; the last part may be smaller. None: the whole batch.
+        size: number of samples of a part; the last part may be smaller. None: one part with the
+            whole batch.
         batch: tensors, arrays, lists of samples, and tuples and mappings of these.
 
     Raises:
