@@ -340,8 +340,7 @@ def read_profile(suite: Suite) -> DeviceProfile | None:
     """Save the device as cuDNN describes it; None where it is not one to plan with."""
     cudnn = suite.backend.runtime.cudnn
     try:
-        with Handle(cudnn) as handle:
-            text = DeviceProfile.text_of_handle(cudnn, handle)
+        text = DeviceProfile.text_of_handle(cudnn, Handle(cudnn))
         suite.save("profile.json", json.loads(text))
         return DeviceProfile.parse(text, "of this device")
     except (UcudnnError, ValueError) as error:

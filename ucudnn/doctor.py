@@ -86,8 +86,7 @@ def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
         )
     cudnn = Cudnn(find_library())
     try:
-        with Handle(cudnn) as handle:
-            profile = DeviceProfile.of_handle(cudnn, handle)
+        profile = DeviceProfile.of_handle(cudnn, Handle(cudnn))
     # There may be a driver, but no GPU that cuDNN can use.
     except CudnnError as error:
         raise UnsupportedError(f"there is no GPU here to describe: {error}") from error

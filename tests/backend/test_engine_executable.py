@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ucudnn.backends.cudnn import runtime as cudnn_runtime
 from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
 from ucudnn.backends.cudnn.graph import View
-from ucudnn.backends.cudnn.runtime import Handles
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import OPS, Problem
 
@@ -300,26 +301,24 @@ class Handle:
         self.streams.append(stream)
 
 
-def test_a_handle_belongs_to_one_thread_and_device_and_follows_the_stream():
-    stream, opened = {0: 7, 1: 7}, []
-
-    def open_handle(device):
-        opened.append(device)
-        return Handle()
-
-    handles = Handles(open_handle, stream.__getitem__)
-    mine = handles.get(0)
-    assert handles.get(0) is mine
+def test_a_handle_belongs_to_one_thread_and_device_and_follows_the_stream(monkeypatch):
+    stream = {0: 7, 1: 7}
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(cudnn_runtime, "Handle", lambda _: Handle())
+    monkeypatch.setattr(cudnn_runtime, "_current_stream", stream.__getitem__)
+    handle_of = cudnn_runtime.Runtime(None)._handle
+    mine = handle_of(0)
+    assert handle_of(0) is mine
     assert mine.streams == [7]
     stream[0] = 8
-    assert handles.get(0) is mine
+    assert handle_of(0) is mine
     assert mine.streams == [7, 8]
-    assert handles.get(1) is not mine
+    assert handle_of(1) is not mine
     barrier, others = threading.Barrier(4), []
 
     def work():
         barrier.wait()
-        others.append(handles.get(0))
+        others.append(handle_of(0))
         barrier.wait()
 
     threads = [threading.Thread(target=work) for _ in range(4)]

@@ -149,7 +149,7 @@ def refused_profile(changes: Fields) -> list[str]:
     fields = {**json.loads(PROFILE.text), **changes}
     kept = {name: value for name, value in fields.items() if value is not None}
     try:
-        DeviceProfile.parse(json.dumps(kept), "changed.json").descriptor(TARGET.cudnn).close()
+        DeviceProfile.parse(json.dumps(kept), "changed.json").descriptor(TARGET.cudnn)
     except UcudnnError as error:
         return [type(error).__name__, str(error)]
     return []
@@ -161,22 +161,22 @@ def fields_that_cudnn_requires() -> list[str]:
     required = []
     for name in fields:
         rest = {other: value for other, value in fields.items() if other != name}
-        with Descriptor(TARGET.cudnn, DescriptorKind.DEVICEPROP) as device:
-            device.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, json.dumps(rest))
-            try:
-                device.finalize()
-            except CudnnError:
-                required.append(name)
+        device = Descriptor(TARGET.cudnn, DescriptorKind.DEVICEPROP)
+        device.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, json.dumps(rest))
+        try:
+            device.finalize()
+        except CudnnError:
+            required.append(name)
     return sorted(required)
 
 
 def error_of_a_wrong_attribute() -> list[Any]:
     """A tensor takes no heuristic mode."""
-    with Descriptor(TARGET.cudnn, DescriptorKind.TENSOR) as tensor:
-        try:
-            tensor.set_enum(Attribute.ENGINEHEUR_MODE, Type.HEUR_MODE, 0)
-        except CudnnError as error:
-            return [error.status, error.name, error.doing, error.is_refusal]
+    tensor = Descriptor(TARGET.cudnn, DescriptorKind.TENSOR)
+    try:
+        tensor.set_enum(Attribute.ENGINEHEUR_MODE, Type.HEUR_MODE, 0)
+    except CudnnError as error:
+        return [error.status, error.name, error.doing, error.is_refusal]
     return []
 
 

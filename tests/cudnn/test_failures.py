@@ -61,6 +61,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Runtime]:
             cudnnBackendSetAttribute=lambda *_: 0,
             cudnnBackendFinalize=lambda _: status,
             cudnnBackendDestroyDescriptor=lambda _: 0,
+            cudnnDestroy=lambda _: 0,
             cudnnGetErrorString=lambda _: b"STATUS",
             cudnnGetLastErrorString=lambda *_: None,
         )

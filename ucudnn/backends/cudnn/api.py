@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from abc import ABC, abstractmethod
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, Self
@@ -190,28 +189,10 @@ class Cudnn:
             self.check(status, "execute a plan")
 
 
-class AbstractClosable(ABC):
-    """An object to close, by a `with` statement or by `close`; closing twice does nothing."""
-
-    # Without this line even subclasses with slots would have a `__dict__`.
-    __slots__ = ()
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the resources of the object; a second call does nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class Descriptor(AbstractClosable):
+class Descriptor:
     """A cuDNN object, whose attributes are set before it is finalized and can be read afterwards.
 
-    Leaving its context destroys the object, and so does garbage collection. A descriptor keeps
-    alive the descriptors that it was made from.
+    A descriptor keeps alive the descriptors that it was made from.
     """
 
     __slots__ = ("_cudnn", "_parts", "kind", "pointer")
@@ -221,27 +202,21 @@ class Descriptor(AbstractClosable):
         # cuDNN refers to the parts by pointer, so they must not be destroyed before this object.
         self._parts: tuple[Descriptor, ...] = ()
         self.kind = kind
-        # The pointer is null until the object is created, because `close` and `__del__` also run if
-        # its creation has failed.
+        # Null until the object is created: `__del__` also runs after a failed creation.
         self.pointer = c_void_p()
-        cudnn.call(f"create {kind.name}", "cudnnBackendCreateDescriptor", kind, byref(self.pointer))
-
-    def close(self) -> None:
-        """Destroy the object; a second call does nothing."""
-        if self.pointer:
-            self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
-            self.pointer = c_void_p()
-            self._parts = ()
+        create = cudnn.functions.cudnnBackendCreateDescriptor
+        cudnn.check(create(kind, byref(self.pointer)), f"create {kind.name}")
 
     def __del__(self) -> None:
-        # When Python exits, the driver may already be unloaded. Then nothing is done here, and the
-        # operating system frees the object, as it does for PyTorch's plans.
-        if not sys.is_finalizing():
-            self.close()
+        # When Python exits, the driver may already be unloaded. So the operating system frees the
+        # object then, as it does for PyTorch's plans.
+        if self.pointer and not sys.is_finalizing():
+            self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
 
     def _set(self, attribute: Attribute, kind: Type, count: int, values: object) -> None:
-        arguments = self.pointer, attribute, kind, count, values
-        self._cudnn.call(f"set {attribute.name}", "cudnnBackendSetAttribute", *arguments)
+        set_attribute = self._cudnn.functions.cudnnBackendSetAttribute
+        status = set_attribute(self.pointer, attribute, kind, count, values)
+        self._cudnn.check(status, f"set {attribute.name}")
 
     def set_int64(self, attribute: Attribute, *values: int) -> None:
         """Set one or more integers."""
@@ -283,13 +258,14 @@ class Descriptor(AbstractClosable):
 
     def finalize(self) -> Self:
         """Finalize the object, so that it can be used and read."""
-        self._cudnn.call(f"finalize {self.kind.name}", "cudnnBackendFinalize", self.pointer)
+        status = self._cudnn.functions.cudnnBackendFinalize(self.pointer)
+        self._cudnn.check(status, f"finalize {self.kind.name}")
         return self
 
     def _get(self, attribute: Attribute, kind: Type, capacity: int, values: object) -> int:
-        count = c_int64()
-        arguments = self.pointer, attribute, kind, capacity, byref(count), values
-        self._cudnn.call(f"get {attribute.name}", "cudnnBackendGetAttribute", *arguments)
+        get_attribute, count = self._cudnn.functions.cudnnBackendGetAttribute, c_int64()
+        status = get_attribute(self.pointer, attribute, kind, capacity, byref(count), values)
+        self._cudnn.check(status, f"get {attribute.name}")
         return count.value
 
     def get_int64(self, attribute: Attribute) -> int:
@@ -333,27 +309,25 @@ class Descriptor(AbstractClosable):
         return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]
 
 
-class Handle(AbstractClosable):
-    """cuDNN's context on the current device of this thread; only one thread may use it at a time.
-
-    The handle is a context manager: leaving the context destroys the handle.
-    """
+class Handle:
+    """cuDNN's context on the current device of this thread; one thread at a time may use it."""
 
     __slots__ = ("_cudnn", "pointer")
 
     def __init__(self, cudnn: Cudnn) -> None:
         self._cudnn = cudnn
+        # Null until the handle is created: `__del__` also runs after a failed creation.
         self.pointer = c_void_p()
-        cudnn.check(cudnn.functions.cudnnCreate(byref(self.pointer)), "open the device")
+        pointer = c_void_p()
+        cudnn.check(cudnn.functions.cudnnCreate(byref(pointer)), "open the device")
+        self.pointer = pointer
 
     def set_stream(self, stream: int) -> None:
         """Set the CUDA stream on which later calls enqueue their kernels."""
-        self._cudnn.check(
-            self._cudnn.functions.cudnnSetStream(self.pointer, stream), "set the stream"
-        )
+        status = self._cudnn.functions.cudnnSetStream(self.pointer, stream)
+        self._cudnn.check(status, "set the stream")
 
-    def close(self) -> None:
-        """Destroy the handle; a second call does nothing."""
-        if self.pointer:
+    def __del__(self) -> None:
+        # When Python exits, the operating system frees the handle, as it frees descriptors.
+        if self.pointer and not sys.is_finalizing():
             self._cudnn.functions.cudnnDestroy(self.pointer)
-            self.pointer = c_void_p()

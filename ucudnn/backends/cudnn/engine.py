@@ -102,9 +102,10 @@ def configurations(
     notes: dict[int, tuple[str, ...]] = {}  # by engine: in a graph, knobs do not change the notes
     reader = _Reader(target.cudnn)
     said = f"cuDNN {target.cudnn.version_text} has no engine for {problem}"
-    with _refusals(said), graph_of(target, problem, views, bias=bias) as graph:
-        # All three heuristics are asked, because the list of heuristic A may have only engines for
-        # tensor cores, which are ruled out in strict float32.
+    with _refusals(said):
+        graph = graph_of(target, problem, views, bias=bias)
+        # All three heuristics are asked, because the list of A may hold only tensor-core engines,
+        # which strict float32 rules out.
         for mode in HeuristicMode:
             for config in _proposals(target, graph, mode):
                 engine = reader.engine(config)
@@ -128,18 +129,18 @@ def configurations(
 
 
 def _proposals(target: Target, graph: Descriptor, mode: HeuristicMode) -> list[Descriptor]:
-    with Descriptor(target.cudnn, DescriptorKind.ENGINEHEUR) as heuristic:
-        heuristic.set_descriptors(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
-        heuristic.set_enum(Attribute.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
-        if target.device is not None:
-            heuristic.set_descriptors(Attribute.ENGINEHEUR_DEVICEPROP, target.device)
-        try:
-            heuristic.finalize()
-            return heuristic.get_descriptors(Attribute.ENGINEHEUR_RESULTS, DescriptorKind.ENGINECFG)
-        except CudnnError as error:
-            if error.is_refusal:  # this heuristic proposes nothing, but another one may
-                return []
-            raise
+    heuristic = Descriptor(target.cudnn, DescriptorKind.ENGINEHEUR)
+    heuristic.set_descriptors(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
+    heuristic.set_enum(Attribute.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
+    if target.device is not None:
+        heuristic.set_descriptors(Attribute.ENGINEHEUR_DEVICEPROP, target.device)
+    try:
+        heuristic.finalize()
+        return heuristic.get_descriptors(Attribute.ENGINEHEUR_RESULTS, DescriptorKind.ENGINECFG)
+    except CudnnError as error:
+        if error.is_refusal:  # this heuristic proposes nothing, but another one may
+            return []
+        raise
 
 
 class _Reader:

@@ -102,9 +102,9 @@ class DeviceProfile:
     def text_of_handle(cudnn: Cudnn, handle: Handle) -> str:
         """The JSON in which cuDNN describes a device of this machine."""
         _require_deviceless(cudnn)
-        with Descriptor(cudnn, DescriptorKind.DEVICEPROP) as device:
-            device.set_handle(Attribute.DEVICEPROP_HANDLE, handle)
-            return device.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
+        device = Descriptor(cudnn, DescriptorKind.DEVICEPROP)
+        device.set_handle(Attribute.DEVICEPROP_HANDLE, handle)
+        return device.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile for `load`."""

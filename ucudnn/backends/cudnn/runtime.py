@@ -8,7 +8,7 @@ modules for its context. So a call must run once before it is captured.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -20,57 +20,47 @@ from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
 
-class Handles:
-    """One handle per thread and device, set to torch's current stream.
-
-    cuDNN forbids two threads to use one handle at once. Setting the stream of a handle costs
-    microseconds, so it is set only when it changes. A new thread may get the number of a thread
-    that has ended, and then also gets the handle of that thread. So there are never more handles
-    per device than threads that ran at the same time.
-    """
-
-    def __init__(
-        self, open_handle: Callable[[int], Handle], current_stream: Callable[[int], int]
-    ) -> None:
-        self._open = open_handle
-        self._current_stream = current_stream
-        # This dict needs no lock: each thread reads and writes only keys with its own number.
-        self._held: dict[tuple[int, int], tuple[Handle, int]] = {}
-
-    def get(self, device: int) -> Handle:
-        """This thread's handle on a device, set to torch's current stream."""
-        # Autograd runs backward in threads of its own, which get handles at their first launch.
-        key = (threading.get_ident(), device)
-        stream = self._current_stream(device)
-        held = self._held.get(key)
-        # This is by far the most frequent case, because the stream rarely changes between launches.
-        if held is not None and held[1] == stream:
-            return held[0]
-        handle = self._open(device) if held is None else held[0]
-        handle.set_stream(stream)
-        self._held[key] = handle, stream
-        return handle
-
-
 class Runtime:
-    """Builds plans and launches them."""
+    """Builds plans and launches them.
+
+    cuDNN forbids two threads to use one handle at once, so each thread has one handle per device. A
+    new thread may get the number of a thread that has ended, and then also gets the handle of that
+    thread. So there are never more handles per device than threads that ran at the same time.
+    """
 
     def __init__(self, cudnn: Cudnn) -> None:
         self.cudnn = cudnn
-        self._handles = Handles(self._open_handle, _current_stream)
+        # Handles and their streams by thread and device. This dict needs no lock: each thread reads
+        # and writes only keys with its own number.
+        self._handles: dict[tuple[int, int], tuple[Handle, int]] = {}
         self._building = ForkSafeLock()  # cuDNN builds one plan at a time anyway
 
-    def _open_handle(self, device: int) -> Handle:
-        # cudnnCreate opens the device that is current in the calling thread.
-        with torch.cuda.device(device):
-            return Handle(self.cudnn)
+    def _handle(self, device: int) -> Handle:
+        """This thread's handle on a device, set to torch's current stream."""
+        # Autograd runs backward in threads of its own, which get handles at their first launch.
+        key = (threading.get_ident(), device)
+        stream = _current_stream(device)
+        held = self._handles.get(key)
+        # By far the most frequent case: the stream rarely changes between launches, and setting it
+        # costs microseconds.
+        if held is not None and held[1] == stream:
+            return held[0]
+        if held is None:
+            # cudnnCreate opens the device that is current in the calling thread.
+            with torch.cuda.device(device):
+                handle = Handle(self.cudnn)
+        else:
+            handle = held[0]
+        handle.set_stream(stream)
+        self._handles[key] = handle, stream
+        return handle
 
     def configurations(
-        self, device: int, problem: Problem, views: Views | None = None, bias: bool = False
+        self, device: int, problem: Problem, bias: bool = False
     ) -> list[Configuration]:
         """Engine configurations that cuDNN proposes for a problem, with or without a fused bias."""
         with self._building, torch.cuda.device(device):
-            return configurations(self._target(device), problem, views=views, bias=bias)
+            return configurations(self._target(device), problem, bias=bias)
 
     def build(
         self,
@@ -90,7 +80,7 @@ class Runtime:
             return build(target, problem, identity, alpha=alpha, beta=beta, views=views)
 
     def _target(self, device: int) -> Target:
-        return Target(self.cudnn, handle=self._handles.get(device))
+        return Target(self.cudnn, handle=self._handle(device))
 
     def pack(self, plan: ExecutionPlan, pointers: tuple[int, ...], workspace: int) -> Descriptor:
         """Describe the addresses for a launch: operands, result, bias if any, and workspace."""
@@ -103,7 +93,7 @@ class Runtime:
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():
-                self.cudnn.execute(self._handles.get(device), plan.descriptor, pack)
+                self.cudnn.execute(self._handle(device), plan.descriptor, pack)
         except CudnnError as error:  # not by `_failures`, whose generator takes a microsecond
             raise RuntimeError(str(error)) from error
 

@@ -46,11 +46,6 @@ class _Handle:
         """Note the stream."""
         self.stream = stream
 
-    def __enter__(self) -> _Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
 
 class _Plan(NamedTuple):
     """A plan that cuDNN has built, with what is needed to compute it."""
@@ -88,7 +83,7 @@ def install(profile: str) -> None:
     descriptors: dict[str, Any] = {}
 
     def target(self: runtime.Runtime, index: int) -> Target:
-        self._handles.get(index)
+        self._handle(index)
         if not descriptors:
             descriptors["of the device"] = device.descriptor(self.cudnn)
         return Target(self.cudnn, device=descriptors["of the device"])
@@ -121,7 +116,7 @@ def _building(build: Callable[..., Any]) -> Callable[..., _Plan]:
 def _launch(self: runtime.Runtime, device: int, plan: _Plan, pack: _Pack) -> None:
     """Compute alpha * convolution + bias + beta * result, with the given addresses alone."""
     faults.at_launch(plan.built.identity)
-    handle: Any = self._handles.get(device)
+    handle: Any = self._handle(device)
     assert handle.stream == torch.cuda.current_stream().cuda_stream, "it follows another stream"
     assert bool(pack.workspace) == bool(plan.workspace_bytes), "it has no workspace"
     problem = plan.problem
