@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import ctypes
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -20,22 +19,22 @@ import sys
 import tempfile
 from codecs import getwriter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 from ucudnn.backends.cudnn.api import Cudnn, find_library
 from ucudnn.backends.cudnn.engine import Configuration, configurations
-from ucudnn.backends.cudnn.graph import Target, View, Views
+from ucudnn.backends.cudnn.graph import Target, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import ConfigError, UcudnnError, UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.system.files import replacing
 from ucudnn.system.processes import start_python
 
-_PROGRAM = "from ucudnn.backends.cudnn.offline import main; main()"
+_PROGRAM = "import sys; from ucudnn.backends.cudnn.offline import serve; serve(int(sys.argv[1]))"
 _DRIVER = "libcuda.so.1"
 # Frameworks that would call the stub as if it were the driver.
 _USERS_OF_A_DRIVER = ("torch", "cupy", "jax", "tensorflow")
@@ -64,90 +63,61 @@ def list_configurations(
     views: Mapping[Problem, Views] | None = None,
 ) -> Iterator[Listing]:
     """List the configurations of each problem, in order, on a device that need not be here."""
-    request = {
-        "library": str(library or find_library()),
-        "profile": {"text": profile.text, "source": profile.source},
-        "problems": [
-            {"problem": asdict(problem), "views": (views or {}).get(problem)}
-            for problem in problems
-        ],
-    }
-    # One child for all problems, so that cuDNN is loaded once.
-    answers = _ask(request)
-    for problem, answer in zip(problems, answers, strict=True):
-        found = (Configuration(**{**one, "notes": tuple(one["notes"])}) for one in answer["found"])
-        yield Listing(problem, tuple(found), answer["refusal"], answer["cudnn"])
-
-
-def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start the child, send it a request and yield its answers."""
-    # The child's stderr goes to a file. Nobody would read a pipe meanwhile, so a child that wrote
-    # more than a pipe holds would wait forever.
-    with tempfile.TemporaryFile("w+") as said:
-        child = start_python(
-            _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
-        )
+    request = (library or find_library(), profile, problems, views or {})
+    ours, theirs = Pipe()
+    # What the child prints goes to a file, because nobody reads a pipe meanwhile: a child that
+    # wrote more than a pipe holds would wait forever.
+    with ours, tempfile.TemporaryFile("w+") as said:
+        number = theirs.fileno()
+        # One child for all problems, so that cuDNN is loaded once.
+        child = start_python(_PROGRAM, str(number), stdout=said, stderr=said, pass_fds=[number])
+        # Then the only other end of the pipe is in the child, so that the pipe reports when the
+        # child has ended.
+        theirs.close()
         with child:
             try:
-                yield from _answers(child, request)
+                ours.send(request)
+                for _ in problems:
+                    answer: Listing | str = ours.recv()
+                    # The child sends expected errors as texts. Any other error ends the child.
+                    if isinstance(answer, str):
+                        raise UnsupportedError(answer)
+                    yield answer
+            except (EOFError, OSError):
+                status = child.wait()
+                said.seek(0)
+                raise UnsupportedError(
+                    f"the process in which cuDNN plans ended with status {status}: "
+                    f"{said.read().strip() or 'it said nothing'}"
+                ) from None
             finally:
                 child.kill()  # does nothing if the child has ended
-        said.seek(0)
-        if child.returncode:
-            raise UnsupportedError(
-                f"the process in which cuDNN plans ended with status {child.returncode}: "
-                f"{said.read().strip() or 'it said nothing'}"
-            )
 
 
-def _answers(child: subprocess.Popen[str], request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    assert child.stdin is not None
-    assert child.stdout is not None
-    with suppress(BrokenPipeError), child.stdin as stream:  # the child's exit status says why
-        json.dump(request, stream)
-    for line in child.stdout:
-        answer: dict[str, Any] = json.loads(line)
-        # The child sends expected errors as an answer. Any other error ends the child with a
-        # traceback on stderr.
-        if "error" in answer:
-            raise UnsupportedError(answer["error"])
-        yield answer
-    child.wait()
-
-
-def main() -> None:
-    """Main function of the child: read a request, and write one line of answer per problem."""
-    # What libraries print on stdout goes to stderr, so that it does not get between the answers.
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
+def serve(descriptor: int) -> None:
+    """Answer the request of `list_configurations`; runs in the child."""
+    with Connection(descriptor) as connection:
+        library, profile, problems, views = connection.recv()
         try:
-            _serve(json.load(sys.stdin), answers)
+            # A real driver needs no stubs: with it, too, cuDNN plans for the device of the profile.
+            if not has_driver():
+                load_stubs()
+            cudnn = Cudnn(library)
+            target = Target(cudnn, device=profile.descriptor(cudnn))
+            for problem in problems:
+                # One answer at a time, so that the parent can report progress.
+                connection.send(_listing(target, problem, views.get(problem)))
         except UcudnnError as error:
-            answers.write(json.dumps({"error": str(error)}) + "\n")
+            connection.send(str(error))
 
 
-def _serve(request: dict[str, Any], answers: IO[str]) -> None:
-    # With a real driver no stubs are needed: cuDNN still plans for the device of the profile.
-    if not has_driver():
-        load_stubs()
-    cudnn = Cudnn(request["library"])
-    profile = DeviceProfile.parse(**request["profile"])
-    with profile.descriptor(cudnn) as device:
-        target = Target(cudnn, device=device)
-        for entry in request["problems"]:
-            problem = Problem(**entry["problem"])
-            views = entry["views"] and Views(
-                *(View(tuple(strides), alignment) for strides, alignment in entry["views"])
-            )
-            answer: dict[str, Any] = {"found": [], "refusal": "", "cudnn": cudnn.version_text}
-            try:
-                found = configurations(target, problem, views=views)
-                answer["found"] = [asdict(one) for one in found]
-            except UnsupportedError as error:
-                answer["refusal"] = str(error)
-            answers.write(json.dumps(answer) + "\n")
-            # Each line is sent at once, so that the parent can report progress.
-            answers.flush()
+def _listing(target: Target, problem: Problem, views: Views | None) -> Listing:
+    version = target.cudnn.version_text
+    try:
+        found = configurations(target, problem, views=views)
+    except UnsupportedError as error:
+        return Listing(problem, (), str(error), version)
+    return Listing(problem, tuple(found), "", version)
 
 
 class _Stub(NamedTuple):
