@@ -75,7 +75,7 @@ def plan_by_hand(model: nn.Module, inputs: Tensor) -> Plan:
         names = [candidate.algorithm for candidate in backend.candidates(problem)]
         # the first is cuDNN's first choice, as torch's; the last would be its slowest
         chosen = next(algorithm for algorithm in names if algorithm != DEFAULT_ALGORITHM)
-        if "onednn" in backend.algorithms() and backend.refusal(problem, "onednn") is None:
+        if backend.refusal(problem, "onednn") is None:
             chosen = "onednn"  # left out of the candidates, being torch's own choice
         kernels[problem] = KernelPlan(
             problem=problem,

@@ -222,6 +222,7 @@ def _random_plan(
 def _random_kernel(
     backend: AbstractBackend, problem: Problem, layers: tuple[str, ...], chance: random.Random
 ) -> KernelPlan:
+    from ucudnn.backends.torch_cpu.backend import ALGORITHMS
     from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Timing
 
     timing = Timing(time_ns=1, spread_ns=0, workspace_bytes=0, samples=1)
@@ -230,7 +231,7 @@ def _random_kernel(
     batches = range(1, planned.batch + 1)
     algorithms = tuple(
         name
-        for name in backend.algorithms()
+        for name in ALGORITHMS
         if all(backend.refusal(problem.with_batch(n), name) is None for n in batches)
     )
     slabs = _random_slabs(backend, planned, algorithms, chance)
@@ -314,6 +315,7 @@ def _forced(division: str, algorithm: str) -> Iterator[Counter[str]]:
 def _forced_split(
     backend: AbstractBackend, problem: Problem, division: str, algorithm: str
 ) -> Split:
+    from ucudnn.backends.torch_cpu.backend import ALGORITHMS
     from ucudnn.slabs import row_count, slabs
     from ucudnn.split import DEFAULT_ALGORITHM, Chunk, Split
 
@@ -329,7 +331,7 @@ def _forced_split(
         refusal = backend.refusal
     chunks = []
     for size, part in zip(sizes, parts, strict=True):
-        wanted = backend.algorithms() if algorithm == "mixed" else (algorithm,)
+        wanted = ALGORITHMS if algorithm == "mixed" else (algorithm,)
         able = [name for name in wanted if part is None or refusal(part, name) is None]
         if not able and refusal(part, DEFAULT_ALGORITHM) is not None:
             return Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))

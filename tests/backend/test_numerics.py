@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ucudnn.backends.tensors import memory_format
+from ucudnn.backends.torch_cpu.backend import ALGORITHMS
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem, strides_of
 
 BATCH = 5
@@ -252,4 +253,4 @@ def test_every_algorithm_was_tried(backend):
     for problem in gradients:
         tried |= {candidate.algorithm for candidate in backend.candidates(problem)}
     assert backend.refusal(small, "onednn") is None
-    assert tried == set(backend.algorithms())
+    assert tried == set(ALGORITHMS)

@@ -22,11 +22,10 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ucudnn
-from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
+from ucudnn.backends.torch_cpu.backend import ALGORITHMS
 from ucudnn.config import Config
 from ucudnn.execution.execute import Call, as_kernel
 
-ALGORITHMS = TorchCpuBackend().algorithms()
 LAYERS = {
     "plain": (partial(nn.Conv2d, 4, 6, 3), (3, 4, 9, 8)),
     "one input channel": (partial(nn.Conv2d, 1, 8, 3), (3, 1, 9, 8)),

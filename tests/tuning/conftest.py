@@ -78,9 +78,6 @@ class ScriptedBackend(AbstractBackend):
     def conditions(self) -> Conditions:
         return Conditions(threads=1)
 
-    def algorithms(self) -> tuple[str, ...]:
-        return tuple(self.costs)
-
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         del problem
         return None if algorithm in self.costs else "there is none"

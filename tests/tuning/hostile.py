@@ -89,9 +89,6 @@ class HostileBackend(AbstractBackend):
     def conditions(self) -> Conditions:
         return Conditions(threads=1)
 
-    def algorithms(self) -> tuple[str, ...]:
-        return self._names
-
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         del problem
         return None if algorithm in self._names else "there is none"

@@ -11,6 +11,7 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
 from ucudnn.backends import open_backend
+from ucudnn.backends.torch_cpu.backend import ALGORITHMS
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
@@ -66,7 +67,7 @@ def test_every_algorithm_of_the_cpu_passes():
     backend = open_backend("torch_cpu")
     tune_problems([("layer", FPROP)], Config(policy="powers-of-two"))
     with caches.open(mode="r") as cache:
-        errors = [entry.error for entry in cache if entry.key.algorithm in backend.algorithms()]
+        errors = [entry.error for entry in cache if entry.key.algorithm in ALGORITHMS]
     assert errors
     assert all(error is not None and error < 1e-6 for error in errors)
     assert backend.in_worker is False

@@ -181,10 +181,6 @@ class AbstractBackend(ABC):
         """Conditions under which a call of one chunk would run in this process now."""
 
     @abstractmethod
-    def algorithms(self) -> tuple[str, ...]:
-        """Names of all algorithms known without a problem, torch's own convolution first."""
-
-    @abstractmethod
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm does not compute a problem, as a clause; None if it does."""
 

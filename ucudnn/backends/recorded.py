@@ -115,9 +115,6 @@ class RecordedBackend(AbstractBackend):
     def conditions(self) -> Conditions:
         return self._group.conditions
 
-    def algorithms(self) -> tuple[str, ...]:
-        return _default_first({name for by_name in self._entries.values() for name in by_name})
-
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm is no candidate; None if it computed this or a larger batch."""
         if self._twin is not None:

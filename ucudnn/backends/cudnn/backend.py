@@ -135,10 +135,6 @@ class CudnnBackend(AbstractBackend):
     def state(self) -> DeviceState:
         return DeviceState(notes=gpu.gpu_notes(self._index))
 
-    def algorithms(self) -> tuple[str, ...]:
-        """Only the name of torch's own convolution: engines are enumerated for each problem."""
-        return (DEFAULT_ALGORITHM,)
-
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm does not compute a problem; None if it does, or may do so.
 

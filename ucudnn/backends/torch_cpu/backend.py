@@ -48,7 +48,7 @@ from ucudnn.problem import Problem
 # samples, channels or rows begin at the same value.
 _DRAWN = 262_139
 # Candidates are listed in this order. The first, torch's own convolution, is the baseline.
-_ALGORITHMS = {
+ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
         TorchDefault(),
@@ -94,18 +94,15 @@ class TorchCpuBackend(AbstractBackend):
             ranks_per_device=ranks_per_device(),
         )
 
-    def algorithms(self) -> tuple[str, ...]:
-        return tuple(_ALGORITHMS)
-
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         # The only other value is TF32, a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
         if problem.layout == "nhwc" and problem.rank == 1:
             return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
-        if algorithm not in _ALGORITHMS:
-            return f"there is none of that name; known are {', '.join(_ALGORITHMS)}"
-        return _ALGORITHMS[algorithm].refusal(problem)
+        if algorithm not in ALGORITHMS:
+            return f"there is none of that name; known are {', '.join(ALGORITHMS)}"
+        return ALGORITHMS[algorithm].refusal(problem)
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         reason = self.refusal(problem, algorithm)
@@ -117,7 +114,7 @@ class TorchCpuBackend(AbstractBackend):
         return reason
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        reasons = {name: self.refusal(problem, name) for name in _ALGORITHMS}
+        reasons = {name: self.refusal(problem, name) for name in ALGORITHMS}
         names = [name for name, reason in reasons.items() if reason is None]
         if not names:
             raise UnsupportedError(
@@ -133,7 +130,7 @@ class TorchCpuBackend(AbstractBackend):
                 name,
                 # Every other algorithm has only one implementation, with the same name.
                 implementation=chosen_kernel(problem) if name == "torch_default" else "",
-                is_deterministic=_ALGORITHMS[name].is_deterministic(problem),
+                is_deterministic=ALGORITHMS[name].is_deterministic(problem),
             )
             for name in names
         )
@@ -141,7 +138,7 @@ class TorchCpuBackend(AbstractBackend):
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
         if self.refusal(problem, algorithm) is not None:
             return None
-        return _ALGORITHMS[algorithm].cost(problem)
+        return ALGORITHMS[algorithm].cost(problem)
 
     def roofline(self, dtype: str) -> Roofline:
         return roofline(dtype)
@@ -150,7 +147,7 @@ class TorchCpuBackend(AbstractBackend):
         reason = self.refusal(problem, algorithm)
         if reason is not None:
             raise UnsupportedError(f"{algorithm} does not compute {problem}: {reason}")
-        return _ALGORITHMS[algorithm].executable(problem)
+        return ALGORITHMS[algorithm].executable(problem)
 
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
         """Standard normal operands, so that sums neither overflow nor vanish."""
@@ -169,7 +166,7 @@ class TorchCpuBackend(AbstractBackend):
         unseen = (
             unseen_bytes(computed, kernel, torch.get_num_threads())
             for problem, algorithm in set(parts)
-            for computed, kernel in _ALGORITHMS[algorithm].kernels(problem)
+            for computed, kernel in ALGORITHMS[algorithm].kernels(problem)
         )
         return max(unseen, default=0) + allocated_peak_bytes(run)
 
