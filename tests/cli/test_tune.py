@@ -316,7 +316,7 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     assert child.returncode == 130
     assert "interrupted; measurements taken so far are in the cache" in err
     assert "Traceback" not in err
-    assert f"and the plan so far, of 5 of 5 calls, is in {output}" in " ".join(err.split())
+    assert f"and the plan so far, of 5 kernels, is in {output}" in " ".join(err.split())
     assert len(Plan.load(output).kernels) == 5
     done = subprocess.run(
         [*command, "--effort", "quick", "--no-step-race", "--json"],

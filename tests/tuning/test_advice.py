@@ -16,14 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, UcudnnWarning
 from ucudnn.measurement import Device
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.tracing import Traced
 from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
-from ucudnn.tuning.advisor import advised
 
 MIB, MS = 1 << 20, 1_000_000
 
@@ -408,8 +406,8 @@ def test_layouts_that_there_are_not(model):
 def test_a_step_that_cannot_be_computed(model):
     x = torch.randn(4, 3, 12, 12)
     model.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no step today")))
-    traced = ucudnn.trace(nn.Sequential(*model), x)
-    found = advised(model, x, Traced([("layer", one) for one in traced]), Config())
+    with pytest.warns(UcudnnWarning, match="left out of tracing"):
+        found = ucudnn.advise(model, x)
     assert found.reason == "one could not be computed (no step today)"
     assert found.step_ns == 0
     assert found.left_out == ()

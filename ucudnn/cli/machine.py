@@ -56,25 +56,21 @@ def advise(
     if ranks is not None or link is not None or startup.is_in_job():
         _advise_in_ranks(recipe, ranks, link, as_json)
         return
-    # These modules import torch, which takes seconds. So they are imported only after --help and
-    # wrong settings have been handled.
-    from ucudnn.tuning.advisor import advised, require_live
-    from ucudnn.tuning.tuner import device_type
+    # Imported late: these import torch, which takes seconds. --help and wrong settings come first.
+    from ucudnn.tuning import advisor
 
-    require_live(config)
-    # After `require_live`, because making a model may take long.
+    # Before the model is made, which may take long.
+    advisor.require_live(config)
     named = name_model(recipe)
-    traced = named.trace(config.ops, device_type(config))
-    # Tracing needs shapes only; the steps that run from here on need values.
     named.fill()
     # The bar is shown on stderr, so that stdout holds nothing but the result.
     with bar("running steps") as update, named.context():
-        found = advised(
+        found = advisor.advise(
             named.module,
             named.examples,
-            traced,
             config,
-            lambda done, total: update(done, total, "timing kernels"),
+            real=recipe.real,
+            on_kernel=lambda done, total: update(done, total, "timing kernels"),
         )
     if as_json:
         print_json(found.to_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,10 @@ from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 
 if TYPE_CHECKING:
-    from ucudnn.tracing import Traced
     from ucudnn.tuning.results import Progress
+
+    # Tunes what the command line names, and reports progress to its argument.
+    _Run = Callable[[Callable[[Progress], None]], Plan]
 
 
 @options.takes_settings(SETTINGS)
@@ -60,9 +63,13 @@ def tune(
     _require_sense(recipe, config, given, output)
     if compiled:
         _require_steps(recipe, config)
-    traced, named = _traced(recipe, of_table, config, compiled)
-    plan = _tune(traced, named, config, output, as_json, remeasure)
-    # This comes after the plan was written and printed, because noise is no reason to lose it.
+    run = (
+        _table_run(recipe, of_table, config, remeasure)
+        if recipe.is_table
+        else _model_run(recipe, config, compiled, remeasure)
+    )
+    plan = _tune(run, output, as_json)
+    # After the plan was written and printed: noise is no reason to lose it.
     _judge(plan, fail_if_noisy, fail_if_partial)
 
 
@@ -101,18 +108,41 @@ def _require_steps(recipe: Recipe, config: Config) -> None:
         raise ConfigError(f"--compile compiles the steps that judge a plan, and {reason}")
 
 
-def _traced(
-    recipe: Recipe, of_table: TableFlags, config: Config, is_compiled: bool
-) -> tuple[Traced, NamedModel | None]:
+def _table_run(recipe: Recipe, of_table: TableFlags, config: Config, remeasure: bool) -> _Run:
+    """The tuning of a table of layers, which has no model whose steps could be run."""
     # torch is imported only now that the command line is known to be right.
-    from ucudnn.tuning.tuner import device_type
+    from ucudnn.tuning.tuner import device_type, tune_problems
 
-    where = device_type(config)
-    if recipe.is_table:
-        return read_traced(recipe.model, of_table, config.ops, where), None
+    traced = read_traced(recipe.model, of_table, config.ops, device_type(config))
+    return partial(tune_problems, traced.layers, config, biased=traced.biased, remeasure=remeasure)
+
+
+def _model_run(recipe: Recipe, config: Config, is_compiled: bool, remeasure: bool) -> _Run:
+    """The tuning of a model."""
+    from ucudnn.tuning.model import tune
+
     named = name_model(recipe)
-    traced = named.trace(config.ops, where)
-    return traced, _compiled(named) if is_compiled else named
+    runs_steps = config.step_race or config.memory_budget is not None
+    # Only steps need values in the inputs, and a replay runs no steps that judge a plan.
+    if recipe.real or (runs_steps and not config.is_replayed):
+        named.fill()
+    if is_compiled:
+        named = _compiled(named)
+
+    def run(on_progress: Callable[[Progress], None]) -> Plan:
+        with named.context():
+            plan = tune(
+                named.module,
+                named.examples,
+                config,
+                on_progress,
+                real=recipe.real,
+                remeasure=remeasure,
+            )
+        # The plan notes the name by which its model can be made again.
+        return replace(plan, origin=replace(plan.origin or Origin(), model=recipe.model))
+
+    return run
 
 
 def _compiled(named: NamedModel) -> NamedModel:
@@ -143,68 +173,29 @@ def _judge(plan: Plan, fail_if_noisy: bool, fail_if_partial: bool) -> None:
         raise typer.Exit(SAYS_NO)
 
 
-def _tune(
-    traced: Traced,
-    named: NamedModel | None,
-    config: Config,
-    output: Path | None,
-    as_json: bool,
-    remeasure: bool,
-) -> Plan:
+def _tune(run: _Run, output: Path | None, as_json: bool) -> Plan:
     start = time.monotonic()
     try:
         with progress() as (on_progress, counts):
-            plan = _plan(traced, named, config, on_progress, remeasure)
+            plan = run(on_progress)
     # Ctrl-C: the plan so far is kept. No traceback is shown, because it would not help the user.
     except TuningInterruptedError as interrupted:
-        raise InterruptedCommandError(_keep(interrupted.plan, len(traced.layers), output)) from None
+        raise InterruptedCommandError(_keep(interrupted.plan, output)) from None
     if output is not None:
         plan.save(output)
     _print_tuned(plan, counts, time.monotonic() - start, output, as_json)
     return plan
 
 
-def _plan(
-    traced: Traced,
-    named: NamedModel | None,
-    config: Config,
-    on_progress: Callable[[Progress], None],
-    remeasure: bool,
-) -> Plan:
-    from ucudnn.tuning.model import tune_traced
-    from ucudnn.tuning.tuner import device_type, tune_problems
-
-    # The layers of a CSV come without a model whose steps could be run.
-    if named is None:
-        return tune_problems(
-            traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
-        )
-    # Only whole steps need values in the inputs, and a replay runs nothing.
-    if (config.step_race or config.memory_budget is not None) and not config.is_replayed:
-        named.fill()
-    with named.context():
-        plan = tune_traced(
-            named.module,
-            named.examples,
-            traced,
-            config,
-            on_progress,
-            device_type=device_type(config),
-            remeasure=remeasure,
-        )
-    # The plan notes the name by which its model can be made again.
-    return replace(plan, origin=replace(plan.origin or Origin(), model=named.recipe.model))
-
-
-def _keep(plan: Plan, calls: int, output: Path | None) -> str:
+def _keep(plan: Plan, output: Path | None) -> str:
     sentence = "interrupted; measurements taken so far are in the cache"
     if output is None or not plan.kernels:
         return sentence
     plan.save(output)
-    planned = sum(len(kernel.layers) for kernel in plan.kernels)
+    left = f"it lacks {len(plan.left_out)} or some of their batches, and " if plan.left_out else ""
     return (
-        f"{sentence}, and the plan so far, of {planned} of {calls} calls, is in {output}; what is "
-        f"not finished runs torch's own convolution there"
+        f"{sentence}, and the plan so far, of {len(plan.kernels)} kernels, is in {output}; {left}"
+        f"what is not finished runs torch's own convolution there"
     )
 
 

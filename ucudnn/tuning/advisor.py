@@ -35,13 +35,13 @@ from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.tracing import Traced, trace_layers
+from ucudnn.tracing import trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
 from ucudnn.tuning.budget import least_ns
 from ucudnn.tuning.segmenting import Seen, SegmentSearch
 from ucudnn.tuning.step_profile import StepProfile, StepProfiler
 from ucudnn.tuning.step_rounds import race, tells
-from ucudnn.tuning.tuner import layers_by_problem
+from ucudnn.tuning.tuner import device_type, layers_by_problem
 from ucudnn.units import format_bytes
 
 # Seconds for the whole advice, which is for users who do not want to wait for tuning.
@@ -114,30 +114,8 @@ def advise(
     """
     config = require_config(config)
     require_live(config)
-    traced = trace_layers(model, example_inputs, config.ops, real=real)
-    return advised(model, example_inputs, traced, config, on_kernel)
-
-
-def advised(
-    model: nn.Module,
-    example_inputs: Any,
-    traced: Traced,
-    config: Config,
-    on_kernel: OnKernel = _silent,
-) -> Advice:
-    """Like `advise`, for a model that is traced already.
-
-    Args:
-        model: any module.
-        example_inputs: the inputs that the model was traced with.
-        traced: the convolutions of the model.
-        config: the settings.
-        on_kernel: called after every kernel.
-
-    Raises:
-        ConfigError: as for `advise`.
-    """
-    require_live(config)
+    where = device_type(config)
+    traced = trace_layers(model, example_inputs, config.ops, real=real, device_type=where)
     if is_compiled(model):
         warn(
             "advice is by steps that are not compiled, and another layout may be faster where "

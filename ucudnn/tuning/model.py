@@ -31,7 +31,7 @@ from ucudnn.tuning.judging import (
 from ucudnn.tuning.memory_budget import MemoryBudget
 from ucudnn.tuning.results import Progress
 from ucudnn.tuning.segmenting import faster_division
-from ucudnn.tuning.tuner import tune_problems
+from ucudnn.tuning.tuner import device_type, tune_problems
 
 # The largest number of passes of tuning. If a step needs more memory than was measured for its
 # kernels alone, they get that much less in the next pass.
@@ -84,24 +84,8 @@ def tune(
             budget leaves it.
     """
     config, began = require_config(config), monotonic()
-    traced = trace_layers(model, example_inputs, config.ops, real=real)
-    how = {"real": real}
-    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
-
-
-def tune_traced(
-    model: nn.Module,
-    example_inputs: Any,
-    traced: Traced,
-    config: Config,
-    on_progress: Report | None = None,
-    *,
-    device_type: str | None = None,
-    remeasure: bool = False,
-) -> Plan:
-    """Like `tune`, for a model that was traced before."""
-    began, how = monotonic(), {"device_type": device_type}
-    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
+    how = {"real": real, "device_type": device_type(config)}
+    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run()
 
 
 @dataclass
@@ -115,14 +99,14 @@ class _Tuning:
     remeasure: bool
     # The `time.monotonic` from which the time budget counts.
     began: float
-    # Arguments for `trace_layers`, which traces the model again for another layout or division.
+    # Arguments for `trace_layers`; another layout or division is traced anew.
     how: Mapping[str, Any]
     budget: MemoryBudget | None = None
     division: StepDivision = WHOLE
 
-    def run(self, traced: Traced) -> Plan:
-        """Tune the model and judge the plan; repeat it while steps exceed the memory budget."""
-        plan = self._within_budget(traced)
+    def run(self) -> Plan:
+        """Tune the model and judge the plan, again while steps exceed the memory budget."""
+        plan = self._within_budget(self._traced())
         if self.division != WHOLE:
             plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
         return self._described(plan)
