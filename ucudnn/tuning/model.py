@@ -182,11 +182,26 @@ class _Tuning:
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         budget_s = self.config.time_budget_s
+        # The progress of both tunings is reported as that of one. `more` kernels are still to come.
+        before = latest = Progress("", 0, 0, 0, 0)
+        more = len(set(_problems(traced["channels_last"])))
+
+        def report(event: Progress) -> None:
+            nonlocal latest
+            latest = replace(
+                event,
+                done=before.done + event.done,
+                total=before.done + event.total + more,
+                measured=before.measured + event.measured,
+                reused=before.reused + event.reused,
+            )
+            if self.on_progress is not None:
+                self.on_progress(latest)
+
         # A budget that the user set is for both layouts together, a default one for each layout.
-        report = _Joined(self.on_progress, len(set(_problems(traced["channels_last"]))))
         half_s, race_steps = budget_s and budget_s / 2, LAYOUT_RACE_STEPS // 2
         own = self._tuned(traced["keep"], half_s, race_steps, report, "keep")
-        report.go_on()
+        before, more = latest, 0
         rest_s = self._seconds_for_the_second(own)
         try:
             # If the user set a budget, `rest_s` already leaves out the time of the race.
@@ -252,33 +267,6 @@ class _Tuning:
             seconds=round(monotonic() - self.began),
         )
         return replace(plan, origin=origin)
-
-
-class _Joined:
-    """Reports the progress of two successive tunings as one; the second one has `more` kernels."""
-
-    def __init__(self, report: Report | None, more: int) -> None:
-        self._report = report
-        self._more = more
-        self._last = self._before = Progress("", 0, 0, 0, 0)
-
-    def go_on(self) -> None:
-        """Begin the second tuning."""
-        # From now on the reported totals contain the kernels of the second tuning.
-        self._more, self._before = 0, self._last
-
-    def __call__(self, event: Progress) -> None:
-        """Report the sums of both tunings."""
-        before = self._before
-        self._last = replace(
-            event,
-            done=before.done + event.done,
-            total=before.done + event.total + self._more,
-            measured=before.measured + event.measured,
-            reused=before.reused + event.reused,
-        )
-        if self._report is not None:
-            self._report(self._last)
 
 
 def _problems(traced: Traced) -> list[Any]:
