@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 # Settings of tiny transformers, and of those for speech.
@@ -36,6 +38,33 @@ def monai(name: str, **settings: Any) -> nn.Module:
     """A network of MONAI."""
     networks = pytest.importorskip("monai.networks.nets", reason="the extra `test` brings monai")
     return getattr(networks, name)(**settings)
+
+
+class Network(NamedTuple):
+    """How to make a network, whose class has this name, and the shape of its input."""
+
+    library: Callable[..., nn.Module]
+    name: str
+    shape: tuple[int, ...]
+    settings: dict[str, Any]
+
+    def make(self) -> nn.Module:
+        """The network; the same weights each time."""
+        torch.manual_seed(0)
+        return self.library(self.name, **self.settings)
+
+    def input(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A batch."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.shape, generator=generator, dtype=dtype)
+
+
+def hugging_face(name: str, *shape: int, **settings: Any) -> Network:
+    return Network(transformers, name, shape, settings)
+
+
+def medical(name: str, *shape: int, **settings: Any) -> Network:
+    return Network(monai, name, shape, settings)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

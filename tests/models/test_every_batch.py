@@ -5,13 +5,11 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
-from packaged import SPEECH, monai, tensors_in, transformers
+from packaged import SPEECH, Network, hugging_face, medical, tensors_in
 from torch import nn
 
 import ucudnn
@@ -20,11 +18,11 @@ from ucudnn.check import check
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def resnet18() -> nn.Module:
-    return runpy.run_path(str(EXAMPLES / "models.py"))["resnet18"](10)
+def example(name: str) -> nn.Module:
+    return runpy.run_path(str(EXAMPLES / "models.py"))[name](10)
 
 
-def autoencoder() -> nn.Module:
+def autoencoder(_: str) -> nn.Module:
     """Strides, dilation, a transposed convolution, and a filter that is not square."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 5, 2, 2),
@@ -37,50 +35,31 @@ def autoencoder() -> nn.Module:
     )
 
 
-class Network(NamedTuple):
-    """How to make a network, and what its steps need."""
-
-    make: Callable[[], nn.Module]
-    # Of the largest batch.
-    shape: tuple[int, ...]
-    # A budget that excludes some of torch's own convolutions.
-    memory: str
-
-
-SEGMENTS: dict[str, Any] = {"in_channels": 1, "out_channels": 2}
+SPACE: dict[str, Any] = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+PLANES = {**SPACE, "spatial_dims": 2}
 RESIDUAL: dict[str, Any] = {"channels": (16, 32, 64, 128), "strides": (2, 2, 2)}
+CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
+# Each with a budget that excludes some of torch's own convolutions.
 NETWORKS = {
-    "unet_3d": Network(
-        partial(monai, "UNet", **SEGMENTS, spatial_dims=3, num_res_units=2, **RESIDUAL),
-        (4, 1, 32, 32, 32),
-        "100MiB",
-    ),
-    "resnet18": Network(resnet18, (6, 3, 64, 64), "150MiB"),
-    "autoencoder": Network(autoencoder, (9, 3, 48, 48), "8MiB"),
-    "attention_unet_3d": Network(
-        partial(monai, "AttentionUnet", **SEGMENTS, spatial_dims=3, channels=(4, 8), strides=(2,)),
-        (3, 1, 16, 16, 16),
+    "unet_3d": (medical("UNet", 4, 1, 32, 32, 32, **SPACE, num_res_units=2, **RESIDUAL), "100MiB"),
+    "resnet18": (Network(example, "resnet18", (6, 3, 64, 64), {}), "150MiB"),
+    "autoencoder": (Network(autoencoder, "autoencoder", (9, 3, 48, 48), {}), "8MiB"),
+    "attention_unet_3d": (
+        medical("AttentionUnet", 3, 1, 16, 16, 16, **SPACE, channels=(4, 8), strides=(2,)),
         "10MiB",
     ),
-    "basic_unet": Network(
-        partial(monai, "BasicUNet", **SEGMENTS, spatial_dims=2, features=(8, 8, 16, 16, 32, 8)),
-        (6, 1, 64, 64),
+    "basic_unet": (
+        medical("BasicUNet", 6, 1, 64, 64, **PLANES, features=(8, 8, 16, 16, 32, 8)),
         "50MiB",
     ),
-    "mobilenet": Network(
-        partial(transformers, "MobileNetV2Model", depth_multiplier=0.25), (5, 3, 32, 32), "10MiB"
-    ),
-    "convnext": Network(
-        partial(transformers, "ConvNextV2Model", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
-        (7, 3, 32, 32),
-        "10MiB",
-    ),
-    "wav2vec": Network(partial(transformers, "Wav2Vec2Model", **SPEECH), (3, 800), "10MiB"),
+    "mobilenet": (hugging_face("MobileNetV2Model", 5, 3, 32, 32, depth_multiplier=0.25), "10MiB"),
+    "convnext": (hugging_face("ConvNextV2Model", 7, 3, 32, 32, **CONVNEXT), "10MiB"),
+    "wav2vec": (hugging_face("Wav2Vec2Model", 3, 800, **SPEECH), "10MiB"),
 }
-SETTINGS: dict[str, Callable[[Network], dict[str, Any]]] = {
+SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
     "default": lambda _: {},
     "short time": lambda _: {"time_budget_s": 4},
-    "memory budget": lambda network: {"memory_budget": network.memory},
+    "memory budget": lambda budget: {"memory_budget": budget},
     "limit and short time": lambda _: {"time_budget_s": 4, "workspace_limit": "1MiB"},
 }
 # Of the rest each takes half a minute.
@@ -109,11 +88,10 @@ def cases() -> Iterator[Any]:
 )
 @pytest.mark.parametrize(("name", "setting"), list(cases()))
 def test_a_saved_plan_computes_every_batch(name: str, setting: str, tmp_path: Path) -> None:
-    network = NETWORKS[name]
-    torch.manual_seed(0)
+    network, budget = NETWORKS[name]
     # In a batch of one sample some statistics of a BatchNorm would be of one element.
-    model, x = network.make().eval(), torch.randn(network.shape)
-    ucudnn.tune(model, x, ucudnn.Config(**SETTINGS[setting](network))).save(tmp_path / "plan.json")
+    model, x = network.make().eval(), network.input()
+    ucudnn.tune(model, x, ucudnn.Config(**SETTINGS[setting](budget))).save(tmp_path / "plan.json")
     plan = ucudnn.Plan.load(tmp_path / "plan.json")
     for kernel in plan.kernels:
         # On a busy machine a short time ends before the last batch is known to fit.

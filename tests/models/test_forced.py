@@ -10,39 +10,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from packaged import NARROW, SPEECH, monai, tensors_in, transformers
+from packaged import NARROW, SPEECH, Network, hugging_face, medical, tensors_in
 from torch import Tensor, nn
-
-
-class Network(NamedTuple):
-    """How to make a network, whose class has this name, and the shape of its input."""
-
-    library: Callable[..., nn.Module]
-    name: str
-    shape: tuple[int, ...]
-    settings: dict[str, Any]
-
-    def make(self) -> nn.Module:
-        """The network; the same weights each time, and no dropout."""
-        torch.manual_seed(0)
-        return self.library(self.name, **self.settings).double().eval()
-
-    def input(self) -> Tensor:
-        """A batch."""
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(self.shape, generator=generator, dtype=torch.float64)
-
-
-def hugging_face(name: str, *shape: int, **settings: Any) -> Network:
-    return Network(transformers, name, shape, settings)
-
-
-def medical(name: str, *shape: int, **settings: Any) -> Network:
-    return Network(monai, name, shape, settings)
 
 
 PLANES = {"spatial_dims": 2, "in_channels": 1}
@@ -123,7 +95,7 @@ def test_divided_by_force_it_computes_as_torch_does(
         if network not in NETWORKS[:FEW]:
             pytest.skip("only with --complete")
         ways = random.Random(network.name).sample(ways, WAYS)
-    model, x = network.make(), network.input()
+    model, x = network.make().double().eval(), network.input(dtype=torch.float64)
     truth = step(model, x)
     for way in ways:
         with forced(*way) as used:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import random
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from packaged import monai, transformers
+from packaged import Network, hugging_face, medical
 from torch import Tensor, nn
 
 import ucudnn
@@ -23,121 +23,71 @@ import ucudnn
 STEPS = 3
 
 
-def resnet() -> nn.Module:
-    """Residual blocks of two convolutions."""
-    return transformers(
-        "ResNetForImageClassification",
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-    )
-
-
-def convnext() -> nn.Module:
-    """7x7 depthwise convolutions, and patches."""
-    return transformers(
-        "ConvNextForImageClassification",
-        hidden_sizes=[8, 16],
-        depths=[1, 2],
-        num_stages=2,
-    )
-
-
-def segformer() -> nn.Module:
-    """Segmentation: overlapping patches, depthwise convolutions between linear layers, dropout."""
-    return transformers(
-        "SegformerForSemanticSegmentation",
-        depths=[1, 1, 1, 1],
-        hidden_sizes=[8, 8, 16, 16],
-        num_attention_heads=[1, 1, 2, 2],
-        mlp_ratios=[2, 2, 2, 2],
-        decoder_hidden_size=8,
-    )
-
-
-def bit() -> nn.Module:
-    """Convolutions of standardised weights: a subclass that calls functional.conv2d itself."""
-    return transformers(
-        "BitForImageClassification",
-        embedding_size=32,
-        hidden_sizes=[32, 64],
-        depths=[1, 1],
-        num_groups=4,
-    )
-
-
-def unet() -> nn.Module:
-    """A 3-D U-Net, which goes up by transposed convolutions."""
-    return monai(
-        "UNet",
-        spatial_dims=3,
-        in_channels=1,
-        out_channels=2,
-        channels=(4, 8, 16),
-        strides=(2, 2),
-        num_res_units=1,
-    )
-
-
-def segresnet() -> nn.Module:
-    """A 3-D residual encoder and decoder."""
-    return monai(
-        "SegResNet",
-        spatial_dims=3,
-        in_channels=1,
-        out_channels=2,
-        init_filters=8,
-        blocks_down=(1, 1),
-        blocks_up=(1,),
-    )
-
-
-def dynunet() -> nn.Module:
-    """nnU-Net's network."""
-    return monai(
-        "DynUNet",
-        spatial_dims=3,
-        in_channels=1,
-        out_channels=2,
-        kernel_size=[3, 3, 3],
-        strides=[1, 2, 2],
-        upsample_kernel_size=[2, 2],
-        filters=[4, 8, 16],
-    )
-
-
 IMAGES, VOLUMES = (3, 3, 32, 32), (2, 1, 16, 16, 16)
-SHAPES = {
-    resnet: IMAGES,
-    convnext: IMAGES,
-    segformer: IMAGES,
-    bit: IMAGES,
-    unet: VOLUMES,
-    segresnet: VOLUMES,
-    dynunet: VOLUMES,
-}
-models = pytest.mark.parametrize("make", SHAPES, ids=lambda make: make.__name__)
-# those with convolutions that convert_ can swap
-swappable = pytest.mark.parametrize(
-    "make", [make for make in SHAPES if make is not bit], ids=lambda make: make.__name__
+SPACE = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+# Residual blocks of two convolutions.
+RESNET = hugging_face(
+    "ResNetForImageClassification",
+    *IMAGES,
+    embedding_size=8,
+    hidden_sizes=[8, 16],
+    depths=[1, 1],
+    layer_type="basic",
 )
+# 7x7 depthwise convolutions, and patches.
+CONVNEXT = hugging_face(
+    "ConvNextForImageClassification", *IMAGES, hidden_sizes=[8, 16], depths=[1, 2], num_stages=2
+)
+# Segmentation: overlapping patches, depthwise convolutions between linear layers, dropout.
+SEGFORMER = hugging_face(
+    "SegformerForSemanticSegmentation",
+    *IMAGES,
+    depths=[1, 1, 1, 1],
+    hidden_sizes=[8, 8, 16, 16],
+    num_attention_heads=[1, 1, 2, 2],
+    mlp_ratios=[2, 2, 2, 2],
+    decoder_hidden_size=8,
+)
+# Convolutions of standardised weights: a subclass that calls functional.conv2d itself.
+BIT = hugging_face(
+    "BitForImageClassification",
+    *IMAGES,
+    embedding_size=32,
+    hidden_sizes=[32, 64],
+    depths=[1, 1],
+    num_groups=4,
+)
+# It goes up by transposed convolutions.
+UNET = medical(
+    "UNet", *VOLUMES, **SPACE, channels=(4, 8, 16), strides=(2, 2), num_res_units=1
+)
+SEGRESNET = medical(
+    "SegResNet", *VOLUMES, **SPACE, init_filters=8, blocks_down=(1, 1), blocks_up=(1,)
+)
+# nnU-Net's network.
+DYNUNET = medical(
+    "DynUNet",
+    *VOLUMES,
+    **SPACE,
+    kernel_size=[3, 3, 3],
+    strides=[1, 2, 2],
+    upsample_kernel_size=[2, 2],
+    filters=[4, 8, 16],
+)
+# Those with convolutions that convert_ can swap.
+SWAPPABLE = (RESNET, CONVNEXT, SEGFORMER, UNET, SEGRESNET, DYNUNET)
+
+
+def of(networks: Iterable[Network]) -> pytest.MarkDecorator:
+    """A test of each of these networks."""
+    return pytest.mark.parametrize("network", networks, ids=lambda network: network.name)
+
+
 # Libraries that warn of themselves; what ucudnn warns of is still an error.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     *(pytest.mark.filterwarnings(f"ignore:::{library}") for library in ("transformers", "monai")),
 ]
-
-
-def new(make: Callable[[], nn.Module]) -> nn.Module:
-    """The same weights each time."""
-    torch.manual_seed(0)
-    return make().train()
-
-
-def batch(make: Callable[[], nn.Module], seed: int = 0) -> Tensor:
-    """A batch of inputs."""
-    return torch.randn(SHAPES[make], generator=torch.Generator().manual_seed(seed))
 
 
 def output(model: nn.Module, x: Tensor) -> Tensor:
@@ -146,12 +96,12 @@ def output(model: nn.Module, x: Tensor) -> Tensor:
     return y if isinstance(y, Tensor) else y.logits
 
 
-def train(model: nn.Module, make: Callable[[], nn.Module]) -> list[Tensor]:
+def train(model: nn.Module, network: Network) -> list[Tensor]:
     """The losses of some steps."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
     for seed in range(STEPS):
         torch.manual_seed(seed)  # of dropout
-        loss = output(model, batch(make, seed)).square().mean()
+        loss = output(model, network.input(seed)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -159,36 +109,36 @@ def train(model: nn.Module, make: Callable[[], nn.Module]) -> list[Tensor]:
     return losses
 
 
-@swappable
+@of(SWAPPABLE)
 @pytest.mark.parametrize("seed", range(2))
-def test_converted_it_trains_as_the_original(make, seed, random_plan):
-    model = new(make)
-    conversion = ucudnn.convert_(model, random_plan(model, batch(make), random.Random(seed)))
+def test_converted_it_trains_as_the_original(network, seed, random_plan):
+    model = network.make()
+    conversion = ucudnn.convert_(model, random_plan(model, network.input(), random.Random(seed)))
     assert conversion.swapped
     assert not conversion.unplanned
-    assert_as_the_original(model, make, train(model, make))
+    assert_as_the_original(model, network, train(model, network))
 
 
-@models
+@of([*SWAPPABLE, BIT])
 @pytest.mark.parametrize("seed", range(2))
-def test_untouched_it_trains_as_the_original(make, seed, random_plan):
-    model = new(make)
-    with ucudnn.installed(random_plan(model, batch(make), random.Random(seed))):
-        losses = train(model, make)
-    assert_as_the_original(model, make, losses)
+def test_untouched_it_trains_as_the_original(network, seed, random_plan):
+    model = network.make()
+    with ucudnn.installed(random_plan(model, network.input(), random.Random(seed))):
+        losses = train(model, network)
+    assert_as_the_original(model, network, losses)
 
 
-def assert_as_the_original(model: nn.Module, make: Callable[[], nn.Module], losses: list[Tensor]):
+def assert_as_the_original(model: nn.Module, network: Network, losses: list[Tensor]):
     """Losses and weights after training are those of torch's own convolutions."""
-    original = new(make)
-    torch.testing.assert_close(losses, train(original, make), rtol=1e-4, atol=1e-6)
+    original = network.make()
+    torch.testing.assert_close(losses, train(original, network), rtol=1e-4, atol=1e-6)
     for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 def test_a_pretrained_model_is_saved_and_loaded_as_ever(random_plan, tmp_path):
-    model = new(resnet).eval()
-    plan = random_plan(model, batch(resnet), random.Random(0))
+    model = RESNET.make().eval()
+    plan = random_plan(model, RESNET.input(), random.Random(0))
     ucudnn.convert_(model, plan)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
@@ -196,28 +146,28 @@ def test_a_pretrained_model_is_saved_and_loaded_as_ever(random_plan, tmp_path):
         name for name, module in loaded.named_modules() if "ucudnn" in type(module).__module__
     ]
     with torch.no_grad():
-        torch.testing.assert_close(output(model, batch(resnet)), output(loaded, batch(resnet)))
+        torch.testing.assert_close(output(model, RESNET.input()), output(loaded, RESNET.input()))
     assert ucudnn.convert_(loaded, plan).swapped
 
 
 def test_subclasses_that_call_functionals_are_named(random_plan):
-    model = new(bit)
-    plan = random_plan(model, batch(bit), random.Random(0))
+    model = BIT.make()
+    plan = random_plan(model, BIT.input(), random.Random(0))
     with pytest.raises(ucudnn.PlanError, match="installed.*bit.embedder.convolution"):
         ucudnn.convert_(model, plan)
 
 
-@pytest.mark.parametrize("make", [resnet, convnext, unet], ids=lambda make: make.__name__)
+@of([RESNET, CONVNEXT, UNET])
 @pytest.mark.parametrize("way", ["converted", "installed"])
-def test_channels_last_under_autocast(make, way, random_plan):
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(SHAPES[make])]
-    x = batch(make).to(memory_format=layout)
-    exact = new(make).double()
+def test_channels_last_under_autocast(network, way, random_plan):
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(network.shape)]
+    x = network.input().to(memory_format=layout)
+    exact = network.make().double()
     exact_x = x.double()
     output(exact, exact_x).square().mean().backward()
     errors = []
     for follows in (True, False):
-        model, plan = new(make).to(memory_format=layout), None
+        model, plan = network.make().to(memory_format=layout), None
         with torch.autocast("cpu", torch.bfloat16):
             if follows:
                 plan = random_plan(model, x, random.Random(0))

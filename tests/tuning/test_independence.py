@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from packaged import SPEECH, monai, transformers
 from torch import nn
 
 from ucudnn.execution.micro_batching import segment_
@@ -263,57 +264,37 @@ def diffusion():
         norm_num_groups=4,
         layers_per_block=1,
     )
-    return (
-        model,
-        (torch.randn(4, 3, 8, 8), torch.tensor([1, 5, 9, 2])),
-        ["", "mid_block", "up_blocks.1"],
-    )
+    return model, (torch.randn(4, 3, 8, 8), torch.tensor([1, 5, 9, 2]))
 
 
 def convnext():
-    library = pytest.importorskip("transformers")
-    config = library.ConvNextConfig(
-        hidden_sizes=[8, 8], depths=[1, 1], num_stages=2, drop_path_rate=0.1
-    )
-    model = library.ConvNextModel(config).train()
-    return model, (torch.randn(4, 3, 32, 32),), ["", "encoder", "encoder.stages.1"]
+    settings = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1}
+    return transformers("ConvNextModel", **settings), (torch.randn(4, 3, 32, 32),)
 
 
 def wav2vec2():
-    library = pytest.importorskip("transformers")
-    config = library.Wav2Vec2Config(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        conv_dim=(8, 8),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        feat_extract_norm="layer",
-        mask_time_prob=0.0,
-    )
-    return (
-        library.Wav2Vec2Model(config),
-        (torch.randn(4, 400),),
-        ["", "feature_extractor", "encoder"],
-    )
+    model = transformers("Wav2Vec2Model", **SPEECH, feat_extract_norm="layer")
+    return model, (torch.randn(4, 400),)
 
 
 def segresnet():
-    library = pytest.importorskip("monai.networks.nets")
-    model = library.SegResNet(
-        init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)
-    )
-    return model, (torch.randn(4, 1, 8, 8, 8),), ["", "down_layers.1", "up_layers.0"]
+    settings = {"in_channels": 1, "out_channels": 2, "blocks_down": (1, 1), "blocks_up": (1,)}
+    return monai("SegResNet", init_filters=8, **settings), (torch.randn(4, 1, 8, 8, 8),)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("network", [diffusion, convnext, wav2vec2, segresnet])
-def test_networks_keep_samples_apart_and_so_they_run(network):
-    model, inputs, names = network()
+@pytest.mark.parametrize(
+    ("network", "names"),
+    [
+        (diffusion, ["", "mid_block", "up_blocks.1"]),
+        (convnext, ["", "encoder", "encoder.stages.1"]),
+        (wav2vec2, ["", "feature_extractor", "encoder"]),
+        (segresnet, ["", "down_layers.1", "up_layers.0"]),
+    ],
+)
+def test_networks_keep_samples_apart_and_so_they_run(network, names):
+    model, inputs = network()
     found = examined(model, lambda: model(*inputs), dict.fromkeys(names, 2))
     assert {name: one.reason for name, one in found.items()} == dict.fromkeys(names, "")
     model.eval()
