@@ -143,28 +143,29 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, Any]]
 
 
 @pytest.fixture
-def torchrun(tmp_path: Path, package: Path) -> Callable[..., Job]:
-    """Run a function of ranks.py under torchrun until it ends; a dictionary says how."""
+def torchrun(package: Path) -> Callable[..., tuple[int, str]]:
+    """Run a script of this folder under torchrun until it ends; exit status and output."""
 
-    def run(function: str, ranks: int, *options: str, **arguments: Any) -> tuple[int, str, Path]:
-        folder = tmp_path / "torchrun"
-        folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", *options, str(RANKS)]
-        command += [function, str(folder), json.dumps(arguments)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(package.parent),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+    def run(
+        script: str, ranks: int, *words: object, options: Sequence[str] = (), **variables: str
+    ) -> tuple[int, str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
         ended = subprocess.run(
-            command,
+            [*command, f"--nproc-per-node={ranks}", RANKS.with_name(script), *map(str, words)],
             check=False,
             capture_output=True,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(package.parent), **variables},
             text=True,
             timeout=PATIENCE_S,
         )
-        return ended.returncode, ended.stdout + ended.stderr, folder
+        return ended.returncode, ended.stdout + ended.stderr
 
     return run
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -243,17 +243,6 @@ def die_after_meeting(folder: Path, rank: int) -> dict[str, Any]:
         return rendezvous.exchange("values", rank)
 
 
-def come_late(folder: Path, rank: int) -> dict[str, Any]:
-    """The last rank never calls what the others call."""
-    backend = scripted(rank)
-    plan = ucudnn.Plan(
-        (), backend.device(), backend.software(), backend.conditions(), ucudnn.Config(), "scripted"
-    )
-    if rank < dist.get_world_size() - 1:
-        distributed.agree(plan, timeout_s=3)
-    return {}
-
-
 def main(
     function: str, folder: Path, arguments: dict[str, Any], is_store_in_rank_0: bool = False
 ) -> None:

@@ -135,13 +135,6 @@ def test_a_rank_that_has_no_plan_to_send_is_named(launch, tmp_path, plan):
         assert "it has no plan to send" in one["sentence"]
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_time_out(launch):
-    said = launch("come_late", 4).end()
-    for one in said[:3]:
-        assert one["ranks"] == [3]
-        assert "rank 3 did not reach the rendezvous of all ranks within 3 s" in one["sentence"]
-
-
 def test_the_minority_is_named_and_of_two_halves_the_one_without_the_first_rank():
     facts = [{"torch": version} for version in ("2", "1", "1", "1")]
     with pytest.raises(RankError, match="torch is 2 on rank 0, but 1 on ranks 1, 2, 3") as caught:

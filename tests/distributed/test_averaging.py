@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn.distributed import ElasticAverager, delay
@@ -34,13 +32,6 @@ def test_gradients_are_late_by_the_steps_that_are_asked_for(launch, late):
 def test_local_sgd_by_torch_with_converted_layers(launch):
     for one in launch("local_sgd", 2).end():
         assert one["weights"] < 2e-4
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

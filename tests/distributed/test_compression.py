@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn.distributed import OneBit, TopK, compress
@@ -98,13 +96,6 @@ def test_ranks_with_different_codecs_are_named(launch):
     for one in launch("differing", 2).end():
         assert one["error"] == "RankError"
         assert "codec is TopK(density=0.2) on rank 1, but TopK(density=0.1)" in one["sentence"]
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_compress_refuses_what_it_cannot_compress(alone):

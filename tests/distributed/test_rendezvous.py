@@ -76,6 +76,8 @@ def test_keys_of_a_job_that_has_ended_let_no_rank_in(in_threads):
     # the first rank gives a new nonce, which the old answers do not repeat
     found = in_threads(briefly, range(3), absent=[1, 2])
     assert found[0].ranks == (1, 2)
+    sentence = "ranks 1, 2 did not reach the rendezvous of all ranks within 0.3 s"
+    assert sentence in str(found[0])
     # the others are let in by no confirmation of their predecessors' answers, old or new
     found = in_threads(briefly, range(3), absent=[0])
     assert [type(found[rank]) for rank in (1, 2)] == [RankError] * 2

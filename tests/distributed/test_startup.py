@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,24 +46,9 @@ def started(monkeypatch):
     return set_variables
 
 
-@pytest.fixture
-def torchrun(tmp_path: Path, package: Path):
-    """Run started.py under torchrun; exit status, output, and what each rank wrote."""
-
-    def run(ranks: int, what: str = "", *options: str):
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
-        ended = subprocess.run(
-            [*words, f"--nproc-per-node={ranks}", str(STARTED), str(tmp_path), what],
-            check=False,
-            capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(package.parent)},
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-        return ended.returncode, ended.stdout + ended.stderr, said
-
-    return run
+def said(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """What each rank of started.py wrote."""
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("launcher", ["Open MPI", "MPICH", "Slurm"])
@@ -70,7 +56,8 @@ def test_ranks_of_one_host_find_each_other_and_learn_as_under_torchrun(
     tmp_path, package, torchrun, launcher
 ):
     """Started by this process, with the variables of a launcher that need not be here."""
-    _, _, expected = torchrun(2)
+    torchrun("started.py", 2, tmp_path)
+    expected = said(tmp_path, 2)
     environment = {**os.environ, "PYTHONPATH": str(package.parent)}
     ranks = [
         subprocess.Popen(
@@ -80,27 +67,28 @@ def test_ranks_of_one_host_find_each_other_and_learn_as_under_torchrun(
         for rank in range(2)
     ]
     assert [rank.wait(PATIENCE_S) for rank in ranks] == [0, 0]
-    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [one["rank"] for one in said] == [[0, 2, 0], [1, 2, 1]]
+    found = said(tmp_path, 2)
+    assert [one["rank"] for one in found] == [[0, 2, 0], [1, 2, 1]]
     # Gloo adds in the same order whoever has started the ranks: equal to the last bit.
-    assert {one["weights"] for one in [*said, *expected]} == {expected[0]["weights"]}
+    assert {one["weights"] for one in [*found, *expected]} == {expected[0]["weights"]}
 
 
-def test_every_number_of_ranks_learns_from_the_whole_batch(torchrun):
+def test_every_number_of_ranks_learns_from_the_whole_batch(tmp_path, torchrun):
     sums = {}
     for ranks in (1, 2, 4):
-        status, output, said = torchrun(ranks)
+        status, output = torchrun("started.py", ranks, tmp_path)
         assert status == 0, output
-        sums[ranks] = said[0]["sum"]
+        sums[ranks] = said(tmp_path, ranks)[0]["sum"]
     assert sums[2] == pytest.approx(sums[1], rel=1e-9)
     assert sums[4] == pytest.approx(sums[1], rel=1e-9)
 
 
-def test_a_restart_meets_no_dead_rank(torchrun):
+def test_a_restart_meets_no_dead_rank(tmp_path, torchrun):
     """Gloo fails with the keys of dead ranks, which torchrun's store keeps over restarts."""
-    status, output, said = torchrun(2, "die once", "--max-restarts=1")
+    options = ["--max-restarts=1"]
+    status, output = torchrun("started.py", 2, tmp_path, "die once", options=options)
     assert status == 0, output
-    assert [one["attempt"] for one in said] == ["1", "1"]
+    assert [one["attempt"] for one in said(tmp_path, 2)] == ["1", "1"]
 
 
 @pytest.mark.parametrize(

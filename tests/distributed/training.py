@@ -89,27 +89,43 @@ def is_replicated(model: nn.Module) -> bool:
     return ok
 
 
-def ddp(folder: Path, rank: int, last: bool = False, **options: Any) -> dict[str, Any]:
-    """Train both for 20 steps, the last batch of each epoch smaller and not the same on all."""
+def ddp(
+    folder: Path, rank: int, last: bool = False, micro: int = 1, joined: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Train both, the last batch of each epoch smaller and not the same on all.
+
+    Args:
+        folder: of the job.
+        rank: of this process.
+        last: by a plan for channels_last.
+        micro: micro-steps of each of the 20 updates; only the last of them communicates.
+        joined: each rank has another number of batches, under torch's `Join`.
+        options: of DDP.
+    """
     ranks = dist.get_world_size()
     model = network()
     pair = planned(model, last=last), copy.deepcopy(model)
     both = [DistributedDataParallel(m, **options) for m in pair]
     counts = [count_buckets(m) for m in both]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in both]
     images, labels = data(ranks * BATCH * 4 + ranks * 3)
     losses: list[list[float]] = [[], []]
-    for number in range(STEPS):
-        # five steps an epoch; in the fifth the ranks have 3, 4, 3, 4 samples
-        start = number % 5 * BATCH * ranks + rank * BATCH
-        size = BATCH if number % 5 < 4 else 3 + rank % 2
-        start = min(start, len(images) - size)
-        for one, optimizer, taken in zip(both, optimizers, losses, strict=True):
-            optimizer.zero_grad()
-            loss = cross_entropy(one(images[start : start + size]), labels[start : start + size])
-            loss.backward()
-            optimizer.step()
-            taken.append(loss.item())
+    for one, taken in zip(both, losses, strict=True):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9)
+        with Join([one]) if joined else nullcontext():
+            for number in range((3 + 2 * rank if joined else STEPS) * micro):
+                # five batches an epoch; in the fifth the ranks have 3, 4, 3, 4 samples
+                start = number % 5 * BATCH * ranks + rank * BATCH
+                size = BATCH if number % 5 < 4 else 3 + rank % 2
+                start = min(start, len(images) - size)
+                mine = slice(start, start + size)
+                is_last = number % micro == micro - 1
+                with nullcontext() if is_last else one.no_sync():
+                    loss = cross_entropy(one(images[mine]), labels[mine]) / micro
+                    loss.backward()
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    taken.append(loss.item())
     return {
         "loss": max(abs(a - b) / b for a, b in zip(*losses, strict=True)),
         "learned": losses[0][-1] / losses[0][0],
@@ -134,47 +150,6 @@ def count_buckets(model: DistributedDataParallel) -> list[int]:
 
     model.register_comm_hook(None, hook)
     return sizes
-
-
-def accumulate(folder: Path, rank: int) -> dict[str, Any]:
-    """Four micro-steps per update, the first three of them without communication."""
-    model = network(norm=False)
-    both = [DistributedDataParallel(m) for m in (planned(model), copy.deepcopy(model))]
-    counts = [count_buckets(m) for m in both]
-    images, labels = data(dist.get_world_size() * BATCH * 4)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in both]
-    for _ in range(3):
-        for one, optimizer in zip(both, optimizers, strict=True):
-            optimizer.zero_grad()
-            for micro in range(4):
-                start = (rank * 4 + micro) * BATCH
-                with one.no_sync() if micro < 3 else nullcontext():
-                    part = slice(start, start + BATCH)
-                    (cross_entropy(one(images[part]), labels[part]) / 4).backward()
-            optimizer.step()
-    return {
-        "weights": difference(*(m.module for m in both)),
-        "replicated": is_replicated(both[0]),
-        "buckets": [len(count) for count in counts],
-    }
-
-
-def join(folder: Path, rank: int) -> dict[str, Any]:
-    """Ranks with 3 and more batches each."""
-    model = network(norm=False)
-    both = [DistributedDataParallel(m) for m in (planned(model), copy.deepcopy(model))]
-    images, labels = data(BATCH)
-    for one in both:
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.05)
-        with Join([one]):
-            for _ in range(3 + 2 * rank):
-                optimizer.zero_grad()
-                cross_entropy(one(images), labels).backward()
-                optimizer.step()
-    return {
-        "weights": difference(*(m.module for m in both)),
-        "replicated": is_replicated(both[0]),
-    }
 
 
 def fsdp(folder: Path, rank: int, last: bool = False) -> dict[str, Any]:
