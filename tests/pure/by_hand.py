@@ -1,12 +1,13 @@
 """Plans made by hand: kernels that an algorithm computes undivided, on a device that is none.
 
-And costs of algorithms, for the scripted backend of tests/tuning.
+And costs of algorithms for the scripted backend, with the fastest splits by brute force.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Collection, Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,44 @@ def linear(
         int((fixed_ms + ms_per_sample * size) * MS),
         int(mib_per_sample * size * MIB),
     )
+
+
+def random_costs(seed: int) -> dict[str, Callable[[int], tuple[int, int]]]:
+    """Costs of three algorithms, drawn by chance."""
+    chance = random.Random(seed)
+    return {
+        name: linear(chance.randint(2, 9), chance.randint(0, 12) / 4, chance.randint(0, 6))
+        for name in ("torch_default", "fast", "lean")
+    }
+
+
+def chunks_of(
+    costs: dict[str, Callable[[int], tuple[int, int]]], sizes: Iterable[int]
+) -> set[tuple[int, int, int]]:
+    """Size, time and workspace of the chunks that these algorithms compute."""
+    return {(size, *cost(size)) for size in sizes for cost in costs.values()}
+
+
+def front(chunks: Collection[tuple[int, int, int]], batch: int) -> tuple[tuple[int, int], ...]:
+    """Least times of all splits of a batch into such chunks, by the workspace that they may use."""
+    found: list[tuple[int, int]] = []
+    for limit in sorted({workspace for _, _, workspace in chunks}):
+        best = [0] + [None] * batch
+        for n in range(1, batch + 1):
+            times = [
+                best[n - size] + time_ns
+                for size, time_ns, workspace in chunks
+                if workspace <= limit and size <= n and best[n - size] is not None
+            ]
+            best[n] = min(times, default=None)
+        if best[batch] is not None and (not found or best[batch] < found[-1][1]):
+            found.append((limit, best[batch]))
+    return tuple(found)
+
+
+def least_ns(points: Iterable[tuple[int, int]], limit: int | None) -> int | None:
+    """The least time of a front within a limit; None where nothing fits."""
+    return min((time_ns for size, time_ns in points if limit is None or size <= limit), default=None)
 
 
 def kernel(

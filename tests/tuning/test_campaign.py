@@ -7,7 +7,7 @@ import warnings
 
 import by_hand
 import pytest
-from by_hand import linear
+from by_hand import chunks_of, front, least_ns, linear
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
@@ -151,16 +151,8 @@ def test_lazy_measuring_leaves_most_out_and_misses_nothing(scripted):
         plan = tune_problems([("layer", problem)], config)
         timed = {(name, size) for name, size in backend.runs}
         assert len(timed) <= share * 64 * len(costs)
-        limit_bytes = config.limit_bytes
-        best = {0: 0.0}
-        for n in range(1, 65):
-            best[n] = min(
-                best[n - size] + cost(size)[0]
-                for cost in costs.values()
-                for size in range(1, n + 1)
-                if limit_bytes is None or cost(size)[1] <= limit_bytes
-            )
-        assert plan.kernels[0].timing.time_ns <= 1.02 * best[64]
+        best = least_ns(front(chunks_of(costs, range(1, 65)), 64), config.limit_bytes)
+        assert plan.kernels[0].timing.time_ns <= 1.02 * best
         assert any("no split along the batch axis" in note for note in plan.kernels[0].notes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import random
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_hand import chunks_of, front, least_ns, random_costs
 from torch import nn
 
 import ucudnn
@@ -375,35 +375,9 @@ def test_threads_whose_memory_cannot_be_seen_are_refused():
         memory_budget.MemoryBudget(model, x, config).limits("keep", traced)
 
 
-# Of two kernels on a scripted device all splits can be listed.
 N = 8
-SIZES = (1, 2, 4, 8)
 NARROW, WIDE = (Problem("fprop", N, 2, 2, (side, side), (1, 1)) for side in (4, 8))
 NAMED = [("a", NARROW), ("b", WIDE), ("c", NARROW)]
-
-
-def random_costs(seed):
-    chance = random.Random(seed)
-
-    def cost():
-        ms, mib, fixed = chance.randint(2, 9), chance.randint(0, 12) / 4, chance.randint(0, 6)
-        return lambda size: (int((fixed + ms * size) * MS), int(mib * size * MIB))
-
-    return {name: cost() for name in ("torch_default", "fast", "lean")}
-
-
-def every_split(costs):
-    """(workspace, time) of all sequences of chunks, the largest first."""
-    for count in range(1, N + 1):
-        for sizes in itertools.combinations_with_replacement(SIZES[::-1], count):
-            if sum(sizes) == N:
-                for names in itertools.product(costs, repeat=count):
-                    chunks = [costs[name](size) for name, size in zip(names, sizes, strict=True)]
-                    yield max(w for _, w in chunks), sum(t for t, _ in chunks)
-
-
-def best_ns(splits, limit):
-    return min((time_ns for size, time_ns in splits if size <= limit), default=None)
 
 
 @pytest.mark.slow
@@ -411,10 +385,10 @@ def best_ns(splits, limit):
 def test_each_kernel_is_as_fast_as_what_is_left_to_it_allows(seed, scripted):
     costs = random_costs(seed)
     scripted(**costs)
-    splits = list(every_split(costs))
+    splits = front(chunks_of(costs, (1, 2, 4, 8)), N)
     live = {NARROW: 20 * MIB, WIDE: 26 * MIB}
     for budget in (27 * MIB, 31 * MIB, 60 * MIB):
-        best = {problem: best_ns(splits, budget - live[problem]) for problem in live}
+        best = {problem: least_ns(splits, budget - live[problem]) for problem in live}
         config = Config(memory_budget=budget)
         limits = Limits(None, budget, live)
         if None in best.values():

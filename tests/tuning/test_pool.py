@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 import warnings
 from dataclasses import replace
 
 import pytest
-from by_hand import linear
+from by_hand import chunks_of, front, linear, random_costs
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, UntunedWarning
@@ -23,39 +22,21 @@ from ucudnn.tuning.tuner import tune_problems
 MIB = 1 << 20
 MS = 1_000_000
 N = 8
-SIZES = (1, 2, 4, 8)
 NARROW, MIDDLE, WIDE = (Problem("fprop", N, 2, 2, (side, side), (1, 1)) for side in (4, 6, 8))
 LAYERS = [("a", NARROW), ("b", MIDDLE), ("c", WIDE), ("d", MIDDLE)]
 CALLS = {NARROW: 1, MIDDLE: 2, WIDE: 1}
 
 
-def best_times(costs) -> dict[int, int]:
-    """By workspace the least time of a whole batch, by trying every sequence of chunks."""
-
-    def splits(left):
-        if not left:
-            yield ()
-        for size in SIZES:
-            if size <= left:
-                for rest in splits(left - size):
-                    if not rest or rest[0] <= size:
-                        yield (size, *rest)
-
-    found: dict[int, int] = {}
-    for sizes in splits(N):
-        for names in itertools.product(costs, repeat=len(sizes)):
-            chunks = [costs[name](size) for name, size in zip(names, sizes, strict=True)]
-            workspace = max(workspace for _, workspace in chunks)
-            time_ns = sum(time_ns for time_ns, _ in chunks)
-            found[workspace] = min(time_ns, found.get(workspace, time_ns))
-    return found
+def best_times(costs) -> tuple[tuple[int, int], ...]:
+    """By workspace the least time of a whole batch."""
+    return front(chunks_of(costs, (1, 2, 4, 8)), N)
 
 
 def best_division(points, total) -> int | None:
     """The least time of all calls, by trying every division; all kernels cost alike here."""
     times = [
         sum(calls * time_ns for calls, (_, time_ns) in zip(CALLS.values(), chosen, strict=True))
-        for chosen in itertools.product(points.items(), repeat=len(CALLS))
+        for chosen in itertools.product(points, repeat=len(CALLS))
         if sum(n * size for n, (size, _) in zip(CALLS.values(), chosen, strict=True)) <= total
     ]
     return min(times, default=None)
@@ -63,14 +44,6 @@ def best_division(points, total) -> int | None:
 
 def time_of(plan: Plan) -> int:
     return sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
-
-
-def random_costs(seed):
-    chance = random.Random(seed)
-    return {
-        name: linear(chance.randint(2, 9), chance.randint(0, 12) / 4, chance.randint(0, 6))
-        for name in ("torch_default", "fast", "lean")
-    }
 
 
 @pytest.mark.slow

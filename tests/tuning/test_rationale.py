@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from by_hand import linear
+from by_hand import front, linear
 
 from ucudnn import cache as caches
 from ucudnn.config import Config
@@ -109,26 +109,8 @@ def test_a_front_is_that_of_all_splits_of_what_was_timed(planned):
             if entry.key.problem.with_batch(8) == kernel.problem
             and (entry.key.subject, entry.status) == ("chunk", "ok")
         }
-        assert one.front == brute_force(8, chunks)
+        assert one.front == front(chunks, 8)
         assert one.alternatives[0].time_ns <= one.alternatives[1].time_ns
-
-
-def brute_force(batch, chunks):
-    """Least times of all splits of a batch by the workspace that they may use."""
-    limits = sorted({workspace for _, _, workspace in chunks})
-    front = []
-    for limit in limits:
-        best = [0] + [None] * batch
-        for n in range(1, batch + 1):
-            times = [
-                best[n - size] + time_ns
-                for size, time_ns, workspace in chunks
-                if workspace <= limit and size <= n and best[n - size] is not None
-            ]
-            best[n] = min(times, default=None)
-        if best[batch] is not None and (not front or best[batch] < front[-1][1]):
-            front.append((limit, best[batch]))
-    return tuple(front)
 
 
 def test_without_measurements_there_is_what_the_plan_knows(planned):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from by_hand import linear
+from by_hand import chunks_of, front, least_ns, linear
 
 from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
@@ -70,23 +70,6 @@ def tune(problem=FPROP, **settings):
     return tune_problems([("layer", problem)], Config(**settings), counts), counts
 
 
-def best_time_within(costs, sizes, batch, limit):
-    """Brute force over all multisets of chunks."""
-    chunks = []
-    for name, cost in costs.items():
-        for size in sizes:
-            time_ns, workspace = cost(size)
-            if limit is None or workspace <= limit:
-                chunks.append((size, time_ns, name))
-    best = {0: 0}
-    for n in range(1, batch + 1):
-        best[n] = min(
-            (best[n - size] + time_ns for size, time_ns, _ in chunks if size <= n),
-            default=float("inf"),
-        )
-    return best[batch]
-
-
 COSTS = {
     "torch_default": linear(2.0, 0.1),
     "greedy": linear(1.0, 4.0, fixed_ms=0.5),
@@ -102,13 +85,14 @@ def test_chooses_the_fastest_split_within_the_limit(scripted, policy, limit_mib)
     scripted(**COSTS)
     limit = None if limit_mib is None else limit_mib * MIB
     sizes = {"powers-of-two": (1, 2, 4, 8, 16), "all": range(1, 17), "undivided": (16,)}[policy]
-    if best_time_within(COSTS, sizes, 16, limit) == float("inf"):
+    best = least_ns(front(chunks_of(COSTS, sizes), 16), limit)
+    if best is None:
         with pytest.raises(PlanError, match="the smallest needs"):
             tune(workspace_limit=limit, policy=policy)
         return
     plan, _ = tune(workspace_limit=limit, policy=policy)
     (kernel,) = plan.kernels
-    assert kernel.timing.time_ns == best_time_within(COSTS, sizes, 16, limit)
+    assert kernel.timing.time_ns == best
     assert limit is None or kernel.timing.workspace_bytes <= limit
     assert kernel.predicted_time_ns == kernel.timing.time_ns
 
