@@ -56,7 +56,8 @@ def advise(
     if ranks is not None or link is not None or startup.is_in_job():
         _advise_in_ranks(recipe, ranks, link, as_json)
         return
-    # Imported late: these import torch, which takes seconds. --help and wrong settings come first.
+    # These modules import torch, which takes seconds. So they are imported only after --help and
+    # wrong settings have been handled.
     from ucudnn.tuning import advisor
 
     # Before the model is made, which may take long.

@@ -69,7 +69,7 @@ def tune(
         else _model_run(recipe, config, compiled, remeasure)
     )
     plan = _tune(run, output, as_json)
-    # After the plan was written and printed: noise is no reason to lose it.
+    # This comes after the plan was written and printed, because noise is no reason to lose it.
     _judge(plan, fail_if_noisy, fail_if_partial)
 
 

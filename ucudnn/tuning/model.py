@@ -105,7 +105,7 @@ class _Tuning:
     division: StepDivision = WHOLE
 
     def run(self) -> Plan:
-        """Tune the model and judge the plan, again while steps exceed the memory budget."""
+        """Tune the model and judge the plan; repeat it while steps exceed the memory budget."""
         plan = self._within_budget(self._traced())
         if self.division != WHOLE:
             plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)

@@ -208,8 +208,8 @@ class Descriptor:
         cudnn.check(create(kind, byref(self.pointer)), f"create {kind.name}")
 
     def __del__(self) -> None:
-        # When Python exits, the driver may already be unloaded. So the operating system frees the
-        # object then, as it does for PyTorch's plans.
+        # When Python exits, the driver may already be unloaded. Then nothing is done here, and the
+        # operating system frees the object, as it does for PyTorch's plans.
         if self.pointer and not sys.is_finalizing():
             self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
 

@@ -104,8 +104,8 @@ def configurations(
     said = f"cuDNN {target.cudnn.version_text} has no engine for {problem}"
     with _refusals(said):
         graph = graph_of(target, problem, views, bias=bias)
-        # All three heuristics are asked, because the list of A may hold only tensor-core engines,
-        # which strict float32 rules out.
+        # All three heuristics are asked, because the list of heuristic A may have only engines for
+        # tensor cores, which are ruled out in strict float32.
         for mode in HeuristicMode:
             for config in _proposals(target, graph, mode):
                 engine = reader.engine(config)

@@ -99,7 +99,8 @@ def serve(descriptor: int) -> None:
     with Connection(descriptor) as connection:
         library, profile, problems, views = connection.recv()
         try:
-            # A real driver needs no stubs: with it, too, cuDNN plans for the device of the profile.
+            # With a real driver no stubs are needed: cuDNN still plans for the device of the
+            # profile.
             if not has_driver():
                 load_stubs()
             cudnn = Cudnn(library)
