@@ -68,7 +68,7 @@ def scripted(rank: int, pause_s: float = 0.0, **identity: Any) -> Any:
 
     Torch's default is over the limit; of the twins noise alone decides which is faster.
     """
-    module = load_file("tuning/conftest.py")
+    module = load_file("pure/fakes.py")
     twins = {
         name: lambda size: (int((0.2 + 1.0 * size) * MS), size * MIB) for name in ("left", "right")
     }

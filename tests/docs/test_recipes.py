@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +15,15 @@ import laws
 import pytest
 import torch
 from exhaustive import Exhaustive
+from fakes import HostileBackend
 from torch import Tensor
 
 from ucudnn import Config, config
-from ucudnn.backends import AbstractBackend, Cost, Executable, open_backend, registry
+from ucudnn.backends import Cost, Executable, open_backend, registry
 from ucudnn.backends.torch_cpu import backend as torch_cpu
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, OpsExecutable
 from ucudnn.cache import MemoryCache
-from ucudnn.measurement import Candidate, Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.problem import OPS, Problem
 from ucudnn.solvers import Division, divide, division
 from ucudnn.solvers._base import AbstractDivider, Pool
@@ -51,103 +52,35 @@ def step(request: pytest.FixtureRequest, repository: Path) -> Iterator[Step]:
     assert not steps, "the recipe goes on"
 
 
-class OneWay(AbstractBackend):
-    """A kind of device on which torch computes, by nothing else, forward passes."""
-
-    name = "one_way"
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def device(self) -> Device:
-        return Device("cpu", "one way")
-
-    def software(self) -> Software:
-        return Software("1")
-
-    def conditions(self) -> Conditions:
-        return Conditions()
-
-    def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        del problem
-        return None if algorithm == "torch_default" else "there is none of that name"
-
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        return (Candidate(problem, "torch_default"),)
-
-    def kernel(self, problem: Problem, algorithm: str) -> str:
-        del problem
-        return algorithm
-
-    def executable(self, problem: Problem, algorithm: str) -> Executable:
-        del algorithm
-        return OneWayExecutable(self, problem)
-
-    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
-        x, w = (torch.randn(shape) for shape in problem.with_batch(samples).operand_shapes)
-        return x, w
-
-    def workspace_bytes(
-        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
-    ) -> int:
-        del parts
-        run()
-        return 100
-
-    def elapsed_ns(self, run: Callable[[], object]) -> int:
-        run()
-        return 1000
-
-    def cache_bytes(self) -> int:
-        return 1
-
-    def memory_bytes(self) -> int:
-        return 1 << 30
-
-
-class OneWayExecutable(Executable):
-    """torch's own convolution."""
-
-    def __init__(self, backend: OneWay, problem: Problem) -> None:
-        self._backend, self._problem = backend, problem
-
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        self._backend.runs += 1
-        return own_convolution(self._problem, a, b)
-
-
-def own_convolution(problem: Problem, x: Tensor, w: Tensor) -> Tensor:
-    """torch's own, for paddings that are equal at both ends."""
-    padding = [low for low, _ in problem.padding]
-    none = [0] * problem.rank
-    return torch.convolution(
-        x, w, None, problem.stride, padding, problem.dilation, False, none, problem.groups
-    )
+def own_backend() -> HostileBackend:
+    """A kind of device on which torch computes, by nothing else, in this process."""
+    backend = HostileBackend()
+    backend.in_worker = False
+    return backend
 
 
 def test_add_a_backend(
     step: Step, monkeypatch: pytest.MonkeyPatch, exact: Callable[..., Tensor]
 ) -> None:
     step("Subclass `AbstractBackend` in a module or folder of its own in `ucudnn/backends/`.")
-    backend = OneWay()
+    backend = own_backend()
     step("Return an `Executable` from `executable`; only its method `alone` must be written.")
     a, b = backend.operands(PROBLEM, PROBLEM.batch)
     result = backend.executable(PROBLEM, "torch_default").alone(a, b)
     step("Name it in `Backend` of `ucudnn/config.py`, enter it in `backends/registry.py`.")
     known = config.SETTINGS["backend"]
-    named = known._replace(choices=(*known.choices, "one_way"))
+    named = known._replace(choices=(*known.choices, "hostile"))
     monkeypatch.setitem(config.SETTINGS, "backend", named)
-    entry = registry.BackendEntry("one_way", "cpu", "CPU", lambda: backend)
-    monkeypatch.setitem(registry.BACKENDS, "one_way", entry)
-    assert open_backend("one_way") is backend
+    entry = registry.BackendEntry("hostile", "cpu", "CPU", lambda: backend)
+    monkeypatch.setitem(registry.BACKENDS, "hostile", entry)
+    assert open_backend("hostile") is backend
     step("Compare each candidate with float64, as `tests/backend` does.")
     torch.testing.assert_close(result.double(), exact(PROBLEM, a, b), rtol=1e-5, atol=1e-5)
     step("Tune a problem by it: `tune_problems(layers, backend=MyBackend())`.")
-    runs = backend.runs
     plan = tune_problems([("layer", PROBLEM)], backend=backend)
-    assert plan.split(PROBLEM).is_default
-    assert backend.runs > runs
-    assert tune_problems([("layer", PROBLEM)], Config(backend="one_way")).backend == "one_way"
+    assert {chunk.algorithm for chunk in plan.split(PROBLEM).chunks} == {"torch_default"}
+    assert plan.device == backend.device()
+    assert tune_problems([("layer", PROBLEM)], Config(backend="hostile")).backend == "hostile"
 
 
 class Tapwise(AbstractAlgorithm):
@@ -275,6 +208,6 @@ def test_add_a_cache(step: Step) -> None:
         law(lambda cache=cache: cache)
     step("Hand it to the tuner: `tune_problems(layers, measurements=MyCache())`.")
     cache = Counting()
-    tune_problems([("layer", PROBLEM)], measurements=cache, backend=OneWay())
+    tune_problems([("layer", PROBLEM)], measurements=cache, backend=own_backend())
     assert cache.lookups
     assert len(cache)

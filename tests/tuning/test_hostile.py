@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from fakes import HostileBackend
 
 from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
@@ -22,13 +21,6 @@ from ucudnn.tuning.tuner import tune_problems
 
 CONFIG = {"policy": "undivided", "backend": "torch_cpu"}
 FPROP = Problem("fprop", 4, 3, 5, (12, 12), (3, 3), padding=((1, 1), (1, 1)))
-
-
-@pytest.fixture
-def hostile(monkeypatch):
-    """The module of the backend, where workers find it too."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    return importlib.import_module("hostile")
 
 
 def failures() -> dict[str, str]:
@@ -47,8 +39,8 @@ def kinds() -> dict[str, FailureKind | None]:
     ("op", "policy"),
     [("fprop", "undivided"), ("dgrad", "undivided"), ("wgrad", "powers-of-two")],
 )
-def test_wrong_results_disqualify_loudly(hostile, op, policy):
-    backend = hostile.HostileBackend("wrong", "half")
+def test_wrong_results_disqualify_loudly(op, policy):
+    backend = HostileBackend("wrong", "half")
     backend.in_worker = False
     problem = replace(FPROP, op=op)
     with pytest.warns(WrongResultWarning, match="disqualified") as caught:
@@ -74,8 +66,8 @@ def test_every_algorithm_of_the_cpu_passes():
 
 
 @pytest.mark.process
-def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_goes_on(hostile):
-    backend = hostile.HostileBackend("hangs", "kills", "exits", "raises", "right")
+def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_goes_on():
+    backend = HostileBackend("hangs", "kills", "exits", "raises", "right")
     plan = tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     assert plan.split(FPROP).size == 4
     found = failures()
@@ -97,10 +89,10 @@ def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_go
 
 
 @pytest.mark.process
-def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(hostile):
+def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else():
     """As on a GPU, where CUDA refuses everything after a kernel has faulted."""
     faulty = {"faults", "faults_in_cudnn", "faults_later"}
-    backend = hostile.HostileBackend("fine", *faulty, "good")
+    backend = HostileBackend("fine", *faulty, "good")
     tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     found = failures()
     assert set(found) == faulty
@@ -108,8 +100,8 @@ def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(
     assert all("illegal memory access" in reason for reason in found.values())
 
 
-def test_the_state_of_the_device_is_kept_with_the_times(hostile):
-    backend = hostile.HostileBackend("fine")
+def test_the_state_of_the_device_is_kept_with_the_times():
+    backend = HostileBackend("fine")
     backend.in_worker = False
     tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     with caches.open(mode="r") as cache:
@@ -120,9 +112,9 @@ def test_the_state_of_the_device_is_kept_with_the_times(hostile):
 
 @pytest.mark.process
 @pytest.mark.parametrize("in_worker", [True, False])
-def test_a_lack_of_memory_alone_is_not_remembered(hostile, in_worker):
+def test_a_lack_of_memory_alone_is_not_remembered(in_worker):
     """Also of an error that mentions memory and came from another process."""
-    backend = hostile.HostileBackend("hungry", "forgetful")
+    backend = HostileBackend("hungry", "forgetful")
     backend.in_worker = in_worker
     tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     assert failures() == {"forgetful": "could not create a memory object"}
@@ -130,8 +122,8 @@ def test_a_lack_of_memory_alone_is_not_remembered(hostile, in_worker):
 
 
 @pytest.mark.process
-def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostile):
-    backend = hostile.HostileBackend("kills_later", "tires", "right")
+def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed():
+    backend = HostileBackend("kills_later", "tires", "right")
     tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     found = failures()
     assert found["kills_later"] == "it ended its process by SIGKILL"
@@ -141,8 +133,8 @@ def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostil
 
 
 @pytest.mark.process
-def test_a_second_tune_starts_no_process(hostile, monkeypatch):
-    backend = hostile.HostileBackend("kills", "right")
+def test_a_second_tune_starts_no_process(monkeypatch):
+    backend = HostileBackend("kills", "right")
     first = tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
 
     def refuse(*_, **__):
@@ -153,8 +145,8 @@ def test_a_second_tune_starts_no_process(hostile, monkeypatch):
 
 
 @pytest.mark.process
-def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostile):
-    worker = Worker(hostile.HostileBackend())
+def test_a_process_that_ends_between_two_questions_is_no_candidates_fault():
+    worker = Worker(HostileBackend())
     bench = WorkerBench(worker, BatchAxis(FPROP))
     arm = Arm(4, "torch_default", Role.ALONE)
     try:
@@ -168,8 +160,8 @@ def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostil
         worker.close()
 
 
-def test_a_worker_that_cannot_start_says_so(hostile, monkeypatch):
+def test_a_worker_that_cannot_start_says_so(monkeypatch):
     monkeypatch.setattr("ucudnn.benchmark.worker._PROGRAM", "import sys; sys.exit(5)")
-    backend = hostile.HostileBackend()
+    backend = HostileBackend()
     with pytest.raises(UcudnnError, match="could not start: it ended .* exit status 5"):
         tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
