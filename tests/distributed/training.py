@@ -90,7 +90,12 @@ def is_replicated(model: nn.Module) -> bool:
 
 
 def ddp(
-    folder: Path, rank: int, last: bool = False, micro: int = 1, joined: bool = False, **options: Any
+    folder: Path,
+    rank: int,
+    last: bool = False,
+    micro: int = 1,
+    joined: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train both, the last batch of each epoch smaller and not the same on all.
 

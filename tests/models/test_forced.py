@@ -16,7 +16,6 @@ import torch
 from packaged import NARROW, SPEECH, Network, hugging_face, medical, tensors_in
 from torch import Tensor, nn
 
-
 PLANES = {"spatial_dims": 2, "in_channels": 1}
 SPACE = {"spatial_dims": 3, "in_channels": 1}
 NETWORKS = (

@@ -58,9 +58,7 @@ BIT = hugging_face(
     num_groups=4,
 )
 # It goes up by transposed convolutions.
-UNET = medical(
-    "UNet", *VOLUMES, **SPACE, channels=(4, 8, 16), strides=(2, 2), num_res_units=1
-)
+UNET = medical("UNet", *VOLUMES, **SPACE, channels=(4, 8, 16), strides=(2, 2), num_res_units=1)
 SEGRESNET = medical(
     "SegResNet", *VOLUMES, **SPACE, init_filters=8, blocks_down=(1, 1), blocks_up=(1,)
 )

@@ -66,7 +66,9 @@ def front(chunks: Collection[tuple[int, int, int]], batch: int) -> tuple[tuple[i
 
 def least_ns(points: Iterable[tuple[int, int]], limit: int | None) -> int | None:
     """The least time of a front within a limit; None where nothing fits."""
-    return min((time_ns for size, time_ns in points if limit is None or size <= limit), default=None)
+    return min(
+        (time_ns for size, time_ns in points if limit is None or size <= limit), default=None
+    )
 
 
 def kernel(
