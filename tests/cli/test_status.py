@@ -227,12 +227,17 @@ def environment_of_cache(at: Setting) -> None:
     with caches.open(at.folder / "sound") as cache:
         cache.put(laws.sample_measurements(1))
         cache.export(at.folder / "timings.csv")
-    inside = ("--cache", at.damaged / "cache")
-    assert at.status("cache", "import", at.folder / "timings.csv", *inside) == 3
+    for words in (("import", at.folder / "timings.csv"), ("merge", at.folder / "sound")):
+        assert at.status("cache", *words, "--cache", at.damaged / "cache") == 3
     full_disk(at)
     full = at.folder / "full.csv"
     assert at.status("cache", "export", full, "--cache", at.folder / "sound") == 3
     assert not full.exists()
+    assert at.status("cache", "merge", at.folder / "sound", "--cache", at.folder / "full") == 3
+    for file in (at.folder / "sound").glob("*.h5"):
+        os.truncate(file, 600)
+    # There is nothing to write, so this is about the file that cannot be used.
+    assert at.status("cache", "merge", at.folder / "sound", "--cache", at.folder / "full") == 3
 
 
 @cell(4, "tune")

@@ -128,28 +128,23 @@ def proportional(kernels: int) -> Pool:
     return Pool(tuple(((0, size + 1), (size, 1)) for size in sizes), sum(sizes) // 2)
 
 
-def test_auto_is_exact_and_says_why() -> None:
+def test_auto_is_exact_where_that_is_proven() -> None:
     fronts, total_bytes = random_network(0, 20, 10**6, 10**6)
     pool = Pool(fronts, total_bytes)
-    choice = Auto().choose(pool)
-    assert (choice.solver, choice.reason) == (
-        "exact",
-        "exact proves its division of 20 kernels optimal",
-    )
-    assert Auto().divide(pool) == Exact().divide(pool)
+    division = Auto().divide(pool)
+    assert division.is_optimal
+    assert division == Exact().divide(pool)
 
 
-def test_what_is_not_proven_has_a_gap_and_auto_asks_highs() -> None:
+def test_what_is_not_proven_has_a_gap_and_auto_is_no_slower() -> None:
     pool = proportional(40)
     own = Exact(state_limit=100).divide(pool)
     assert_adds_up(own, pool.fronts, pool.total_bytes)
     assert own.gap_ns > 0
-    auto = Auto(time_limit_s=0.01, state_limit=100)
-    choice, division = auto.choose(pool), auto.divide(pool)
+    division = Auto(time_limit_s=0.01, state_limit=100).divide(pool)
     assert_adds_up(division, pool.fronts, pool.total_bytes)
-    assert "HiGHS" in choice.reason
-    assert choice.solver == division.solver
     assert division.time_ns <= own.time_ns
+    assert division.lower_bound_ns >= own.lower_bound_ns
 
 
 def test_auto_takes_the_division_that_highs_proves() -> None:
@@ -160,10 +155,10 @@ def test_auto_takes_the_division_that_highs_proves() -> None:
         ((0, 500), (97, 404)),
     ]
     pool = Pool(tuple(fronts), 480)
-    auto = Auto(state_limit=1)
-    assert auto.choose(pool).solver == "highs"
-    assert auto.divide(pool).time_ns == Exhaustive().divide(pool).time_ns
-    assert auto.divide(pool).is_optimal
+    division = Auto(state_limit=1).divide(pool)
+    assert division.solver == "highs"
+    assert division.time_ns == Exhaustive().divide(pool).time_ns
+    assert division.is_optimal
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])

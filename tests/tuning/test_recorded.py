@@ -300,3 +300,14 @@ def test_what_was_run_for_its_workspace_alone_is_said_not_to_be_timed(tmp_path):
         replay(folder, workspace_limit="8MiB")
     with pytest.raises(PlanError, match=r"fits workspace_limit=1 MiB; the smallest needs 1.5 MiB"):
         replay(folder, workspace_limit="1MiB")
+
+
+@pytest.mark.parametrize(("device", "algorithm"), [("cpu", "torch_default"), ("cuda", "fast")])
+def test_a_recorded_gain_must_exceed_the_cost_of_a_planned_call_on_a_cpu(
+    device, algorithm, tmp_path
+):
+    there = Device(device, "any")
+    times_us = {"torch_default": 1000, "fast": 975}
+    entries = [entry(FPROP, name, time_us, 0, device=there) for name, time_us in times_us.items()]
+    plan = replay(record(tmp_path, entries))
+    assert plan.split(FPROP).chunks == (Chunk(8, algorithm),)
