@@ -62,7 +62,8 @@ def tune(
         _require_steps(recipe, config)
     traced, named = _traced(recipe, of_table, config, compiled)
     plan = _tune(traced, named, config, output, as_json, remeasure)
-    # This comes after the plan was written and printed, because noise is no reason to lose it.
+    # The plan is judged only after it was written and printed, because noise is no reason to lose
+    # it.
     _judge(plan, fail_if_noisy, fail_if_partial)
 
 
@@ -174,12 +175,12 @@ def _plan(
     from ucudnn.tuning.model import tune_traced
     from ucudnn.tuning.tuner import device_type, tune_problems
 
-    # The layers of a CSV come without a model whose steps could be run.
+    # A CSV file of layers comes without a model, so there are no whole steps that could be run.
     if named is None:
         return tune_problems(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
-    # Only whole steps need values in the inputs, and a replay runs nothing.
+    # Inputs need values only if whole steps are run. If measurements are replayed, nothing is run.
     if (config.step_race or config.memory_budget is not None) and not config.is_replayed:
         named.fill()
     with named.context():
@@ -192,7 +193,7 @@ def _plan(
             device_type=device_type(config),
             remeasure=remeasure,
         )
-    # The plan notes the name by which its model can be made again.
+    # The plan's origin gets the text MODEL, by which the model can be made again.
     return replace(plan, origin=replace(plan.origin or Origin(), model=named.recipe.model))
 
 
@@ -237,7 +238,8 @@ def _print_tuned(
         print_json(summary)
         return
     print_plan(plan)
-    # If all measurements came from the cache, there is no cost that steps have to pay back.
+    # If all measurements came from the cache, tuning had no cost that faster steps have to pay
+    # back.
     if counts["measured"]:
         say(payback(plan, seconds))
         said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"
