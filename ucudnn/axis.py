@@ -29,8 +29,8 @@ class AbstractAxis(ABC):
     has the problems of the first and the last chunk if they are others.
     """
 
-    name: str  # the `axis` of the splits: "batch" or "spatial"
-    problem: Problem  # the kernel at its largest batch
+    name: str  # `Split.axis` of splits along this axis: "batch" or "spatial"
+    problem: Problem  # the problem of the kernel at its largest batch
 
     @property
     @abstractmethod

@@ -140,8 +140,9 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     planned = kernel.default.time_ns / kernel.timing.time_ns
-    # The finding also names the ratio at the time of tuning. A small change of the ratio is no
-    # failure, because the split may still be right.
+    # `ratio` is the time of torch's own convolution divided by that of the plan's split, now;
+    # `planned` is this ratio at the time of tuning. A small change of the ratio is no failure,
+    # because the split may still be right.
     said += f"; {planned:.2f} when it was tuned"
     # The canary fails if torch's own convolution is now faster beyond the noise and needs no more
     # workspace than the limit. It also fails if the ratio has fallen by more than `_SLOWER`.

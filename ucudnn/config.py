@@ -62,9 +62,9 @@ class Setting(NamedTuple):
     default: Any
     check: Callable[[str, Any], Any]  # called with (name, given value); returns the checked value
     help: str  # whole sentences; `--help` shows only the first
-    metavar: str = ""  # "" for a switch
+    metavar: str = ""  # "" for a switch, a flag without a value
     choices: tuple[str, ...] = ()
-    is_of_plan: bool = True  # False if plans do not keep it, such as the cache or the time budget
+    is_of_plan: bool = True  # False if plans do not store it, such as the cache folder
     page: str = ""  # page of the documentation that explains the setting
 
     @property
@@ -368,7 +368,7 @@ class Config:
         return None if isinstance(self.memory_budget, str) else self.memory_budget
 
     def with_budget_of(self, peak_bytes: int) -> Config:
-        """The settings with a memory budget in percent of this peak converted to bytes."""
+        """These settings; a memory budget in percent is converted to bytes of this peak."""
         if not isinstance(self.memory_budget, str):
             return self
         share = float(self.memory_budget.removesuffix("%")) / 100
@@ -462,7 +462,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_environment() -> None:
-    """Warn of unknown UCUDNN_* variables; raise ConfigError for variables of mu-cuDNN to refuse."""
+    """Warn of unknown UCUDNN_* variables; raise ConfigError for wrong variables of mu-cuDNN."""
     _settings()
 
 

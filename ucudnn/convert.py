@@ -27,8 +27,8 @@ from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
 
 Model = TypeVar("Model", bound=nn.Module)
-# Only layers of exactly these classes are swapped: a subclass may have its own forward, which would
-# be lost.
+# To swap a layer is to change its class to the planned class of the same name. Only layers of
+# exactly these classes are swapped: a subclass may have its own forward, which would be lost.
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,
     nn.Conv2d: planned_nn.Conv2d,
@@ -137,7 +137,8 @@ def convert_(
     """
     plan = _loaded(plan)
     config = settings_here(plan.config)
-    # The plan has the names of layers in the model without the wrapper of torch.compile.
+    # The wrapper of torch.compile is left out, because a plan has the names of the layers inside
+    # it.
     original = original_of(model)
     found = _find(original, plan, filter_fn or (lambda *_: True))
     if not is_followed(plan, config):
@@ -162,9 +163,9 @@ class _Found(NamedTuple):
     """Convolutions of a model, by what a plan can do with them."""
 
     convolutions: Mapping[str, Any]  # modules that can be swapped, by name
-    matched: Mapping[str, Layer]  # by name, the `Layer` of each of these modules with a plan
+    matched: Mapping[str, Layer]  # the `Layer` of each of these that is planned, by name
     unplanned: tuple[str, ...]  # names of the modules in `convolutions` without a plan
-    otherwise: tuple[str, ...]  # names of planned modules that cannot be swapped
+    otherwise: tuple[str, ...]  # names of planned modules of other classes
 
 
 def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]) -> _Found:
@@ -217,7 +218,8 @@ def _swap(
             _unswap(module)
             left.append(name)
         else:
-            # only __class__ changes: references to the module, its hooks and parameters stay valid
+            # Only `__class__` changes, so that references to the module, its hooks and its
+            # parameters stay valid.
             planned_nn.follow(module, runner)
             # A module that is swapped already keeps its class and follows the new plan.
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
@@ -268,7 +270,7 @@ def revert_(model: Model) -> Model:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
     Tensors whose strides `convert_` changed get their old strides back, and no module runs in
-    micro-batches any more.
+    micro-batches or is recomputed any more.
 
     >>> revert_(nn.Sequential(planned_nn.Conv2d(3, 8, 3)))
     Sequential(
@@ -380,7 +382,7 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
 
 
 def _warn_of_division(plan: Plan) -> None:
-    """Warn if a plan divides the step, which only `convert_` and a training loop can do."""
+    """Warn if a plan has segments or a loop's micro-batch, because `installed` uses neither."""
     if plan.division != WHOLE:
         warn(
             "this plan keeps its memory by modules in micro-batches or by the training loop, and "

@@ -34,8 +34,8 @@ class Diagnosis:
     def advice(self) -> tuple[str, ...]:
         """Advice on what to change for faster convolutions, steadier times and a usable cache."""
         sentences = []
-        # The allocator is named exactly "glibc" only if no mmap threshold was set, as the advice
-        # proposes. Otherwise the name contains the threshold.
+        # The allocator's name is exactly "glibc" if no mmap threshold was set. If one was set, as
+        # this advice proposes, the name contains it.
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc returns large blocks to the operating system: a fresh 64 MiB "

@@ -58,7 +58,8 @@ class Role(StrEnum):
     Attributes:
         ALONE: the only chunk; its call returns the result. A first chunk may have this role, too,
             if it is computed by such a call (see `role_of`).
-        FIRST: the first of several chunks; its call begins a sum in float32.
+        FIRST: the first of several chunks; its call begins a sum in float32, to which later chunks
+            are added.
         LATER: any other chunk; its call writes into, or adds to, an existing result.
     """
 
@@ -284,8 +285,8 @@ class Measurement:
     def may_replace(self, known: Measurement) -> bool:
         """Whether a cache may store this in place of `known`, a measurement with the same key.
 
-        It may not if this was measured under load, `known` was measured without load, and the
-        status of this says no more than that of `known`.
+        It may not if this was measured under load and `known` was not, unless the status of this
+        says something new.
         """
         if known.is_perturbed or not self.is_perturbed:
             return True

@@ -65,7 +65,7 @@ class AbstractPlanned(_Convolution):
 
 
 class AbstractConvolution(AbstractPlanned):
-    """Mixin whose forward follows the plan; under torch.compile it is torch's own convolution."""
+    """Mixin whose forward follows the plan, except under torch.compile: there it is torch's own."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():

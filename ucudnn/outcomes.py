@@ -148,8 +148,8 @@ class Compilation:
         seconds: seconds that compiling and the first compiled steps took; they are not part of any
             time of a step.
         reason: why steps of a compiled model were not compiled; "" if they were compiled.
-        relaid: number of convolutions of a compiled step that do not follow the plan, because the
-            compiler has given them another layout than the plan has for them.
+        relaid: number of convolutions of a compiled step that do not follow the plan, because in
+            the compiled step they have another layout than in the plan.
     """
 
     seconds: Count = 0

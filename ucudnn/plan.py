@@ -170,7 +170,7 @@ class Plan:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kernels without a plan for some or all batches: the time was over, or nothing fits."""
+        """Kernels without a plan for some or all batches, because of the time budget or a limit."""
         return () if self.origin is None else (*self.origin.left_out, *self.origin.over_limit)
 
     def split(self, problem: Problem) -> Split:
@@ -183,14 +183,14 @@ class Plan:
         return self.kernel(problem).split(problem.batch)
 
     def kernel(self, problem: Problem) -> KernelPlan:
-        """The kernel that covers a problem: of its geometry, with the smallest batch that suffices.
+        """The kernel that covers a problem: same geometry, smallest batch that is large enough.
 
         Raises:
             PlanError: no kernel of the plan has this geometry and at least this batch.
         """
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
-        # The kernels are in the order of their batches, so the first one that covers the problem is
-        # the smallest.
+        # The kernels are in the order of their batches, so the first one that covers the problem
+        # has the smallest sufficient batch.
         for kernel in kernels:
             if kernel.covers(problem.batch):
                 return kernel
@@ -233,7 +233,7 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Workspace of the plan: the most of any kernel, or with a pool the sum over all calls."""
+        """Bytes of workspace of the plan: of its largest kernel, or with a pool of all calls."""
         if self.config.total_bytes is not None:
             return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)

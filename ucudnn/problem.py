@@ -89,8 +89,8 @@ class Problem:
                 raise ProblemError(
                     f"{name} must be a tuple with one int per spatial axis, got {quoted(value)}"
                 )
-            # Makes tuples of the lists from JSON, because lists cannot be hashed. The fields of a
-            # frozen dataclass can be set only by `object.__setattr__`.
+            # Lists, as they come from JSON, are made tuples, because lists cannot be hashed. The
+            # fields of a frozen dataclass can be set only by `object.__setattr__`.
             object.__setattr__(self, name, tuple(value))
         rank = len(self.input_size)
         if not 1 <= rank <= 3:
@@ -189,7 +189,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Number of multiplications and additions of the direct method, also those with padding."""
+        """Number of multiplications and additions of the direct method, those with padding too."""
         # Each element of y sums up one product per element of its filter, w_shape[1:].
         return 2 * prod(self.y_shape) * prod(self.w_shape[1:])
 
@@ -202,7 +202,7 @@ class Problem:
         return replace(self, batch=batch)
 
     def as_2d(self) -> Problem:
-        """The 2-D equivalent of a 1-D problem, with a leading axis of size 1; else no change.
+        """The 2-D equivalent of a 1-D problem, with a leading axis of size 1; others as they are.
 
         >>> Problem("fprop", 8, 4, 4, (9,), (3,), padding=((1, 1),)).as_2d().padding
         ((0, 0), (1, 1))
@@ -257,7 +257,7 @@ def strides_of(shape: tuple[int, ...], is_channels_last: bool) -> tuple[int, ...
 def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
     if not isinstance(padding, (tuple, list)):
         raise ProblemError(f"padding must be ((begin, end), ...), got {quoted(padding)}")
-    # Values may come from a file, and be of any type.
+    # The padding may come from a file, and its values may be of any type.
     for pair in padding:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ProblemError(

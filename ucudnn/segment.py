@@ -25,9 +25,9 @@ class Segment:
         shared: indices, in the flattened list of its (nested) arguments, of tensors that all
             samples share, such as a mask; they are never cut. Of the other tensors, the first axis
             of the first one is the number of samples, and each tensor with this many rows is cut.
-        training: number of modules inside it that were in training mode when tuning found that its
-            samples do not depend on each other. If more of them are in training mode, it runs
-            undivided. None: it runs in micro-batches in every mode.
+        training: number of modules, itself and those inside it, that were in training mode when
+            tuning found that its samples do not depend on each other. If more of them are in
+            training mode, it runs undivided. None: it runs in micro-batches in every mode.
 
     Raises:
         PlanError: a field is out of range, or `recompute` and `offload` are both true.
@@ -136,7 +136,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 def _length(one: Any) -> int:
     try:
         return len(one)
-    except TypeError:  # a number, or a tensor of one
+    except TypeError:  # a number, or a tensor without axes
         return 0
 
 

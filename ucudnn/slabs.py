@@ -1,13 +1,15 @@
 """Slabs: a problem cut along its outermost spatial axis into problems over rows of its tensors.
 
 A slab is some rows (planes in 3-D, elements in 1-D) of the result, or of dy for wgrad, together
-with all rows of the operands that they depend on. It is a `Problem` of its own with fewer rows. For
-fprop and wgrad it has padding only at ends of the whole tensor; for dgrad its padding also stands
-for rows of other slabs. Tensors are not copied: the tensors of a slab are views with the strides of
-the whole, a shorter extent, and a pointer that is offset by whole rows.
+with all rows of the operands that they depend on. It is a `Problem` of its own with fewer rows. A
+slab of fprop or wgrad has padding only where it reaches an end of the whole tensor. In a slab of
+dgrad, padding also stands in for rows that belong to other slabs. Tensors are not copied: the
+tensors of a slab are views of the whole tensors, with the same strides, fewer rows, and a pointer
+that is offset by whole rows.
 
-Slabs of consecutive rows compute the problem exactly, for every stride and dilation: fprop and
-dgrad write their rows, and wgrad sums over slabs.
+Slabs that together have all rows compute the problem exactly, for every stride and dilation: each
+slab of fprop or dgrad writes its own rows of the result, and the results of wgrad's slabs are added
+up.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ Rows = tuple[int, int]
 class Slab:
     """One slab: its problem, and its rows [begin, end) of the whole tensors.
 
-    A library that takes strides can compute it from a view, here for the second half of a 3-D
-    convolution:
+    A library that accepts strides can compute a slab on views of the whole tensors. This is the
+    second half of a 3-D convolution:
 
     >>> whole = Problem("fprop", 1, 8, 16, (6, 4, 4), (3, 3, 3), padding=((1, 1),) * 3)
     >>> second = slab(whole, 3, 6)
@@ -58,7 +60,10 @@ def row_count(problem: Problem) -> int:
 
 
 def row_alignment(problem: Problem) -> int:
-    """Alignment in rows: inner slabs of one size that begin at its multiples have equal problems.
+    """The number of rows to whose multiples inner slabs are aligned.
+
+    Inner slabs (far from both ends) of one size have equal problems if each of them begins at a
+    multiple of this number.
 
     >>> row_alignment(Problem("dgrad", 1, 4, 4, (9, 5), (3, 3), stride=(2, 1)))
     2
@@ -84,7 +89,7 @@ def slab(problem: Problem, begin: int, end: int) -> Slab:
 
 
 def slabs(problem: Problem, sizes: Iterable[int]) -> tuple[Slab, ...]:
-    """Consecutive slabs from row 0 on, each with its size in rows.
+    """Consecutive slabs of the given sizes in rows, from row 0 on.
 
     >>> p = Problem("wgrad", 1, 4, 4, (9,), (3,))
     >>> [entry.y_rows for entry in slabs(p, [4, 3])]
@@ -100,23 +105,25 @@ def inner_problem(problem: Problem, size: int) -> Problem:
     ((2, 2),)
     """
     extent, stride = _extent(problem), problem.stride[0]
-    # This slab begins at a multiple of the alignment, and is so far from both ends that it reads no
-    # padding.
+    # The slab is cut out of a tensor that is long enough. It begins at a multiple of the alignment,
+    # and is so far from both ends that it reads no padding.
     begin = stride * (extent + sum(problem.padding[0]))
     endless = replace(
         problem, input_size=(stride * (2 * begin + size) + extent, *problem.input_size[1:])
     )
     inner = slab(endless, begin, begin + size).problem
-    assert inner is not None  # as many rows as the stride include one that an output reads
+    # Of as many consecutive rows as the stride, at least one is read by an output.
+    assert inner is not None
     return inner
 
 
 def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
-    """The slab of y rows [begin, end): row o reads the x rows o stride - padding + tap dilation."""
+    """The slab of y rows [begin, end): row o reads x rows o * stride - padding + tap * dilation."""
     stride, (before, _) = problem.stride[0], problem.padding[0]
     first = begin * stride - before
     last = (end - 1) * stride - before + _extent(problem)  # one past the last row that is read
-    # Rows outside the tensor are padding of the problem, and become padding of this slab.
+    # Of the rows from `first` to `last`, those outside the tensor are padding of the whole problem,
+    # and become padding of this slab.
     rows = max(first, 0), min(last, problem.input_size[0])
     if rows[0] >= rows[1]:
         return Slab(None, (0, 0), (begin, end))
@@ -125,23 +132,25 @@ def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
 
 
 def _written_by_dgrad(problem: Problem, begin: int, end: int) -> Slab:
-    """The slab of dx rows [begin, end), with the dy rows o that contribute to them.
+    """The slab of dx rows [begin, end), with all dy rows that contribute to them.
 
-    They contribute by the taps with begin <= o stride - padding + tap dilation < end. The first dy
-    row must start no later than the slab, because the padding before the slab must not be negative.
-    So the first dy row may be one that contributes nothing.
+    Row o of dy contributes through those taps (rows of the filter) for which begin <= o * stride -
+    padding + tap * dilation < end. The first dy row of the slab must have its tap 0 no later than
+    row `begin`, because otherwise the padding before the slab would be negative. So the first dy
+    row may be one that contributes nothing.
     """
     stride, (before, _) = problem.stride[0], problem.padding[0]
     extent = _extent(problem)
-    # The first output whose last tap is in the slab or behind its beginning, and one past the last
-    # output whose first tap is before its end.
+    # `first` is the first output (row of dy) whose last tap is at row `begin` or later. `last` is
+    # one past the last output whose tap 0 is before row `end`.
     first = max(0, -((extent - 1 - begin - before) // stride))  # rounded up
     last = min(problem.output_size[0], (end - 1 + before) // stride + 1)
     if first >= last:
         return Slab(None, (begin, end), (0, 0))
     first = min(first, (begin + before) // stride)
-    # These outputs also read rows of other slabs, which become padding, because padding is not
-    # written. If the outputs end within the slab, there are no such rows behind it.
+    # In the whole problem these outputs also read x rows outside the slab. In the slab's problem
+    # such rows are padding, so that dgrad does not write them. If the last tap of the last output
+    # is within the slab, there are no such rows behind the slab.
     pad_begin = begin + before - first * stride
     pad_end = max(0, (last - first - 1) * stride + extent - (end - begin) - pad_begin)
     part = _part(problem, (begin, end), (pad_begin, pad_end))

@@ -83,7 +83,7 @@ class Timing:
     Args:
         time_ns: median; if predicted, the sum of the times of chunks that were timed one by one.
         spread_ns: interquartile range.
-        workspace_bytes: peak that the allocator saw beyond the result.
+        workspace_bytes: the most memory that was allocated during the call, beyond the result.
         samples: number of samples; 0: the time is predicted.
     """
 
@@ -102,9 +102,9 @@ class Timing:
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is computed undivided, by slabs, or by chunks along the batch. If by chunks, the last
-    chunk of batch n is in `last[n - 1]`, and the chunks before it are those of batch n - size. This
-    goes on until 0 samples are left.
+    A batch is computed undivided, by slabs, or by chunks along the batch. If it is computed by
+    chunks, `last[n - 1]` is the last chunk of batch n. The chunks before it are those of the batch
+    of n - size samples, whose last chunk is found in the same way, until 0 samples are left.
 
     Args:
         problem: the kernel at the largest planned batch N.
@@ -114,11 +114,13 @@ class KernelPlan:
             is split along the batch; -2: batch n is split by slabs.
         last: for n = 1..N the (size, algorithm index) of the last chunk of a split of n, which may
             be its only chunk; size 0 if there is no split of n along the batch.
-        predicted_time_ns: sum of the times of the chunks of the plan of N.
-        timing: timing of the plan of N as a whole call; predicted if the device was not there.
-        default: torch's own convolution at N, measured in the same rounds; None if torch cannot
-            compute the problem, or if a recording has no such measurement.
-        notes: further facts, for people, such as "default kernel=onednn".
+        predicted_time_ns: sum of the times of the chunks into which batch N is split.
+        timing: timing of a whole call at N by its split; predicted if the device was not there to
+            time it.
+        default: timing of torch's own convolution at N, measured in the same rounds as `timing`;
+            None if torch cannot compute the problem, or if a replayed recording has no such
+            measurement.
+        notes: further remarks, for people, such as "default kernel=onednn".
         slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
             slabs.
         is_perturbed: whether other processes used the processors while the kernel was timed.
@@ -168,8 +170,9 @@ class KernelPlan:
             )
 
     def _require_chains(self) -> None:
-        # Batches from which following `last` ends at 0. All others are refused, because `split`
-        # would not end.
+        # Batches whose chunks, followed from the last one to the first by `last`, end at 0 samples.
+        # A plan is refused if the chunks of a batch do not end there, because `split` would never
+        # end.
         reachable = {0}
         for n, (alone, (size, index)) in enumerate(zip(self.alone, self.last, strict=True), 1):
             if not BY_SLABS <= alone < len(self.algorithms):
@@ -183,7 +186,7 @@ class KernelPlan:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The notes, with a remark if the times were perturbed."""
+        """The notes, with a remark if other processes perturbed the times."""
         return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
 
     def split(self, batch: int) -> Split:
@@ -208,7 +211,7 @@ class KernelPlan:
         if index == BY_SLABS:
             rows = tuple(Chunk(size, self.algorithms[index]) for size, index in self.slabs)
             return Split("spatial", rows)
-        # `last` gives the final chunk first, so the walk runs backwards.
+        # By `last` the chunks are found in reverse order, the final one first.
         chunks = []
         while batch:
             size, index = self.last[batch - 1]
@@ -222,7 +225,8 @@ class KernelPlan:
         # The name is appended, because the splits of smaller batches refer to algorithms by index.
         algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
         index = len(self.algorithms)
-        # Slabs that no batch uses any more must not stay in the hash.
+        # Slabs are left out if no batch uses them any more, because they would change the plan's
+        # hash.
         has_slabs = not every_batch and BY_SLABS in self.alone[:-1]
         return replace(
             self,
@@ -246,9 +250,10 @@ class KernelPlan:
         return replace(self, algorithms=algorithms, alone=tuple(alone))
 
     def completed_by(self, smaller: KernelPlan) -> KernelPlan:
-        """The plan, completed by the splits of a smaller batch's plan where it has no split itself.
+        """This plan, with splits from a smaller batch's plan for batches that it does not cover.
 
-        If both plans have slabs, those of the smaller batch's plan are left out.
+        A plan can hold one list of slabs. So if both plans have slabs, splits by slabs are not
+        taken from the smaller batch's plan.
         """
         algorithms = tuple(dict.fromkeys((*self.algorithms, *smaller.algorithms)))
         takes_slabs = not self.slabs and BY_SLABS in smaller.alone
@@ -258,7 +263,8 @@ class KernelPlan:
 
         alone, last = list(self.alone), list(self.last)
         for n, (own, (size, number)) in enumerate(zip(smaller.alone, smaller.last, strict=True)):
-            # Even if n + 1 is computed undivided, the chunks of a larger batch may lead through it.
+            # `last` is completed even if batch n + 1 is computed undivided, because the chunks of a
+            # larger batch may lead to n + 1 samples.
             if not last[n][0]:
                 last[n] = (size, index(number))
             if not self.covers(n + 1) and (own != BY_SLABS or takes_slabs):
@@ -283,7 +289,7 @@ class KernelPlan:
         return [asdict(self.problem), alone, last, slabs]
 
     def covers(self, batch: int) -> bool:
-        """True if there is a split of this batch; few batches up to `problem.batch` have none."""
+        """True if there is a split of this batch; batches below `problem.batch` may have none."""
         if not 1 <= batch <= self.problem.batch:
             return False
         return self.alone[batch - 1] != BY_BATCH or self.last[batch - 1][0] > 0

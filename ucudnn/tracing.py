@@ -1,7 +1,8 @@
 """Find the convolutions of a model's forward and backward, without computing them.
 
-Convolutions are recorded at the dispatcher, below autograd and autocast. So modules and functional
-calls are seen alike, in the dtype and the layout in which they would be computed.
+Convolutions are recorded at torch's dispatcher, below autograd and autocast. There, convolutions of
+modules and of functional calls look alike, and have the dtype and the layout in which they would be
+computed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from ucudnn.segment import WHOLE, StepDivision
 # Below autograd and autocast every convolution of torch is one of these two operators.
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-# Operators whose fake kernels lose channels_last, which their real kernels keep (torch 2.13).
+# Operators whose result loses the channels_last layout on fake tensors, but keeps it on real
+# tensors (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
 _VIEW = torch.ops.aten.view.default
 # Attributes of `nn.Module` that hold its hooks; torch has no public name for all of them.
@@ -62,23 +64,23 @@ def trace(
     """List every convolution that one training step would compute, in order, without computing it.
 
     Runs a copy of the model on fake tensors, which need neither memory nor a device; the model is
-    not touched, and random states (torch's, Python's, NumPy's) are as before. Hooks see the fake
-    tensors; a hook that needs values is left out with a warning. If no parameter or input requires
-    a gradient, there are no backward problems.
+    not touched, and random states (torch's, Python's, NumPy's) are restored. Hooks are called with
+    fake tensors; a hook that needs the values of tensors is left out with a warning. If no
+    parameter or input requires a gradient, there are no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
     ['fprop', 'fprop', 'dgrad', 'wgrad', 'wgrad']
 
     Args:
-        model: any module; active autocast applies. Parts compiled by torch.compile run as they were
-            written.
+        model: any module; autocast applies if it is active. Parts compiled by torch.compile are
+            traced as they were written.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes.
         real: True: compute one step by a real copy of the model, for a model whose control flow
             depends on values. What forward stores in globals and in classes stays there.
-        device_type: "cpu" or "cuda", whose layouts and TF32 setting apply; default: the device of
-            the tensors.
+        device_type: "cpu" or "cuda": the kind of device to trace for, which decides on layouts and
+            TF32; default: that of the tensors.
 
     Raises:
         ConfigError: the model does not accept the inputs, cannot be copied, or stores fake tensors
@@ -107,7 +109,8 @@ def trace_layers(
 ) -> Traced:
     """Trace as `trace` does, and return each problem with the name of the module that computes it.
 
-    With `memory_format="channels_last"`, trace the model as if `convert_` had laid it out that way.
+    With `memory_format="channels_last"`, trace the model as if `convert_` had converted it to that
+    layout.
     """
     recorder = _Recorder(passes, device_type)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
@@ -115,8 +118,8 @@ def trace_layers(
     with _interrupted_later(), _uncompiled() if is_compiled(model) else nullcontext():
         for inputs in several:
             _require_tensors(inputs)
-            # The wrapper of torch.compile is left out, so that names are those that `convert_`
-            # finds.
+            # If torch.compile has wrapped the model, the module inside the wrapper is traced,
+            # because `convert_` uses the names of modules in that one.
             with nullcontext() if real else without_strays(model) as recorder.watched:
                 _trace_one(original_of(model), inputs, recorder, real, memory_format, division)
     return Traced(recorder.layers, frozenset(recorder.biased))
@@ -129,7 +132,8 @@ def _interrupted_later() -> Iterator[None]:
     For fake tensors, torch calls Python in places where an exception would end the process.
     """
     before = signal.getsignal(signal.SIGINT)
-    # Signal handlers run in the main thread, and can be changed only there.
+    # Signal handlers run in the main thread, and can be changed only there. So nothing is delayed
+    # if this is another thread, or if no handler in Python is set.
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
@@ -168,8 +172,8 @@ def _trace_one(
     memory_format: str,
     division: StepDivision,
 ) -> None:
-    # Tensors that a model keeps outside of its parameters and buffers become fake when they are
-    # used.
+    # `allow_non_fake_inputs`: real tensors that a model keeps outside of its parameters and buffers
+    # become fake when they are used.
     fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with (
@@ -190,14 +194,15 @@ def _trace_one(
             if memory_format == "channels_last":
                 lay_out_copy(twin)
             backward = set(recorder.passes) != {"fprop"}
-            # The recorder is entered after the fake mode, because the last mode sees a call first.
+            # The recorder is entered after the fake mode, so that it sees each call first: torch
+            # passes a call to the mode that was entered last.
             with fake_mode or nullcontext(), recorder, _module_names(recorder, twin):
                 run_step(twin, own_inputs, backward)
     except UnsupportedError as error:
         raise ConfigError(f"no step can be traced: {error}") from error
     except MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
-        # The first line is the sentence; torch may add hints and C++ frames below it.
+        # Only the first line of the message is kept: torch may add hints and C++ frames below it.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "" if real else "; if it needs values and not shapes alone, use real=True"
         raise ConfigError(
@@ -253,7 +258,7 @@ class _Recorder(TorchDispatchMode):
         self.layers: list[tuple[str, Problem]] = []
         self.biased: set[Problem] = set()
         self.modules: list[str] = []
-        # All fake tensors of a trace; None while a real step is traced.
+        # Weak references to all fake tensors of a trace; None while a real step is traced.
         self.watched: Watched | None = None
         self._device_type = device_type
         self._forward_names: dict[Problem, list[str]] = {}
@@ -274,7 +279,8 @@ class _Recorder(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
             if self._device_type in (None, x.device.type):
                 return result
-            # the next operators see the layout in which the other device would return the result
+            # The trace is for a device of another kind than that of x. The result gets the layout
+            # that the other device would give it, because the next operators must see that layout.
             nhwc = uses_channels_last(x, w, geometry, self._device_type)
             form = CHANNELS_LAST_BY_RANK[x.dim() - 2] if nhwc else torch.contiguous_format
             return result.contiguous(memory_format=form)
@@ -311,7 +317,8 @@ class _Recorder(TorchDispatchMode):
         forward = self._problem("fprop", x, w, geometry)
         if forward is None:
             return
-        # Backward reaches the calls of one shape in the reverse order of forward.
+        # Backward reaches the calls of one shape in the reverse order of forward, so the last name
+        # is the right one.
         names = self._forward_names.get(forward)
         name = names.pop() if names else ""
         for which, wanted in zip(OPS[1:], mask, strict=False):
@@ -321,17 +328,18 @@ class _Recorder(TorchDispatchMode):
 
 
 def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int, ...]:
-    """Strides of a result as torch's own kernels give them.
+    """The strides that an operator's result would have on real tensors.
 
-    Fake kernels may give an axis of one element another stride than real kernels. If a batch has a
-    single sample, or images have one pixel, torch chooses the layout of later results by such a
-    stride.
+    On fake tensors, an axis of one element may get another stride than on real tensors. If a batch
+    has a single sample, or images have one pixel, torch chooses the layout of later results by such
+    a stride.
     """
     if func._schema.is_mutable:
         return fake.stride()
     operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    # For contiguous operands of the result's shape, torch's elementwise kernels return a contiguous
-    # result, but its meta kernels may not. A number in place of a tensor has another shape.
+    # If all operands are contiguous and have the shape of the result, torch's real elementwise
+    # kernels return a contiguous result, but its meta kernels may not. This does not hold if a
+    # number is given in place of a tensor operand.
     is_alike = len(operands) == sum(str(one.type) == "Tensor" for one in func._schema.arguments)
     if is_alike and all(one.shape == fake.shape and one.is_contiguous() for one in operands):
         return strides_of(fake.shape, is_channels_last=False)
@@ -339,12 +347,13 @@ def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int,
     def without_memory(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    # The modes are disabled, because they would treat this call as one by the model.
+    # The fake mode and the recorder are disabled here, because they would treat this call as one by
+    # the model.
     with _disable_current_modes():
         args, kwargs = tree_map_only(Tensor, without_memory, (args, kwargs or {}))
         try:
             found: Tensor = func(*args, **kwargs)
-        except NotImplementedError:  # without a meta kernel, the fake result is from a real kernel
+        except NotImplementedError:  # there is no meta kernel: a real kernel has made `fake`
             found = fake
     return found.stride()
 

@@ -1,7 +1,7 @@
 """Types of what public functions return, take and report: for annotations and `isinstance`.
 
-Names are resolved at their first use, as in the package. Errors and warnings are in
-`ucudnn.errors`.
+As in `ucudnn` itself, a name is imported from its module when it is first used. Errors and warnings
+are in `ucudnn.errors`.
 
 >>> from ucudnn.types import Conversion, Policy
 >>> Conversion.__module__
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from ucudnn.tuning.noise import Noise as Noise
     from ucudnn.tuning.results import Progress as Progress
 
-# The names imported above, by module. Type checkers read the imports above, and `__getattr__` reads
-# this table.
+# The names imported above, by module. Type checkers find the names in the imports, and
+# `__getattr__` finds them in this table.
 _NAMES_BY_MODULE = {
     "check": "Finding",
     "config": "Backend Effort Layout Policy Solver Unplanned",

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from ucudnn.errors import ConfigError, quoted
 
-# Sizes of tensors, and the numbers in a cache, are 64-bit integers.
+# The smallest number that is refused: sizes of tensors and numbers in a cache are 64-bit integers.
 TOO_LARGE = 2**63
 # Types of numbers in files, which `msgspec.convert` checks.
 Count = Annotated[int, Meta(ge=0, le=TOO_LARGE - 1)]
@@ -33,7 +33,7 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
         return text
     match = _BYTES_PATTERN.fullmatch(text) if isinstance(text, str) else None
     factor = _BYTES_PER_UNIT.get(match[2].upper()) if match else None
-    # For text that is no size the value is too large, so that both get the same error.
+    # Text that is not a size is given a size that is too large, so that both raise the same error.
     size = float(match[1]) * factor if match and factor else TOO_LARGE
     if size >= TOO_LARGE:
         decimal = match is not None and match[2].upper() in ("KB", "MB", "GB", "K", "M", "G")
@@ -48,7 +48,7 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
 def format_bytes(count: int) -> str:
     """Write a number of bytes for a person, in the largest unit in which it is at least 1.
 
-    The number is rounded up, so that a limit of the size written suffices.
+    The number is rounded up, so that a limit set to the written size suffices.
 
     >>> format_bytes(9 << 20), format_bytes(1537), format_bytes(0)
     ('9 MiB', '1.6 KiB', '0 B')
@@ -67,8 +67,8 @@ def format_ns(time_ns: float) -> str:
     >>> format_ns(1_234_000), format_ns(52_000_000), format_ns(4_200)
     ('1.23 ms', '52.0 ms', '4.20 us')
     """
-    # From these bounds on, rounding to three digits would add a digit before the point, so the next
-    # larger unit is used.
+    # Each bound below is where rounding to the digits that are shown would give one more digit
+    # before the point: 9.995 would become 10.00, so it is shown as 10.0.
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         value = time_ns / factor
         if value >= 0.9995:  # what rounds to 1.00

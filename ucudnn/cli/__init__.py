@@ -1,4 +1,4 @@
-"""The command line: each command parses, calls one public function and prints."""
+"""The command line: each command parses its flags, calls one public function and prints."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ VersionOption = Annotated[
 
 @app.callback()
 def _before(context: typer.Context, version: VersionOption = False) -> None:
-    del version  # its callback has printed it
-    # Only scripts that `run` and `launch` start follow a plan. Other commands use torch by itself.
+    del version  # `_print_version` has printed it
+    # Only scripts that `run` and `launch` start follow the plan of UCUDNN_PLAN. For all other
+    # commands the variable is unset, so that torch's own convolutions run in them.
     if context.invoked_subcommand not in ("run", "launch"):
         set_startup(Startup())
 
@@ -84,7 +85,7 @@ app.command()(common(plans.report))
 app.command()(common(machine.doctor))
 app.command()(common(plans.check))
 app.command()(common(plans.compare))
-# Options after the script's name belong to the script.
+# Options after the name of the script that `launch` starts belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(scripts.launch)
 app.add_typer(cache.app, name="cache")
 
@@ -97,7 +98,8 @@ def main() -> None:
     interrupted. A script that `run` or `record` runs sets its own exit status.
     """
     call = _command()
-    # The script runs here: what `_command` changed is restored, and no exception is being handled.
+    # `run` and `record` only return the script to run. It runs here, because `_command` has
+    # restored what it changed (warnings and streams), and no exception is being handled.
     if call is not None:
         scripts.execute(call)
 
@@ -105,8 +107,8 @@ def main() -> None:
 def _command() -> scripts.ScriptCall | None:
     with _printable_names():
         try:
-            # `catch_warnings` restores `showwarning` at the end, for a caller that goes on after
-            # `main`.
+            # `catch_warnings` restores `warnings.showwarning` at the end, for a caller that goes on
+            # after `main`.
             with warnings.catch_warnings(), _OwnErrors():
                 warnings.showwarning = show_warning
                 app()

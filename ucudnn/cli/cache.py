@@ -61,7 +61,7 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 
     Example: ucudnn cache check
     """
-    # The cache is opened for reading only, because one that is opened for writing sets damaged
+    # The cache is opened for reading only, because a cache that is opened for writing sets damaged
     # files aside.
     with _opened(cache, "r") as opened:
         report = opened.check()
@@ -201,7 +201,11 @@ def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Turn a CacheWarning into an error, because these commands do nothing but write a cache."""
+    """Context that turns a CacheWarning into an error.
+
+    It is for commands that only write to a cache: they must not report success if the cache has
+    warned that something is wrong.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         try:

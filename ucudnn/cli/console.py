@@ -21,7 +21,8 @@ from ucudnn.units import format_ns
 
 # Exit statuses, described in `main`. Shells report 130 = 128 + 2 for a process ended by SIGINT (2).
 SAYS_NO, USAGE, ENVIRONMENT, CRASHED, INTERRUPTED = 1, 2, 3, 4, 130
-# Printed text may hold the user's names, in which rich must not find markup, emoji or numbers.
+# Printed text may contain names that the user chose. In these, rich must not interpret markup or
+# emoji, or highlight numbers.
 _PLAIN: dict[str, Any] = {"emoji": False, "markup": False, "highlight": False}
 
 
@@ -33,8 +34,9 @@ def _width() -> int | None:
         is_pipe = stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
     except (OSError, ValueError):  # stdout was replaced by an object that is no file
         is_pipe = False
-    # Output through `head` or `less` is read on a terminal, whose width counts. A file has no
-    # width.
+    # If stdout is a pipe and stderr is a terminal, a program such as `head` or `less` probably
+    # shows the output on that terminal, so rich takes its width. A file has no width, so lines have
+    # a fixed one.
     return None if is_pipe and sys.stderr.isatty() else 160
 
 
@@ -49,8 +51,8 @@ class _Printer(Console):
 
 out = _Printer(width=_width(), **_PLAIN)
 err = _Printer(stderr=True, **_PLAIN)
-# Seconds between two lines of progress where there is no terminal; CI systems end jobs that are
-# silent for minutes.
+# Seconds between two lines of progress if stderr is no terminal. Lines are printed there because CI
+# systems end jobs that are silent for minutes.
 _LINE_S = 10.0
 # How much is printed. -1: results, warnings and errors; 0: progress as well; 1 and 2: also what the
 # package logs.
@@ -95,7 +97,7 @@ def say_error(line: str) -> None:
     err.print(f"ucudnn: {line}", soft_wrap=True)
 
 
-# Settings as messages of the package write them, and the flags to print instead.
+# Settings as they are written in messages of the package, each with the flag to print instead.
 _FLAGS = {
     "real=True": "--real",
     "unplanned='torch'": "--unplanned torch",
@@ -138,10 +140,10 @@ def show_warning(
 
 
 class Update(Protocol):
-    """Shows how far a command is."""
+    """Function that shows how far a command has come."""
 
     def __call__(self, done: int, total: int | None, what: str = "", left: str = "") -> None:
-        """Show how many parts are done, which part is at work, and a further text."""
+        """Show that `done` of `total` parts are done and `what` is at work, and the text `left`."""
         ...
 
 
@@ -192,11 +194,11 @@ class _Lines:
 
 @contextmanager
 def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
-    """Show the progress of tuning; yields a callback for events and the last event's counts."""
+    """Show the progress of tuning; yields a callback for its events, and the latest counts."""
     # The counts are kept for the summary, which is printed when the bar is gone.
     counts = {"measured": 0, "reused": 0}
     with bar("tuning") as update:
-        # Every event has the time budget, which is printed only once.
+        # Every event has the time budget, which is printed only at the first one.
         said: list[float] = []
 
         def on_progress(event: Any) -> None:

@@ -1,4 +1,4 @@
-"""`ucudnn advise` and `doctor`: a model's step as torch runs it, and facts of this machine."""
+"""`ucudnn advise` and `doctor`: examine a model's step as torch runs it, and this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def advise(
     """Run a step in several ways for about a minute; print memory, times and a verdict.
 
     With a memory budget, also print the largest batch that fits. In several ranks (torchrun), or
-    with --ranks and --link, print what waiting for gradients costs and which way to send them pays.
+    with --ranks and --link, print how much time waiting for gradients costs, and which way to send
+    them is worth using.
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """

@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
     real: bool = False
 
     def require_table(self) -> None:
-        """Refuse flags that only apply to a model, where a table of layers is given."""
+        """Refuse flags that only apply to a model; called if MODEL is a table of layers."""
         for name, value in zip(self._fields[1:], self[1:], strict=True):
             # --infer is allowed, because it also chooses the passes of a table.
             if value and name != "infer":
@@ -48,7 +48,7 @@ class Recipe(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """True for a table of layers, which has no model."""
+        """True if MODEL is a table of layers instead of a model."""
         return self.model.endswith(".csv")
 
 
@@ -61,7 +61,7 @@ class NamedModel(NamedTuple):
 
     def fill(self) -> None:
         """Fill inputs that have no values with random values, so that steps can be run."""
-        # Inputs from the user's own function (--inputs) have values.
+        # Inputs that the user's own function (--inputs) makes have values already.
         if self.recipe.inputs is None:
             fill(self.examples)
 
@@ -77,7 +77,7 @@ class NamedModel(NamedTuple):
             )
 
     def context(self) -> AbstractContextManager[object]:
-        """The context in which the model is traced and run: autocast, or none."""
+        """The context in which the model is traced and run: autocast if the flags ask for it."""
         import torch
 
         if not self.recipe.autocast and self.recipe.autocast_dtype is None:
@@ -166,12 +166,13 @@ def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
         if not path.is_file():
             raise ConfigError(f"{what} must name a file that is there, and {path} is not")
         folder, name = path.parent, path.stem
-    # Python does the same for a script: the file of the model can then import its neighbours.
+    # The folder is put on the path, as Python does for a script, so that the file of the model can
+    # import modules beside it.
     sys.path.insert(0, str(folder.resolve()))
     try:
         found = _imported(name, attribute, what)
-        # If the name is a model that its file has made on import, it is returned. It must not be
-        # called, because that would compute it.
+        # The name may be that of a model that the file has made on import. Then the model is
+        # returned. It must not be called, because that would run its forward.
         is_made = callable(getattr(found, "named_parameters", None)) and not isinstance(found, type)
         return found if is_made else found(*args, **kwargs)
     except ConfigError:
@@ -197,7 +198,8 @@ def _imported(name: str, attribute: str, what: str) -> Any:
     return getattr(module, attribute)
 
 
-# Dtypes that an input of a model may have; convolutions themselves are of floating point.
+# Dtypes that an input of a model may have. Integers are allowed, too, for other layers than
+# convolutions.
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?"
@@ -207,7 +209,7 @@ _SPEC = re.compile(
 
 
 class Spec(NamedTuple):
-    """One input of a model."""
+    """One input of a model, as --input describes it; several shapes are for several sizes."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -257,7 +259,8 @@ def _example(specs: list[Spec], module: nn.Module, index: int) -> Any:
         return tuple(args)
     if not args:
         return kwargs
-    # An example cannot mix positional and keyword inputs: here all get their names in `forward`.
+    # An example is a tuple of positional inputs or a dict of keyword inputs. If there are both, all
+    # inputs are given by keyword, positional ones by the names that they have in `forward`.
     try:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError) as error:

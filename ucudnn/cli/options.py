@@ -21,10 +21,10 @@ Command = Callable[..., None]
 # The type and the default of each flag, by the name of its parameter.
 Flags = Mapping[str, tuple[Any, Any]]
 
-# Titles of panels in --help; a first panel above them has what matters most.
+# Titles of panels in --help. Above them is a first panel, with the flags that matter most.
 _MODELS, _TABLES = "More about a model", "For a CSV file of layers"
 _SETTINGS, _OUTPUT = "More settings", "Output and errors"
-# Settings of the first panel.
+# Settings whose flags are in the first panel.
 _FIRST = (
     *("memory_budget", "loop", "workspace_limit", "policy", "layout", "effort", "time_budget_s"),
     "cache",
@@ -66,7 +66,8 @@ ConfigFileOption = Annotated[
         "--config", help="JSON file with settings.", metavar="FILE", rich_help_panel=_SETTINGS
     ),
 ]
-# These are not in `Config`: a model has its own dtype and layout, but rows of a CSV may lack them.
+# These three are no settings of `Config`. They are needed only for a table of layers that lacks a
+# column for dtype, layout or math; a model has its own.
 DtypeOption = _text("Without such a column: dtype. Default: float32.", "NAME", panel=_TABLES)
 MemoryFormatOption = _text(
     "Without a column layout: nchw or nhwc. Default: nchw.", "NAME", panel=_TABLES
@@ -135,7 +136,7 @@ _RECIPE: dict[str, tuple[Any, Any]] = {
         False,
     ),
 }
-# Flags of every command.
+# Flags of all commands but `run`, `record` and `launch`, which run a script.
 _COMMON: dict[str, tuple[Any, Any]] = {
     "verbose": (
         Annotated[
@@ -171,7 +172,7 @@ def flag_of(name: str) -> str:
 
 
 def _of_setting(name: str) -> tuple[Any, Any]:
-    """Type and default of a setting's flag; None: a file or the environment decides."""
+    """Type and default of a setting's flag; None means that a file or the environment decides."""
     setting, flag = SETTINGS[name], flag_of(name)
     panel = None if name in _FIRST else _SETTINGS
     if setting.metavar:
@@ -215,7 +216,7 @@ def takes_settings(names: Iterable[str]) -> Callable[[Command], Command]:
 
 
 def common(command: Command) -> Command:
-    """Give a command the flags that all commands have."""
+    """Give a command the common flags: --verbose, --quiet and --traceback."""
 
     def call(*, verbose: int, quiet: bool, traceback: bool, **values: Any) -> None:
         if verbose and quiet:

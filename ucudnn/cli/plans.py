@@ -178,7 +178,7 @@ def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
     try:
         with open_recording(cache or Config().cache) as opened:
             return rationales(plan, opened)
-    # A plan from another machine may come without its cache, which is no error.
+    # A plan from another machine may come without the cache that belongs to it, which is no error.
     except CacheError:
         return rationales(plan, ())
 

@@ -44,7 +44,10 @@ ScriptArgument = Annotated[
 
 
 class ScriptCall(BaseException):
-    """Request to run a script; it is no Exception, so that typer lets it pass unchanged."""
+    """Raised by `run` and `record` to let `main` run a script; typer lets it pass.
+
+    It is no `Exception`, because typer and `_OwnErrors` would take that for an error.
+    """
 
     def __init__(self, words: list[str], files: Startup) -> None:
         super().__init__(words)
@@ -86,8 +89,8 @@ def record(
     path, words = output.resolve(), _checked(script)
     # An old table is removed, because processes add their counts to a table that exists.
     path.unlink(missing_ok=True)
-    # Exit handlers run in the reverse order of their registration: this one runs after the
-    # recorder's, which is registered when torch is imported.
+    # Exit handlers run in the reverse order of their registration. So this one runs after the
+    # recorder's, which is registered later, when torch is imported, and which writes the table.
     atexit.register(_tell, path, os.getpid())
     raise ScriptCall(words, Startup(record=str(path)))
 
@@ -95,7 +98,8 @@ def record(
 def _checked(words: list[str]) -> list[str]:
     if words[0] == "-m" and len(words) == 1:
         raise ConfigError("-m must be followed by the name of a module")
-    # A folder or an archive with a __main__.py is a script for Python.
+    # It need not be a file with Python code, because Python also runs a folder or an archive that
+    # has a __main__.py.
     if words[0] != "-m" and not Path(words[0]).exists():
         hint = "-m torch.distributed.run" if words[0] == "torchrun" else "-m MODULE"
         raise ConfigError(
@@ -125,8 +129,8 @@ def execute(call: ScriptCall) -> None:
     """Run a script as `python` would; an error of the script is printed and raised again."""
     set_startup(call.files)
     if not _torch_calls_us():
-        # If torch will not load ucudnn by itself, as in a checkout that is not installed, it is
-        # loaded here.
+        # Usually torch calls `follow_startup` at its import. If it will not, as in a checkout of
+        # ucudnn that is not installed, the function is called here.
         import torch  # noqa: F401 - ucudnn's modules are imported after torch
 
         from ucudnn.convert import follow_startup
@@ -137,8 +141,9 @@ def execute(call: ScriptCall) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        # The exception is raised again, so that the interpreter ends as for any script. Its
-        # traceback is printed here, without the frames above the script.
+        # The traceback is printed here, without the frames above the script. The exception is
+        # raised again, so that the interpreter ends as it does for any script; the hook then prints
+        # nothing.
         sys.excepthook(type(error), error.with_traceback(_own(error.__traceback__)), None)
         sys.excepthook = lambda *_: None
         raise
@@ -154,7 +159,7 @@ def _run(words: list[str]) -> None:
     if Path(words[0]).is_file() and not zipfile.is_zipfile(words[0]):
         _run_file(Path(words[0]))
     else:
-        # A folder or an archive: Python imports its __main__.py.
+        # The script is a folder or an archive, from which Python imports __main__.py.
         sys.path.insert(0, words[0])
         _run_as_main("__main__", is_named=False)
 
@@ -163,7 +168,7 @@ def _run_as_main(name: str, is_named: bool = True) -> None:
     """Run a module as `python -m` does.
 
     `runpy.run_module` would remove `__main__` after the module's last line. But threads that still
-    run, and exit handlers, find their classes in it.
+    run, and exit handlers, may need what the script has defined in it.
     """
     sys.modules["__main__"] = ModuleType("__main__")
     # `python -m` calls this function; with `alter_argv` it puts the module's path in sys.argv[0].
@@ -171,7 +176,8 @@ def _run_as_main(name: str, is_named: bool = True) -> None:
 
 
 def _run_file(path: Path) -> None:
-    # `runpy.run_path` would set sys.argv[0] and `__file__` to one path, and remove `__main__`.
+    # `runpy.run_path` is not used: it would set sys.argv[0] and `__file__` to the same path, and
+    # would remove `__main__` after the last line of the script.
     _set_first_path(str(path.resolve().parent))
     name = str(path.absolute())
     loader = SourceFileLoader("__main__", name)
@@ -190,8 +196,8 @@ def _set_first_path(folder: str) -> None:
 
 def _own(traceback: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on."""
-    # Before a syntax error in a module or a script there are frames of importlib, which are left
-    # out, too.
+    # If a module or the script has a syntax error, the traceback also begins with frames of
+    # importlib, which are left out, too.
     importing = ("<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>")
     ours = (__file__, runpy.__file__, "<frozen runpy>", *importing)
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
@@ -200,7 +206,8 @@ def _own(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _torch_calls_us() -> bool:
-    # torch's own switch for loading packages such as ucudnn on import, with torch's default.
+    # With another value of this variable than "1", its default, torch does not load packages such
+    # as ucudnn when it is imported.
     if os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
     return bool(entry_points(group="torch.backends", name="ucudnn")) and "torch" not in sys.modules
@@ -231,7 +238,7 @@ def launch(
 
     Example: ucudnn launch --ranks-per-gpu 2 -- examples/ddp_resnet.py
     """
-    # torch is imported only now that the command line is read.
+    # These modules import torch, so they are imported only now that the command line was read.
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from ucudnn.distributed.counting import TrialTimes, find_ranks
@@ -251,7 +258,8 @@ def launch(
     )
     try:
         if is_auto:
-            # SIGTERM must also end the trial; after the trial, torchrun's agent handles signals.
+            # SIGTERM must end this process during a trial, too, by an exception, so that it ends
+            # the trial first. After the trials, torchrun's agent handles signals.
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             times = TrialTimes(measure_s=trial_seconds)
             found = find_ranks(script, settings, times, trial_rounds, say_error)

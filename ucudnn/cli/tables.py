@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TableFlags(NamedTuple):
-    """Flags that complete a table of layers, None where they are not given."""
+    """Flags for columns that a table of layers lacks; None for each flag that is not given."""
 
     dtype: str | None
     memory_format: str | None
@@ -57,7 +57,7 @@ def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type:
     rows = read_rows(path, ops, *flags, has_tf32=has_tf32)
     if not rows:
         raise ConfigError(f"{path} has no layer with any of ops={','.join(ops)}")
-    # A table that was recorded on a GPU may say tf32, which a CPU does not have.
+    # A table that was recorded on a GPU may have the math "tf32", which a CPU does not have.
     if not has_tf32:
         rows = [row._replace(problem=replace(row.problem, math="strict")) for row in rows]
     return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
@@ -141,7 +141,8 @@ def enumerate_(
     start = time.monotonic()
     # `ops` is taken from `Config`, which checks the names and has the default.
     wanted = settings(None, with_passes(given, recipe.infer)).ops
-    # The table and the profile are read first, so that a typing error is found at once.
+    # The table and the profile are read before a model is traced, so that a typing error in their
+    # names is found at once.
     rows = read_rows(recipe.model, wanted, *flags, has_tf32=True) if recipe.is_table else ()
     sizes = None if batches is None else parse_batches(batches)
     profile = DeviceProfile.load(device_profile)

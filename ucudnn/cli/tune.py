@@ -228,7 +228,8 @@ def _print_tuned(
         print_json(summary)
         return
     print_plan(plan)
-    # If all measurements came from the cache, there is no cost that steps have to pay back.
+    # If all measurements came from the cache, tuning had no cost that faster steps have to pay
+    # back.
     if counts["measured"]:
         say(payback(plan, seconds))
         said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"

@@ -1,1 +1,1 @@
-"""Execution: run convolutions by a plan, eagerly, in autograd and in place of aten's own."""
+"""Run convolutions by a plan: called directly, in autograd, or in place of aten's operators."""

@@ -1,8 +1,9 @@
-"""The differentiable convolution of planned layers, which looks up each of its passes.
+"""The differentiable convolution of layers with a plan, whose passes follow the plan or torch.
 
-A pass (forward, gradient of x, gradient of w) with a plan is computed by the plan's call, and every
-other pass by torch's own operator. Modes, tensor subclasses, torch.func and tracers observe or
-transform operators. They always see torch's operator.
+The passes of a convolution are forward, gradient of x and gradient of w. A pass for which the plan
+has a split is computed by the chunks of this split; torch's own operator computes every other pass.
+Modes, tensor subclasses, torch.func and tracers observe or transform operators, so under any of
+them torch's operator computes all passes.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ from ucudnn.problem import OPS, Problem, strides_of
 from ucudnn.system.processes import ForkSafeLock
 
 _aten = torch.ops.aten
-# The largest number of shapes that are remembered. Training has few shapes; a server for inputs of
-# any size has many.
+# The largest number of combinations of operand shapes that a runner remembers. Training has few; a
+# server that accepts inputs of any size has many. A runner that has reached the limit forgets all
+# of them.
 _MOST_SHAPES = 4096
-# Tensors must be of exactly one of these types, because a subclass may redefine its convolution
-# (__torch_function__).
+# A plan computes only with tensors of exactly these types. Tensors of a subclass are left to
+# torch's operator, because the subclass may redefine its convolution (__torch_function__).
 _PLAIN = (Tensor, torch.nn.Parameter)
 _keys_of: Any = torch._C._dispatch_keys
 
 
 def _odd_keys() -> int:
     """Bit mask of the dispatch keys that a plain tensor on a backend's device does not have."""
-    # Autograd and autocast keys are on every ordinary tensor, also where neither is enabled.
+    # Every ordinary tensor has the autograd and autocast keys of its device, even while autograd
+    # and autocast are disabled.
     names = ["ADInplaceOrView", "Conjugate"]
     for entry in BACKENDS.values():
         key = entry.dispatch_key
         names += [key, f"Autograd{key}", f"Autocast{key}"]
-    # The keys are one integer, so that each call tests those of a tensor by a single bitwise
-    # operation.
+    # All keys are combined in one integer, so that a call can test the keys of a tensor by a single
+    # bitwise operation.
     plain = 0
     for name in names:
         plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
@@ -68,24 +71,26 @@ class Geometry(NamedTuple):
 
 
 class AbstractRunner(ABC):
-    """Looks up the calls of convolutions, once for each shape of the operands."""
+    """Finds out, once for each combination of operand shapes, what computes each pass."""
 
     def __init__(self) -> None:
         self._bounds: dict[Hashable, Bound] = {}
         self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
-        """The `Bound` for operands of these shapes, made at the first call with them."""
-        # The key consists of tensors' attributes, because building a Problem takes longer than
-        # launching a small kernel. TF32 is the only setting of torch that a problem depends on.
+        """The `Bound` for operands with the shapes of x and w; made at their first call."""
+        # The key consists of attributes of the tensors. A Problem would do as well, but to build
+        # one at each call would take longer than to launch a small kernel. The key also says
+        # whether TF32 is allowed, which is the only setting of torch that a problem depends on.
         tf32 = x.is_cuda and aten.tf32_allowed()
         key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
         try:
             return self._bounds[key]
         except KeyError:
             bound = Bound(self, geometry, self.problems(x, w, geometry), x, w)
-        # The Bound was made outside the lock. If two threads made a Bound for the same key,
-        # `setdefault` gives both threads the first Bound, so that they share what is looked up.
+        # The Bound was made outside the lock. If two threads have made a Bound for the same key,
+        # `setdefault` returns the first Bound to both of them, so that they share the calls that
+        # are looked up later.
         with self._lock:
             if len(self._bounds) >= _MOST_SHAPES:
                 self._bounds.clear()
@@ -93,15 +98,15 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """The passes of a convolution that may be planned."""
+        """The problem of each pass that may be planned, by the name of the pass."""
 
     @abstractmethod
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up the call that computes a pass, and keep it; None if torch computes the pass."""
+        """Look up a plan's call for a pass, and keep it in `bound`; None if torch computes it."""
 
 
 class Bound:
-    """A convolution of operands of certain shapes, with the calls of its passes."""
+    """A convolution of operands of fixed shapes, with the plan's calls for its passes."""
 
     __slots__ = ("_bias", "_dy", "_is_last", "_passes", "_runner", "geometry", "problems")
 
@@ -116,31 +121,32 @@ class Bound:
         self._runner = runner
         self.geometry = geometry
         self.problems = problems
-        # The passes that were looked up; None means that torch computes the pass. Passes that
-        # cannot be planned are None from the start.
+        # The plan's calls for the passes that were looked up so far; None means that torch computes
+        # the pass. Passes that no plan can compute are None from the start.
         self._passes: dict[str, Pass | None] = {op: None for op in OPS if op not in problems}
         if not problems:
             return
         some = next(iter(problems.values()))
-        # A transposed convolution is planned as dgrad of a convolution whose input is its output.
+        # A transposed convolution is planned as the dgrad of a convolution. The output of the
+        # transposed convolution is then the input x of that convolution.
         output_shape = some.x_shape if geometry.transposed else some.y_shape
         self._bias = (output_shape[1:2], x.dtype, x.device)
         self._dy = (output_shape, x.dtype, x.device)
         self._is_last = uses_channels_last(x, w, geometry, x.device.type)
 
     def planned(self, which: str, has_bias: bool = False) -> Pass | None:
-        """The planned call of a pass; None if torch's own convolution computes it."""
+        """The plan's call for a pass, looked up at first use; None if torch computes the pass."""
         try:
             return self._passes[which]
         except KeyError:
             return self._runner.bind(which, self, has_bias)
 
     def knows(self, which: str) -> bool:
-        """True if the call of a pass was looked up."""
+        """True if a pass was looked up already, whether the plan or torch computes it."""
         return which in self._passes
 
     def follow(self, which: str, call: Call | None) -> None:
-        """Set the call that computes a pass from now on; None: torch computes it."""
+        """Set the plan's call that computes a pass from now on; None: torch computes the pass."""
         if call is None:
             self._passes[which] = None
         else:
@@ -148,11 +154,11 @@ class Bound:
             self._passes[which] = Pass(call, memory_format(call.problem), strides)
 
     def takes(self, bias: Tensor | None) -> bool:
-        """False for a bias of wrong shape, dtype or device, which torch's operator then refuses."""
+        """True if a planned call can add the bias: None, or of the right shape, dtype, device."""
         return bias is None or _signature(bias) == self._bias
 
     def is_planned(self, x: Tensor, w: Tensor, bias: Tensor | None, graph: bool) -> bool:
-        """True if a plan computes a pass of this call, or of its backward if there is a graph."""
+        """True if the plan computes the output or, with `graph`, the gradient of x or w."""
         some = (
             self.planned("fprop", bias is not None)
             or (graph and x.requires_grad and self.planned("dgrad"))
@@ -173,9 +179,9 @@ class Bound:
         """Compute the gradients of x, w and bias that the mask asks for, without a graph."""
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
-        # torch computes all gradients in two cases. If a caller of aten's operator passes a dy of
-        # another shape, torch raises its error. If neither dx nor dw is planned, db must also be
-        # torch's, to the bit.
+        # torch computes all gradients in two cases. If neither dx nor dw is planned, db must be
+        # torch's, too, to the bit. If dy does not have the shape, dtype and device of the output,
+        # which happens if someone calls aten's operator directly, torch raises its own error.
         if not (dgrad or wgrad) or _signature(dy) != self._dy:
             return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
@@ -188,10 +194,10 @@ class Bound:
     def _torchs_gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Compute gradients that no plan computes; torch's operator computes db only with dw."""
+        """Compute by torch the gradients that `mask` selects; db without dw is a sum of dy."""
         dx = dw = db = None
-        # If torch were asked for db alone, oneDNN would compute dw as well. So db is computed by
-        # the sum below.
+        # If torch's operator were asked for db without dw, oneDNN would compute dw all the same. So
+        # db is then computed by the sum below.
         if mask[0] or mask[1]:
             asked = [*mask[:2], mask[1] and mask[2]]
             dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, asked)
@@ -203,7 +209,8 @@ class Bound:
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         dx = dgrad(dy, w) if dgrad else None
-        # In the problem that is planned for a transposed convolution, x and dy change places.
+        # A transposed convolution is planned as the dgrad of a convolution. In the wgrad problem of
+        # that convolution, x and dy have changed places.
         a, b = (dy, x) if self.geometry.transposed else (x, dy)
         return dx, wgrad(a, b) if wgrad else None
 
@@ -214,14 +221,14 @@ def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass that a plan computes, for operands of any strides; the result has torch's strides."""
+    """The plan's call for a pass. Operands may have any strides; the result has torch's."""
 
     call: Call
-    layout: torch.memory_format  # in which `call` takes its operands
-    strides: tuple[int, ...]  # of torch's own result
+    layout: torch.memory_format  # the layout that `call` needs its operands in
+    strides: tuple[int, ...]  # those that torch's own result would have
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the pass, and add the bias if there is one."""
+        """Compute the pass for operands a and b, and add the bias if there is one."""
         a, b = a.contiguous(memory_format=self.layout), b.contiguous(memory_format=self.layout)
         if bias is not None:  # operators expect a contiguous bias
             bias = bias.contiguous()
@@ -230,7 +237,8 @@ class Pass:
         if found == strides:
             return result
         shape = result.shape
-        # along an axis of one element any stride addresses the same memory
+        # If the strides differ only along axes of one element, where any stride addresses the same
+        # memory, nothing needs to be copied.
         if all(n == 1 or s == t for n, s, t in zip(shape, found, strides, strict=True)):
             return result.as_strided(shape, strides)
         return result.new_empty_strided(shape, strides).copy_(result)
@@ -246,38 +254,43 @@ def convolution(
     # torch accepts an unbatched input (C, *spatial); it is planned as a batch of one.
     if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
         return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
-    # Planned calls run below autocast's dispatch key, so its casts must be made here.
+    # Planned calls run below autocast's dispatch key, so the casts of autocast must be made here.
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w = _cast(x, dtype), _cast(w, dtype)
         bias = None if bias is None else _cast(bias, dtype)
     bound = runner.bound(x, w, geometry)
     graph = torch.is_grad_enabled()
-    # if torch computes every pass of this call, torch's own autograd node is cheaper
+    # If torch computes every pass of this call, the whole call is left to torch, because torch's
+    # own autograd node is cheaper than ours.
     if not bound.is_planned(x, w, bias, graph):
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)
-    # During a backward pass, a forward is mostly a recomputation by torch.utils.checkpoint, which
-    # ends as soon as everything that was saved is saved again. Saving the operands first avoids
-    # computing a convolution whose result nobody needs; torch's own operator saves first, too.
+    # A forward that runs during a backward pass is mostly a recomputation by
+    # torch.utils.checkpoint. The recomputation stops as soon as every tensor that the first forward
+    # saved has been saved again. So the operands are saved before the convolution is computed: if
+    # they are the last tensors to be saved, the convolution is not computed at all. torch's own
+    # operator saves first, too.
     saved = _save(x, w) if torch._C._current_graph_task_id() != -1 else None
     result: Tensor = _apply(bound, x, w, bias, saved)
     return result
 
 
 def _only_plain_tensors(*tensors: Tensor) -> bool:
-    """False if a mode, subclass or transform is active, which must see torch's operator.
+    """True if a plan may compute with these tensors; False if torch's own operator must do so.
 
-    It is also False for tensors whose values are not simply the elements of their memory: lazily
-    negated, zero without memory, sparse, nested, or on different devices. Modes and subclasses
-    include fake tensors, counters, selective checkpoints, torch.func, forward-mode differentiation
-    and torch.jit.trace.
+    It is False while a mode, tensor subclass, transform or tracer must see the operator: for
+    example with fake tensors, FLOP counters, selective checkpoints, torch.func, forward-mode
+    differentiation and torch.jit.trace. It is also False for tensors on different devices, and for
+    tensors whose values are not simply the elements of their memory: lazily negated, zero without
+    memory, sparse or nested.
     """
     for tensor in tensors:
         if type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
             return False
-    # `get_device` is -1 on a CPU. It is faster than `device`, which makes a new object each time.
+    # `get_device()` returns -1 for a CPU. It is faster than `device`, which makes a new object each
+    # time.
     device = tensors[0].get_device()
     for tensor in tensors[1:]:
         if tensor.get_device() != device:
@@ -294,12 +307,12 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
 
 
 def _only_default_devices() -> bool:
-    """True if all function modes are `with torch.device(...)`, which only affects factories."""
+    """True if all function modes are `with torch.device(...)`, which only affects new tensors."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Integers and float64 are left as they are, as autocast itself does.
+    # Integers and float64 keep their dtype, as under autocast itself.
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
@@ -314,7 +327,7 @@ def _torchs(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Te
 
 
 class _Operands(torch.autograd.Function):
-    """Saves the operands of a convolution that is computed afterwards; the output is empty."""
+    """An autograd node that only saves a convolution's operands; its output is an empty tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -346,9 +359,9 @@ class _Convolution(torch.autograd.Function):
         x, w = (ctx.operands or ctx).saved_tensors
         # The first entry belongs to `bound`, which is no tensor, and the last one to `saved`.
         _, *mask, _ = ctx.needs_input_grad
-        # Double backward and observers of operators need aten's own operator, because planned calls
-        # have no gradient. x and w are tested as well, because hooks on saved tensors may have
-        # replaced them.
+        # aten's own operator is called in two cases: for double backward, because planned calls
+        # cannot be differentiated; and if a mode or a tensor subclass must see the operator. x and
+        # w are tested as well as dy, because hooks on saved tensors may have replaced them.
         if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default
@@ -356,6 +369,7 @@ class _Convolution(torch.autograd.Function):
         return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask), None
 
 
-# These bypass `Function.apply`, whose additional steps serve transforms, under which no plan acts.
+# These call the base class's `apply` and bypass `Function.apply`. What `Function.apply` does in
+# addition serves the transforms of torch.func, under which no plan acts.
 _apply: Any = super(torch.autograd.Function, _Convolution).apply
 _save: Any = super(torch.autograd.Function, _Operands).apply

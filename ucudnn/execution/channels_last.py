@@ -1,4 +1,4 @@
-"""Layout of a model: convert it to channels_last and back, keeping Parameters and values."""
+"""Convert a model to channels_last and back; its Parameter objects and values stay the same."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ucudnn.problem import strides_of
 # buffers had before `lay_out_`.
 _STRIDES = "_ucudnn_strides"
 _RANKS = frozenset(rank + 2 for rank in CHANNELS_LAST_BY_RANK)
-# Tensors must be of exactly one of these types: the memory of a subclass, such as a sharded DTensor
-# of FSDP2, is not its own.
+# Only tensors of exactly these types are converted. A subclass, such as a sharded DTensor of FSDP2,
+# does not own the memory of its values.
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def axes_of(model: nn.Module) -> frozenset[int]:
-    """The numbers of axes that parameters of a model have; all but 4 and 5 are left out.
+    """The numbers of axes, 4 or 5, that parameters of a model have.
 
-    An input is converted only if it has one of these numbers of axes. So if a model divides 5-D
-    video clips into images for 2-D convolutions, the clips stay as they are.
+    An input is converted to channels_last only if it has one of these numbers of axes. So if a
+    model divides 5-D video clips into images for 2-D convolutions, the clips stay as they are.
 
     >>> axes_of(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1)))
     frozenset({5})
@@ -41,7 +41,7 @@ def axes_of(model: nn.Module) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class InputsFollow:
-    """A forward pre-hook that converts the inputs of a module to channels_last."""
+    """A forward pre-hook that converts tensors in the inputs of a module to channels_last."""
 
     axes: frozenset[int]
 
@@ -58,7 +58,8 @@ class InputsFollow:
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         is_image = tensor.dim() in self.axes and tensor.layout is torch.strided
-        # Under `vmap` a tensor has more axes than `dim` says. Dynamo cannot trace the test for it.
+        # Under `vmap` a tensor has more axes than `dim` says, so it is left as it is. While Dynamo
+        # compiles, this is not tested, because Dynamo cannot trace the test.
         is_plain = torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
         return in_channels_last(tensor) if is_image and is_plain else tensor
 
@@ -66,9 +67,9 @@ class InputsFollow:
 def why_not_channels_last(model: nn.Module) -> str | None:
     """Reason why parameters and buffers of a model must keep their strides; None if they need not.
 
-    In channels_last they would get new memory, and what else uses the old memory would not see what
-    training writes. The argument must be the user's own model, because a copy shares memory with
-    nothing.
+    In channels_last they would get new memory. If something else uses their old memory, it would no
+    longer see what training writes. `model` must be the user's own model and not a copy, because a
+    copy shares its memory with nothing.
 
     >>> model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
     >>> why_not_channels_last(model)
@@ -86,9 +87,9 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     objects with the same values. A second call does no harm. If a call fails, nothing has changed.
 
     With `parameters=False` all these tensors keep their strides. Instead every convolution converts
-    its input, which also makes torch compute in channels_last. The same happens if parameters are
-    not plain tensors, such as those that FSDP2 has sharded. It also happens, with a warning, if
-    tensors share their memory.
+    its input, which also makes torch compute in channels_last. The same is done if parameters are
+    not plain tensors, such as those that FSDP2 has sharded. It is also done, with a warning, if
+    something else uses the memory of a parameter or buffer.
     """
     is_kept = not (parameters and all(type(one) in _PLAIN for one in model.parameters()))
     changes = [] if is_kept else _changes(model, _last_strides)
@@ -117,9 +118,10 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
 
 
 def lay_out_copy(model: nn.Module) -> None:
-    """Convert a copy of a model, which nobody else refers to, to channels_last.
+    """Convert a copy of a model to channels_last; nothing else may refer to its tensors.
 
-    Its tensors are replaced, because the strides of fake tensors cannot change in place.
+    Its parameters and buffers are replaced by new ones, because the copy may consist of fake
+    tensors, whose strides cannot change in place.
     """
     _follow_inputs(model, axes_of(model))
     laid_out: dict[int, Any] = {}
@@ -136,9 +138,10 @@ def lay_out_copy(model: nn.Module) -> None:
 
 
 def restore_layout_(model: nn.Module) -> None:
-    """Restore the strides that a model had before `lay_out_`, in place; all of them, or none.
+    """Restore the strides that a model's tensors had before `lay_out_`, in place: of all, or none.
 
-    If the memory of a tensor is used elsewhere by now, a warning says so and all strides stay.
+    If by now something else uses the memory of a tensor, all strides stay as they are, and a
+    warning says why.
     """
     changes = _changes(model, _first_strides)
     reason = _why_not(model, changes)
@@ -161,7 +164,7 @@ def _forget(model: nn.Module) -> None:
 
 
 def memory_format_of(model: nn.Module) -> str:
-    """The memory format of a plan for a model as it is: "channels_last" after `lay_out_`.
+    """The layout that a plan for this model must have: "channels_last" after `lay_out_`, or "keep".
 
     >>> model = nn.Conv2d(3, 4, 3)
     >>> lay_out_(model)
@@ -180,7 +183,8 @@ def _follow_inputs(module: nn.Module, axes: frozenset[int]) -> None:
 def _follow_in_convolutions(model: nn.Module) -> None:
     for module in model.modules():
         # torch computes in channels_last if either the input or the filter is in that layout. So a
-        # hook on every convolution has the same effect as other strides of the filters.
+        # hook that converts the input of every convolution has the same effect as filters with
+        # other strides.
         if isinstance(module, nn.modules.conv._ConvNd):
             _follow_inputs(module, frozenset({module.weight.dim()}) & _RANKS)
 
@@ -204,7 +208,7 @@ def _first_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, .
 
 
 class _Change(NamedTuple):
-    """A tensor, and the strides that it is to have."""
+    """A tensor, and the strides that it is to get."""
 
     name: str
     tensor: Tensor
@@ -212,7 +216,7 @@ class _Change(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """True if elements get other places in memory."""
+        """True if some elements get other places in memory by the new strides."""
         axes = zip(self.tensor.shape, self.tensor.stride(), self.strides, strict=True)
         return any(size > 1 and now != then for size, now, then in axes)
 
@@ -228,7 +232,7 @@ class _Change(NamedTuple):
 def _changes(
     model: nn.Module, strides_for: Callable[[nn.Module, str, Tensor], tuple[int, ...]]
 ) -> list[_Change]:
-    """The changes that give other strides to tensors, their gradients and optimisers' state."""
+    """The changes that give new strides to tensors, their gradients and optimisers' state."""
     found: dict[int, _Change] = {}
     for path, module in model.named_modules():
         for name, tensor in _own(module):
@@ -240,11 +244,11 @@ def _changes(
 
 
 def _that_follow(changed: dict[int, _Change]) -> Iterator[_Change]:
-    """Changes of gradients and of the state of optimisers.
+    """The changes of the gradients and of the optimiser state of changed tensors.
 
     torch's fused optimisers read a parameter and its state in the order of memory, and compute
-    something else if the orders differ (torch 2.13, CPU). All live optimisers are searched, because
-    a parameter has no reference to its optimiser.
+    wrong values if the two orders differ (torch 2.13, CPU). All live optimisers are searched,
+    because a parameter has no reference to its optimiser.
     """
     for name, tensor, strides in changed.values():
         if tensor.grad is not None:
@@ -267,7 +271,8 @@ def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
         return None
     gc.collect()  # unreachable tensors must not count as users of memory
     users: defaultdict[int, set[int]] = defaultdict(set)
-    # The model's tensors are listed, because `gc` does not list objects older than `gc.freeze`.
+    # The model's tensors are added to the objects that `gc` lists, because `gc` does not list
+    # objects that existed when `gc.freeze` was called.
     for one in chain(model.parameters(), model.buffers(), gc.get_objects()):
         if type(one) in _PLAIN:
             users[_memory_of(one)].add(id(one))
@@ -287,8 +292,8 @@ def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
 def _is_used_by_others(tensor: Tensor, users: set[int]) -> bool:
     others = users - {id(tensor)}
     base = tensor._base
-    # A view keeps its base alive. If nothing else refers to the base, it is no other user of the
-    # memory.
+    # A view keeps its base, the tensor that it is a view of, alive. If nothing but the view refers
+    # to the base, the base does not count as another user of the memory.
     if base is not None and sys.getrefcount(base) == _references_of_a_base():
         others.discard(id(base))
     return bool(others)
@@ -307,14 +312,16 @@ def _memory_of(tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
     except NotImplementedError:
         return 0
-    # The pointer is 0 without memory, as on the meta device; `_cdata` identifies the storage.
+    # A storage without memory, as on the meta device, has the pointer 0. Then `_cdata` identifies
+    # the storage object.
     return storage.data_ptr() or storage._cdata
 
 
 @torch.no_grad()
 def _change(changes: Sequence[_Change]) -> None:
-    """Give tensors other strides; all of them, or none if memory does not suffice."""
+    """Give all tensors their new strides, or none of them if there is too little memory."""
     made = [one.made() for one in changes]
     for one, tensor in zip(changes, made, strict=True):
-        # `.data` swaps the memory below the Parameter object, which optimisers and users hold.
+        # To assign `.data` replaces the memory, but keeps the Parameter object, to which optimisers
+        # and users refer.
         one.tensor.data = tensor

@@ -1,8 +1,8 @@
-"""torch.compile: find original modules, compile steps apart, exempt functions from compilation.
+"""Helpers for torch.compile: find original modules, compile steps apart, exempt functions.
 
-Steps that judge a plan compute on copies of the model, in up to two layouts. The compiled code of
-the copies is kept apart from that of the user's model: neither changes what the other runs, nor
-uses up the recompilations that Dynamo allows the other.
+To judge a plan, tuning runs steps on copies of the model, in up to two layouts. The compiled code
+of the copies is kept apart from that of the user's model. So neither of the two changes what the
+other runs, nor uses up the recompilations that Dynamo allows the other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-# This is a part of torch's own library. torch._dynamo is not imported, which would take seconds.
+# This module is part of torch's compiled library. To import torch._dynamo instead would take
+# seconds.
 from torch._C._dynamo import eval_frame
 
-# While steps are run to judge a plan, Dynamo may recompile a function this many times more than its
-# limit.
+# While steps are run to judge a plan, Dynamo's limits of recompilations are this much higher.
 _MORE_RECOMPILATIONS = 16
 
 _numbers = count()
@@ -43,7 +43,7 @@ def original_of(model: nn.Module) -> nn.Module:
 
 
 def compiler_of(model: nn.Module) -> Callable[[Any], Any]:
-    """A function that compiles as a model was compiled; for any other model, `torch.compile`.
+    """A function that compiles with the settings of a compiled model; else `torch.compile` itself.
 
     >>> layer = nn.Linear(2, 1)
     >>> again = compiler_of(torch.compile(layer, backend="eager"))(layer)
@@ -54,14 +54,14 @@ def compiler_of(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """True for what `torch.compile(module)` returned."""
+    """True if a model is the wrapper that `torch.compile(module)` returns."""
     # torch.compile imports Dynamo: as long as Dynamo is not imported, no module is compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """True if torch.compile compiles a model, or some of its modules.
+    """True if a model, or any of its modules, is compiled by torch.compile.
 
     >>> layer = nn.Linear(2, 1)
     >>> is_compiled(layer), is_compiled(nn.Sequential(torch.compile(layer, backend="eager")))
@@ -99,24 +99,25 @@ def uncompiled(is_needed: bool = True) -> Iterator[None]:
 
 @contextmanager
 def room_to_compile(model: nn.Module) -> Iterator[None]:
-    """Let Dynamo compile further code for functions of a compiled model within the context."""
+    """Raise Dynamo's limits of recompilations within the context, if the model is compiled."""
     if not is_compiled(model):
         yield
         return
     from torch._dynamo import config
 
-    # Some code of the copies is not kept apart, and counts towards Dynamo's limits. Beyond a limit,
-    # Dynamo would run the steps uncompiled, without an error.
+    # Some compiled code of the copies is not kept apart from that of the user's model, and counts
+    # towards the same limits of Dynamo. Beyond a limit, Dynamo would run the steps uncompiled,
+    # without an error.
     names = ("recompile_limit", "accumulated_recompile_limit")
     with config.patch({name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}):
         yield
 
 
 def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
-    """Compile a copy of a model, by the model's settings and apart from the model's own code.
+    """Compile a copy of a model with the model's settings; the two share no compiled code.
 
-    If the model is not wrapped by torch.compile, the copy itself is returned. Its modules are
-    compiled if those of the model are.
+    If the model is not wrapped by torch.compile, the copy itself is returned. A module of the copy
+    is then compiled if its original is.
 
     >>> layer, x = nn.Linear(2, 1), torch.ones(3, 2)
     >>> again = copy.deepcopy(layer)
@@ -127,25 +128,26 @@ def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
 
 
 def contexts_apart(model: nn.Module) -> dict[int, Any]:
-    """A new compiling context for each wrapped module, without code, by the id of the old one."""
+    """For each wrapped module, by its compiling context's id: a context without compiled code."""
     wrapped = (one.dynamo_ctx for one in model.modules() if is_wrapped(one))
     return {id(context): _apart(context) for context in wrapped}
 
 
 def original_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function that torch.compile compiled; None for any other function."""
+    """The function that a compiled function was made from; None for any other function."""
     return getattr(function, "_torchdynamo_orig_callable", None)
 
 
 def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function by the settings of a compiled one, with separate compiled code.
+    """Compile `function` with the settings of `compiled`; the two share no compiled code.
 
     >>> def double(x):
     ...     return 2 * x
     >>> recompiled(torch.compile(double, backend="eager"), lambda x: x + 1)(torch.ones(()))
     tensor(2.)
     """
-    # torch has no public way to the settings of a compiled function.
+    # torch has no public way to read the settings of a compiled function, so they are taken from
+    # the closure of its wrapper.
     context = inspect.getclosurevars(compiled).nonlocals["self"]
     return _apart(context)(function)  # type: ignore[no-any-return]
 
@@ -153,8 +155,9 @@ def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Ca
 def _apart(context: Any) -> Any:
     """Copy a compiling context so that it shares no compiled code with the original."""
     context = copy.copy(context)
-    # After a graph break, Dynamo keeps and counts code for the rest of the user's function together
-    # with that function. From torch 2.13 on it does so separately for each value of this number.
+    # After a graph break, Dynamo compiles the rest of the user's function, and keeps and counts
+    # this code together with that function, which the copies of the model share. From torch 2.13
+    # on, Dynamo does so separately for each value of `_isolate_recompiles_id`.
     if hasattr(context, "_isolate_recompiles_id"):
         numbers = sys.modules["torch._dynamo.eval_frame"]._next_isolate_recompiles_id
         context._isolate_recompiles_id = next(numbers)
@@ -162,30 +165,32 @@ def _apart(context: Any) -> Any:
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
-    """A function that calls a module, with a code object of its own."""
+    """A function that calls a module, and whose code object no other function has."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
 
-    # Dynamo keeps and counts compiled code by the code object, and remembers by the name of the
-    # code object which sizes have varied. With one name for all models, it would compile a model
-    # for any size because another model had other inputs.
+    # Dynamo keeps and counts compiled code for each code object. For each name of a code object, it
+    # also remembers which input sizes have varied. If all models had the same name here, Dynamo
+    # would compile a model for inputs of any size because another model had inputs of another size.
     call.__code__ = call.__code__.replace(co_name=f"step_{next(_numbers)}")
     return call
 
 
 def _own_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The compiled call of a module that `module.compile()` compiled in place."""
+    """The compiled call of a module that `module.compile()` compiled in place; None for others."""
     return module._compiled_call_impl
 
 
 # After a graph break Dynamo inspects every Python frame that the thread enters while the compiled
-# function runs, including frames that torch's dispatcher or autograd calls.
+# function runs, including frames that torch's dispatcher or autograd calls. The decorators below
+# keep Dynamo from compiling frames of this package.
 def untraced(function: _Function) -> _Function:
-    """Decorate a function that Dynamo must not compile, including everything that it calls.
+    """Decorate a function that Dynamo must not compile; nor may it compile what the function calls.
 
     `torch.compiler.disable` does the same by a wrapper, which costs a microsecond per call and
-    imports torch._dynamo. This decorator marks the code object, so calls cost nothing more.
+    imports torch._dynamo. This decorator only marks the code object, so that calls take no
+    additional time.
 
     >>> @untraced
     ... def kernel(x):
@@ -199,7 +204,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def untraced_alone(function: _Function) -> _Function:
-    """Decorate a function that Dynamo must not compile, though it may compile what it calls.
+    """Decorate a function that Dynamo must not compile; it may compile what the function calls.
 
     >>> @untraced_alone
     ... def twice(layer, x):

@@ -1,4 +1,4 @@
-"""Copies of a model and its inputs, on which steps and traces run: the user's are not touched."""
+"""Copy a model and its inputs: steps and traces run on the copies, so the originals stay as is."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_leaves
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.compiling import contexts_apart, original_function, recompiled
 
-# If the memory of a tensor is more than this many times as large as the tensor, as for a batch of a
-# data set, only the tensor's own part of it is copied.
+# A tensor may be a small part of larger memory, such as a batch of a data set. If the memory is
+# more than this many times as large as the tensor, only the tensor's part of the memory is copied.
 _PART = 2
 
 
 class Copied(NamedTuple):
-    """Copies of a model and its inputs; they share nothing that is written to with the originals.
+    """A copy of a model and a copy of its inputs; steps on them leave the originals alone.
 
-    The parameters have no gradients.
+    The parameters of the copied model have no gradients.
     """
 
     model: nn.Module
@@ -39,11 +39,13 @@ class Copied(NamedTuple):
 
 
 def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = None) -> Copied:
-    """Copy a model and its inputs with all that they refer to, closures of hooks included.
+    """Copy a model and its inputs with all objects that they refer to, even in closures of hooks.
 
-    Classes and globals stay shared. Compiled parts are compiled anew, apart from the user's. With a
-    fake mode, parameters, buffers and inputs become fake tensors, without memory. With a fake mode,
-    other objects that cannot be copied, such as a lock, are shared.
+    Classes and globals are not copied. Parts of the model that torch.compile compiled are compiled
+    anew, so that the copy shares no compiled code with the original. With a fake mode, the copies
+    of parameters, buffers and inputs are fake tensors, which have no memory; and an object that
+    cannot be copied, such as a lock, is shared with the original, unless it is a module or a
+    tensor.
 
     >>> layer = nn.Linear(2, 1)
     >>> twin, _ = copied(layer, torch.ones(3, 2))
@@ -60,8 +62,8 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
                 for one in wrapped:
                     memo[id(one)].module = copy.deepcopy(one.module, memo)
                 _Values(memo).renew()
-            # Objects of class `object` serve as marks that are compared by identity, so the copy
-            # must share them.
+            # Instances of the plain class `object` serve as marks that are compared by identity, so
+            # the copy must share them. If the copy has duplicated such marks, copying starts again.
             marks = {id(one): one for one in memo[id(memo)] if type(one) is object}
             if marks.keys() <= shared.keys():
                 break
@@ -71,7 +73,9 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
         # Objects that the model refers to may raise anything while they are copied.
         except Exception as error:
             part = _part_that_failed(error)
-            # Objects of these types cannot be copied and are no state of a model: they are shared.
+            # Objects of these types cannot be copied and are no state of a model, so the copy
+            # shares them. With a fake mode, it shares any object that cannot be copied and is no
+            # module or tensor.
             is_kept = isinstance(part, (ModuleType, ContextVar, WeakMethod)) or (
                 fake_mode is not None and not isinstance(part, (nn.Module, Tensor))
             )
@@ -92,7 +96,7 @@ def _refusal(reason: str) -> UnsupportedError:
 
 
 def _memory(model: nn.Module) -> set[int]:
-    """Addresses of the tensors of a model; those without memory are left out."""
+    """Memory addresses of a model's parameters and buffers, except those without memory."""
     tensors = [*model.parameters(), *model.buffers()]
     plain = [one for one in tensors if type(one) in (Tensor, nn.Parameter)]
     plain = [one for one in plain if one.layout is torch.strided and not one.is_quantized]
@@ -110,12 +114,12 @@ def _part_that_failed(error: BaseException) -> Any:
 
 
 def _is_consumed(part: object) -> bool:
-    """True for an iterator that is not a file: what a copy drew from it, its owner would miss."""
+    """True for an iterator that is not a file: its owner would miss the items that a copy takes."""
     return hasattr(type(part), "__next__") and not isinstance(part, io.IOBase)
 
 
 class _OfOneRank(nn.Module):
-    """Replaces a DistributedDataParallel in a copy: a step must not wait for other ranks."""
+    """Replaces a DistributedDataParallel in a copy, which must not wait for other ranks."""
 
     module: nn.Module
 
@@ -124,7 +128,7 @@ class _OfOneRank(nn.Module):
 
 
 class _Unavailable:
-    """Replaces an iterator that cannot be copied, and raises an error when it is drawn from."""
+    """Replaces an iterator that cannot be copied, and raises an error when it is used."""
 
     def __init__(self, original: object) -> None:
         self._kind = type(original).__name__
@@ -137,7 +141,7 @@ class _Unavailable:
 
 
 class _Real(TorchFunctionMode):
-    """Makes deepcopy copy results of autograd, too, and only a tensor's part of a larger memory."""
+    """Makes deepcopy copy non-leaf tensors, too, and only a tensor's own part of larger memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -151,7 +155,7 @@ class _Real(TorchFunctionMode):
 
 
 class _Fake(TorchFunctionMode):
-    """Copies parameters, buffers and inputs as fake tensors; other tensors keep their values."""
+    """Makes deepcopy copy parameters, buffers and inputs as fake tensors, others as they are."""
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -160,7 +164,7 @@ class _Fake(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        # `Parameter.__deepcopy__` calls `clone`.
+        # `Parameter.__deepcopy__` calls `clone`, so a parameter arrives here.
         if func is torch._C.TensorBase.clone:
             return self._faked(args[0])
         if func is not Tensor.__deepcopy__:
@@ -168,7 +172,7 @@ class _Fake(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) not in memo:
             is_faked = tensor.requires_grad or id(tensor) in self._wanted
-            # torch has no fake tensors that are quantised.
+            # torch has no quantised fake tensors, so quantised tensors are copied as they are.
             is_faked &= not tensor.is_quantized
             memo[id(tensor)] = self._faked(tensor) if is_faked else tensor.detach().clone()
         return memo[id(tensor)]
@@ -179,9 +183,10 @@ class _Fake(TorchFunctionMode):
 
 
 class _Values:
-    """Within all that `copy.deepcopy` has copied, copies what it shares, such as functions.
+    """Copies what `copy.deepcopy` does not copy, such as functions, in everything that it copied.
 
-    Functions may have state in their closures, and weak references refer to the original model.
+    A function may have state of the model in its closure. A weak reference would still refer to an
+    object of the original model.
     """
 
     def __init__(self, memo: dict[int, Any]) -> None:
@@ -192,8 +197,9 @@ class _Values:
         seen = {id(self._memo)}  # the key under which deepcopy keeps the originals
         while left := [(key, one) for key, one in self._memo.items() if key not in seen]:
             seen.update(key for key, _ in left)
-            # deepcopy notes an object that it shares as its own copy. The update prevents that it
-            # copies a copy again.
+            # An entry of the memo whose value is the original itself stands for a shared object,
+            # and is skipped here. The copies get such entries, too, so that a later deepcopy does
+            # not copy a copy again.
             holders = [holder for key, holder in left if id(holder) != key]
             self._memo.update({id(holder): holder for holder in holders})
             for holder in holders:
@@ -210,7 +216,8 @@ class _Values:
         for place, value in [*found]:
             renewed = self._renewed(value)
             if renewed is not value:
-                # The method of the base class is called, because a subclass may refuse changes.
+                # The method of the base class is called, because that of a subclass may refuse
+                # changes.
                 base.__setitem__(holder, place, renewed)
 
     def _renew_slots(self, holder: Any) -> None:
@@ -292,7 +299,8 @@ class _Values:
         return self._copy(defaults) is not defaults
 
     def _closure(self, function: FunctionType) -> FunctionType:
-        # Functions may share variables of a closure; their copies share the copied variables.
+        # Several functions may share a variable of their closures; their copies then share the
+        # copied variable.
         cells = function.__closure__ or ()
         fresh = [cell for cell in cells if id(cell) not in self._cells]
         self._cells.update({id(cell): CellType() for cell in fresh})
@@ -302,8 +310,8 @@ class _Values:
             function.__name__,
             closure=tuple(self._cells[id(cell)] for cell in cells),
         )
-        # The copy is noted before the variables of the function are copied, because one of them may
-        # be the function itself.
+        # The copy is entered in the memo before the variables of the function are copied, because
+        # one of the variables may be the function itself.
         self._memo[id(function)] = again
         again.__defaults__ = self._copy(function.__defaults__)
         again.__kwdefaults__ = self._copy(function.__kwdefaults__)

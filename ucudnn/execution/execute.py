@@ -1,4 +1,4 @@
-"""The only loop that runs the chunks of a split, by the executables that a benchmark times."""
+"""The only loop that computes a split chunk by chunk, by the same executables that are timed."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ R = TypeVar("R")
 
 
 def _keys_from_python_up() -> DispatchKeySet:
-    """Dispatch keys of modes, subclasses, transforms, autograd and autocast."""
+    """The dispatch keys to exclude: of modes, subclasses, transforms, autograd and autocast."""
     keys = torch._C._dispatch_keyset_full()
     # In the dispatcher's order, the keys after Python belong to backends. They are removed, which
     # leaves Python and all keys before it.
     keys -= torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    # These three keys stay active, because they materialize lazy views, whose memory does not have
-    # their values.
+    # These three keys are not excluded, because they resolve lazy tensors (conjugated, negated or
+    # zero), whose memory does not have their values.
     for lazy in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
         keys = keys.remove(lazy)
     return keys
 
 
-# Factories such as torch.empty have no tensor arguments; BackendSelect finds their device.
+# BackendSelect must be active for functions without tensor arguments, such as torch.empty, because
+# it finds out their device.
 _INCLUDED_KEYS = DispatchKeySet(DispatchKey.BackendSelect)
 _EXCLUDED_KEYS = _keys_from_python_up()
 
 
 def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function in the dispatch state of a kernel, in any dispatch state of the caller.
+    """Call a function in the dispatch state in which torch calls kernels, whatever the caller's is.
 
-    Algorithms are sequences of torch's operators, and inherit the dispatch state of the caller.
+    An algorithm calls torch's operators, which would inherit the dispatch state of the caller.
     Below a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and
-    results would be silently wrong. Inside this call both are resolved, and modes, subclasses,
-    transforms, autograd and autocast are inactive.
+    results would be silently wrong. While `run` is called here, lazy conjugation and negation are
+    resolved, and modes, subclasses, transforms, autograd and autocast are inactive.
 
     >>> with torch.device("meta"):
     ...     as_kernel(torch.empty, 0).device
@@ -59,47 +60,48 @@ def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @dataclass(frozen=True, slots=True)
 class BoundChunk:
-    """A chunk of a split: its problem, and its views of the whole tensors."""
+    """A chunk of a split: its problem, its executable, and its slices of the whole tensors."""
 
     problem: Problem | None  # None if the result is zero for any operands
     algorithm: str
     executable: Executable
-    a: Slices  # of x for fprop and wgrad, of dy for dgrad
-    b: Slices  # of w for fprop and dgrad, of dy for wgrad
+    a: Slices  # of the first operand: x for fprop and wgrad, dy for dgrad
+    b: Slices  # of the second operand: w for fprop and dgrad, dy for wgrad
     out: Slices
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A split bound to the executables that compute its chunks."""
+    """A split with the executables of its chunks; to call it computes the problem."""
 
     problem: Problem
     split: Split
     chunks: tuple[BoundChunk, ...]
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the problem; every split of it gives the same sums.
+        """Compute the problem; all splits of it give the same result, apart from rounding.
 
-        Operands are contiguous in the problem's layout. A bias (fprop, dgrad) is added chunk by
-        chunk: by the executable itself, or while the chunk is in the processor's cache.
+        The operands must be contiguous in the problem's layout. A bias (only in fprop and dgrad) is
+        added to each chunk of the result, either by the executable itself or right after it, while
+        the chunk is still in the processor's cache.
         """
         if len(self.chunks) == 1:
             (only,) = self.chunks
-            if self.split.axis == "spatial":  # the slab may leave out rows that nothing reads
+            if self.split.axis == "spatial":  # the slab may read only some rows of a and b
                 a, b = a[only.a], b[only.b]
             if bias is None:
                 return only.executable.alone(a, b)
             return only.executable.alone_biased(a, b, bias)
         # Chunks of fprop and dgrad own disjoint slices of the result. Every chunk of wgrad
         # contributes to the whole filter gradient, so there the first chunk makes the result and
-        # the others add.
+        # the others add to it.
         is_sum = self.problem.op == "wgrad"
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
             if result is None:
                 first = chunk.executable.begin(a[chunk.a], b[chunk.b])
-                # An algorithm may return a result with the strides of a view, but later chunks need
-                # the problem's layout.
+                # An algorithm may return a result with the strides of a view, but the later chunks
+                # need a result in the problem's layout to add to.
                 result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)
@@ -112,21 +114,23 @@ class Call:
 
     @property
     def parts(self) -> list[tuple[Problem, str]]:
-        """The problem and the algorithm of each chunk that the call runs."""
+        """The problem and the algorithm of each chunk, except chunks whose result is zero."""
         return [(chunk.problem, chunk.algorithm) for chunk in self.chunks if chunk.problem]
 
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Build the executables of a split; chunks that differ only in place share an executable."""
+    """Build the executables of a split; chunks that one executable can compute share it."""
     bound = []
-    # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
+    # Chunks of the same algorithm share an executable, with its cuDNN plans, if they are
+    # micro-batches or if they are slabs with equal problems.
     built: dict[tuple[Problem | None, str], Executable] = {}
     parts = _parts(problem, split)
     for chunk, (part, whole, x, y) in zip(split.chunks, parts, strict=True):
         key = (whole, chunk.algorithm)
         if key not in built:
-            # Micro-batches were checked together with the problem. A slab has its own input size
-            # and padding, which an algorithm may refuse although it computes the whole problem.
+            # Only slabs are checked here. A slab has its own input size and padding, which an
+            # algorithm may refuse although it computes the whole problem. A micro-batch differs
+            # from the whole problem only in its number of samples.
             reason = None
             if split.axis == "spatial" and whole:
                 reason = backend.slab_refusal(whole, chunk.algorithm)
@@ -140,7 +144,7 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Bind a split like `bind`, and check by trial builds that every chunk can run."""
+    """Build the executables of a split like `bind`, and check by trial that every chunk can run."""
     call = bind(backend, problem, split)
     # Chunks of the same problem and algorithm need one trial build; dict.fromkeys also keeps their
     # order, so that the error names the first chunk that fails.
@@ -152,13 +156,15 @@ def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
 
 
 def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str | None:
-    """Reason why a backend cannot compute a chunk of a split; None if it can, or may be able to.
+    """Reason why a backend refuses a chunk of a split; None if it refuses no chunk.
 
-    Nothing is built, so that every batch of a plan can be checked.
+    Nothing is built, so the check is fast enough for every batch of a plan. A chunk that is not
+    refused may still fail when it is built.
     """
     is_slabs = split.axis == "spatial"
     refusal = backend.slab_refusal if is_slabs else backend.refusal
-    # Chunks of equal size are alike along the batch, and a split may have hundreds.
+    # Micro-batches of equal size and algorithm are alike, and a split may have hundreds of them, so
+    # only one of each kind is checked.
     different = split if is_slabs else Split(split.axis, tuple(dict.fromkeys(split.chunks)))
     parts = (part for part, *_ in _parts(problem, different))
     for part, chunk in zip(parts, different.chunks, strict=True):
@@ -172,12 +178,12 @@ def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str 
 def _parts(
     problem: Problem, split: Split
 ) -> Iterator[tuple[Problem | None, Problem | None, Slices, Slices]]:
-    """Per chunk: its problem, the problem of its executable, and its parts of x and of y."""
+    """For each chunk: its problem, the problem of its executable, and its slices of x and of y."""
     sizes = [chunk.size for chunk in split.chunks]
     if split.axis == "batch":
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             samples = (slice(begin, end),)
-            # one executable serves any number of samples
+            # The executable of the whole problem computes any number of samples.
             yield problem.with_batch(end - begin), problem, samples, samples
     else:
         every = slice(None)
@@ -187,7 +193,7 @@ def _parts(
 
 
 def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slices]:
-    """The parts of both operands and of the result, given the parts of x and y; w is not divided.
+    """The slices of operand a, operand b and the result that belong to a chunk's slices of x and y.
 
     >>> samples = (slice(0, 2),)
     >>> places(Problem("fprop", 4, 1, 1, (5,), (3,)), samples, samples)
@@ -197,7 +203,10 @@ def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slic
 
 
 class _Zero(Executable):
-    """Executable of a slab whose result is zero: it reads only padding, or no output reads it."""
+    """Executable of a slab whose result is zero for any operands.
+
+    In fprop and wgrad such a slab reads only padding; in dgrad no output depends on its rows of x.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -215,7 +224,7 @@ class _Zero(Executable):
 
 
 def empty_result(problem: Problem, like: Tensor) -> Tensor:
-    """A new tensor for the result of a problem, on the device and in the dtype of an operand."""
+    """A new tensor for the result of a problem, on the device and in the dtype of `like`."""
     return torch.empty(
         problem.result_shape,
         dtype=like.dtype,

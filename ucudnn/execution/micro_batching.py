@@ -20,12 +20,13 @@ from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.segment import Segment
 
 _Run = Callable[..., Any]
-# Results of these types count as the same in all micro-batches if they are equal.
+# A module that runs in micro-batches may return values of these types, if they are equal in all
+# micro-batches.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device)
 
 
 class SegmentForward:
-    """A forward that runs a module in micro-batches; as an attribute it hides the module's own.
+    """A forward that runs a module in micro-batches; as an attribute it hides the module's own one.
 
     The class of the module stays the same, and so do its name, hooks, parameters and `state_dict`.
 
@@ -42,7 +43,7 @@ class SegmentForward:
 
     @untraced_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute all samples."""
+        """Run the module on all samples, divided as the segment says."""
         segment = self.segment
         if segment is None or _is_rewritten():
             return self._forward(args, kwargs)
@@ -55,9 +56,9 @@ class SegmentForward:
         size = segment.micro_batch
         if size is None or count <= size or self._is_mixing(segment):
             return self._once(segment, run, leaves, is_whole=True)
-        # All views of a tensor are made by one call of `split`, so that their gradients are written
-        # into one tensor. Arguments that are the same tensor get the same views, because attention
-        # tests for that.
+        # The micro-batches of a tensor are views, all made by one call of `split`, so that backward
+        # writes their gradients into one tensor. If two arguments are the same tensor, both get the
+        # same views, because attention modules test whether their arguments are the same tensor.
         rows = {id(one): one for one in split.values() if len(one) == count}
         views = {key: one.split(size) for key, one in rows.items()}
         chunks = (
@@ -72,13 +73,14 @@ class SegmentForward:
             return _joined(segment, parts)
         return _written(segment, starmap(run, chunks), size, count)
 
-    # torch adds this message to its error if the model must be compiled as one graph.
+    # If the model is compiled with `fullgraph=True`, torch raises an error, to which it adds this
+    # message.
     __call__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "micro-batches are graphs of their own; compile without fullgraph, or ucudnn.revert_ first"
     )
 
     def extra_repr(self) -> str:
-        """The module's own `extra_repr`, and how the segment runs."""
+        """The module's own `extra_repr`, followed by how the segment runs."""
         own = type(self.module).extra_repr(self.module)
         manner = self.segment.manner if self.segment else ""
         return ", ".join(filter(None, [own, manner]))
@@ -88,7 +90,7 @@ class SegmentForward:
         attributes = vars(self.module)
         del attributes["extra_repr"]
         self.segment = None
-        # If it is not, another library has put its own forward in the place of this one, which
+        # If another library has put its own forward in the place of this one since, that forward
         # stays.
         if attributes.get("forward") is self:
             del attributes["forward"]
@@ -106,7 +108,10 @@ class SegmentForward:
 
     @untraced
     def _is_mixing(self, segment: Segment) -> bool:
-        """True, with a warning, if samples may depend on each other in the modules' modes now."""
+        """True, with a warning, if more modules are in training mode than the segment allows.
+
+        The samples may then depend on each other, so that they must not be divided.
+        """
         most = segment.training
         if most is None or sum(one.training for one in self.module.modules()) <= most:
             return False
@@ -121,14 +126,15 @@ class SegmentForward:
     def _once(
         self, segment: Segment, run: _Run, leaves: Sequence[Any], *, is_whole: bool = False
     ) -> Any:
-        """Compute one micro-batch, and keep for backward what the segment says."""
+        """Compute one micro-batch; backward finds its values recomputed, offloaded or kept."""
         if not torch.is_grad_enabled():
             return run(*leaves)
         if segment.recompute:
-            # torch compiles nothing inside a checkpoint, unless `_as_compiled` tells it to.
+            # Without `_as_compiled`, torch would compile nothing of what a checkpoint calls.
             run = partial(_as_compiled, eval_frame.get_eval_frame_callback(), run)
-            # If a forward runs in several micro-batches, it changes no buffers, so none need to be
-            # restored.
+            # When backward repeats a forward that changed buffers, their earlier values must be
+            # restored first. A forward that runs in several micro-batches changes no buffers, so
+            # only a forward of the whole batch needs this.
             contexts = _BuffersBefore(self.module).contexts if is_whole else noop_context_fn
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
         if segment.offload:
@@ -148,14 +154,15 @@ def _is_rewritten() -> bool:
     )
 
 
-# torch.compile can compile this frame, even if `forward` is that of one of torch's own modules.
+# The call has a function of its own, because torch.compile can compile the frame of this function
+# even if `forward` belongs to one of torch's own modules.
 def _applied(forward: _Run, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
 @untraced_alone
 def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
-    """Call a function under Dynamo's callback of the forward, also when backward repeats it."""
+    """Call `run` with the Dynamo callback of the first forward, also when backward repeats it."""
     before = eval_frame.set_eval_frame(callback)
     try:
         return run(*leaves)
@@ -164,9 +171,10 @@ def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
 
 
 class _BuffersBefore:
-    """Sets buffers for a repeated forward to the values that the first forward found.
+    """Gives a repeated forward the buffer values with which the first forward began.
 
-    Afterwards they have the values that the first forward left: running statistics change once.
+    After the repetition the buffers have the values again that the first forward left. So running
+    statistics change only once.
     """
 
     @untraced
@@ -180,16 +188,17 @@ class _BuffersBefore:
 
     @untraced
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of the first forward and of those that repeat it."""
+        """The context for the first forward, and the context for each forward that repeats it."""
         return self._first(), self
 
     @contextmanager
     @untraced_alone
     def _first(self) -> Iterator[None]:
         yield
-        # Buffers of integers, such as masks and indices, may be large and seldom change: they are
-        # kept only if they have changed. Floating-point buffers are always kept, because torch does
-        # not count every change of them, such as those of running statistics.
+        # Buffers of integers, such as masks and indices, may be large and seldom change: their
+        # copies are kept only if the forward has changed the buffer. Copies of floating-point
+        # buffers are always kept, because `_version` does not count every change of these, such as
+        # updates of running statistics.
         self._found = [
             (buffers, name, own, version, value)
             for buffers, name, own, version, value in self._found
@@ -203,8 +212,8 @@ class _BuffersBefore:
     def __enter__(self) -> None:
         self._left = [buffers.get(name) for buffers, name, *_ in self._found]
         for buffers, name, *_, value in self._found:
-            # Each time a copy is used, because with a retained graph the forward may be repeated
-            # again.
+            # The repeated forward gets a copy of the value, because it may change it, and with a
+            # retained graph the forward may be repeated again.
             buffers[name] = value.clone()
 
     @untraced
@@ -216,14 +225,14 @@ class _BuffersBefore:
 
 @untraced
 def has_samples(leaf: Any) -> TypeGuard[Tensor]:
-    """True for a tensor with a first axis along which it can be divided."""
+    """True for a tensor that can be divided along its first axis."""
     is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
     return is_plain and leaf.dim() > 0
 
 
 @untraced_alone
 def _joined(segment: Segment, parts: Sequence[Any]) -> Any:
-    """Join the results of micro-batches into those of the batch."""
+    """Join the results of all micro-batches into the results of the whole batch."""
     leaves, specs = zip(*map(tree_flatten, parts), strict=True)
     is_row = _rows(segment, leaves[0])
     for other, spec in zip(leaves, specs, strict=True):
@@ -238,14 +247,14 @@ def _joined(segment: Segment, parts: Sequence[Any]) -> Any:
 @untraced_alone
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     order, back = _orders(parts[0])
-    if order == sorted(order):  # in most cases the axes lie in memory as they are numbered
+    if order == sorted(order):  # usually the axes lie in memory in the order of their numbers
         return torch.cat([*parts])
     return torch.cat([one.permute(order) for one in parts], order.index(0)).permute(back)
 
 
 @untraced_alone
 def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> Any:
-    """Join results without a graph: each micro-batch is copied into the whole and then freed."""
+    """Join results that have no graph: each is copied into the whole result and then freed."""
     results, start = list[Any](), 0
     for part in parts:
         leaves, spec = tree_flatten(part)
@@ -266,7 +275,7 @@ def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> A
 
 @untraced_alone
 def _room(leaf: Tensor, count: int) -> Tensor:
-    """Allocate a result of all samples, in the layout of a micro-batch's result."""
+    """Allocate a result for all samples, in the memory layout of a micro-batch's result."""
     order, back = _orders(leaf)
     shape = (count, *leaf.shape[1:])
     return leaf.new_empty([shape[axis] for axis in order]).permute(back)
@@ -274,7 +283,7 @@ def _room(leaf: Tensor, count: int) -> Tensor:
 
 @untraced_alone
 def _orders(leaf: Tensor) -> tuple[list[int], list[int]]:
-    """The axes of a tensor in the order of their strides, and each axis's place in that order."""
+    """The axes of a tensor by falling strides, and each axis's place in this order."""
     order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
     return order, sorted(range(leaf.dim()), key=order.__getitem__)
 
@@ -307,7 +316,7 @@ def _require_alike(
 
 
 def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
-    """Refuse segments of another model.
+    """Raise an error if a segment names a module that the model does not have.
 
     Raises:
         PlanError: the model lacks a module.
@@ -322,22 +331,24 @@ def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
 
 
 def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
-    """Let modules of a model run as segments, in place; earlier segments are removed.
+    """Let modules of a model run as their segments say, in place; earlier segments are removed.
 
     Args:
         model: the model, which has the modules of all segments.
-        segments: how modules run; a segment inside another runs in each micro-batch of the outer.
+        segments: how modules run; a segment inside another segment runs once in each micro-batch of
+            the outer segment.
     """
     unsegment_(model)
     modules = dict(model.named_modules())
     for one in segments:
         forward = SegmentForward(modules[one.module], one)
-        # These attributes hide the class's methods; `extra_repr` shows the segment in `repr`.
+        # These attributes hide the methods of the module's class; `extra_repr` shows the segment in
+        # `repr`.
         vars(forward.module).update(forward=forward, extra_repr=forward.extra_repr)
 
 
 def unsegment_(model: nn.Module) -> None:
-    """Remove all segments of a model, in place: its modules run undivided."""
+    """Remove all segments of a model, in place, so that its modules run undivided again."""
     for module in model.modules():
         forward = getattr(vars(module).get("extra_repr"), "__self__", None)
         if isinstance(forward, SegmentForward):

@@ -15,12 +15,13 @@ from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.compiling import untraced
 from ucudnn.system.processes import ForkSafeLock
 
-# Guards the lists of open plans: threads may install and close plans at the same time.
+# Guards the lists of open installations, because several threads may open and close installations
+# at the same time.
 _lock = ForkSafeLock()
 
 
 class Convolution(Protocol):
-    """A convolution of operands of certain shapes, below autograd."""
+    """A convolution of operands of fixed shapes, called below autograd, so it records no graph."""
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """The output."""
@@ -34,21 +35,22 @@ class Convolution(Protocol):
 
 
 class StandIn(Protocol):
-    """Computes the convolutions of this process, or only those with certain filter shapes."""
+    """Computes convolutions of this process in place of torch, if it lists their filter shape."""
 
-    # A convolution with any other filter shape is left to torch, at almost no cost.
+    # torch computes convolutions with any other filter shape. To test for this costs almost
+    # nothing.
     @property
     def filter_shapes(self) -> Container[Any]:
-        """Shapes of the filters of all convolutions that it computes."""
+        """The shapes of the filters of all convolutions that this object computes."""
         ...
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
-        """The convolution of operands of these shapes."""
+        """The convolution of operands with the shapes of x and w."""
         ...
 
 
 class Everything:
-    """A container of every filter shape, for a stand-in that computes all convolutions.
+    """A container that contains every filter shape, for a stand-in that computes all convolutions.
 
     >>> (3, 4, 5) in Everything()
     True
@@ -59,12 +61,12 @@ class Everything:
 
 
 class Installation:
-    """Context of `ucudnn.installed`: convolutions of this process follow a plan inside it.
+    """The context that `ucudnn.installed` returns: inside it, convolutions follow a plan.
 
     Args:
         device_type: the kind of device whose convolutions follow the plan, "cpu" or "cuda".
-        runner: what runs the convolutions by the plan, or records them; a runner that was installed
-            before keeps the calls that it looked up.
+        runner: what computes the convolutions by a plan, or records them. If the same runner is
+            installed again later, it reuses the calls that it has looked up.
     """
 
     def __init__(self, device_type: str, runner: StandIn) -> None:
@@ -82,11 +84,11 @@ class Installation:
 
 
 class _Override:
-    """Replaces aten's two operators on one kind of device, from the first plan on.
+    """Replaces aten's two convolution operators on one kind of device, from the first plan on.
 
-    It stays registered after the last plan has closed, and then calls torch's kernels. It cannot be
-    removed safely: the dispatcher looks kernels up without a lock, so another thread may just be
-    calling it.
+    The replacements stay registered after the last installation has closed, and then call torch's
+    kernels. They cannot be removed safely: the dispatcher looks kernels up without a lock, so
+    another thread may be calling them at that moment.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -100,8 +102,9 @@ class _Override:
             if self._library is None:
                 self._library = self._stand_in()
             self._open.append(installation)
-            # The plan installed last acts alone. Kernels read this attribute once per call and
-            # without the lock, which is safe because replacing a reference is atomic in Python.
+            # Only the plan that was installed last acts. The replacements of aten's operators read
+            # `_runner` once per call and without the lock. This is safe, because replacing a
+            # reference is atomic in Python.
             self._runner = installation.runner
 
     def remove(self, installation: Installation) -> None:
@@ -111,14 +114,15 @@ class _Override:
 
     def _stand_in(self) -> Library:
         dispatch_key = entry_for_device(self._device_type).dispatch_key
-        # torch's kernels are kept before the replacement is registered, because a later look-up
-        # would find the replacement.
+        # torch's kernels are looked up and kept before the replacements are registered, because a
+        # later look-up would find the replacements.
         own_forward, own_backward = aten.keep_kernels(self._device_type, dispatch_key)
 
         @untraced
         def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
             runner = self._runner
-            # the shape of the filter excludes most convolutions of other models
+            # The shape of the filter alone excludes most convolutions that the plan does not cover,
+            # such as those of other models.
             if runner is None or w.shape not in runner.filter_shapes:
                 return own_forward(x, w, bias, *geometry)
             return runner.bound(x, w, _frozen(*geometry)).forward(x, w, bias)
@@ -133,8 +137,8 @@ class _Override:
             *geometry, mask = geometry_and_mask
             return runner.bound(x, w, _frozen(*geometry)).backward(dy, x, w, bias_sizes, mask)
 
-        # Registered below autograd, so torch's own node records the graph and both directions
-        # arrive here as operators of the device.
+        # The replacements are registered for the device, below autograd. So torch's own autograd
+        # node records the graph, and calls the replacements in forward and in backward.
         library = Library("aten", "IMPL")
         with warnings.catch_warnings():  # torch warns if this replaces a kernel of the device
             warnings.filterwarnings("ignore", message="(?s).*a previously registered kernel")

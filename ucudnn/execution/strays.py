@@ -1,7 +1,8 @@
 """Fake tensors that a traced model stored outside of itself: in globals, classes and caches.
 
-A trace runs on a copy of the model, so that tensors stored in the copy are gone with it. Tensors
-stored elsewhere would make the model's next real step fail, and are taken out again.
+A trace runs a copy of the model on fake tensors. Fake tensors that are stored in the copy are gone
+with it. Fake tensors that the model's code stores elsewhere would make the next real step of the
+model fail, so they are removed after the trace.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ucudnn.errors import ConfigError
 
-# functools does not export the type of its C implementation.
+# The type of functions with `functools.lru_cache`, which functools does not export.
 _LRU_CACHE: type = type(lru_cache(int))
-# From a value at most this many references are followed to find a tensor, for example through a
-# cache and containers.
+# To find out whether a value leads to a tensor, for example through containers and a function's
+# cache, chains of at most this many references are followed.
 _DEPTH = 5
 _CONTAINERS = (dict, list, set, deque)
 Watched = list[ReferenceType[Tensor]]
@@ -32,18 +33,20 @@ Watched = list[ReferenceType[Tensor]]
 
 @contextmanager
 def without_strays(model: nn.Module) -> Iterator[Watched]:
-    """At the end, remove fake tensors that are still alive from globals, classes and caches.
+    """When the context ends, remove fake tensors that are still alive from all that holds them.
 
-    A name in a Python module or class of the model gets back the value that it had before. A tensor
-    in an unexpected place is removed, too, and an error describes that place. The caller must add
-    weak references to all fake tensors to the list that the context yields.
+    The context yields a list, to which the caller must add a weak reference to every fake tensor. A
+    name that holds such a tensor, in a class of the model or in the Python module of such a class,
+    gets back the value that it had when the context began. Gradients are dropped, and caches of
+    functions are cleared. If any other container holds a fake tensor, the tensor is removed from
+    it, and an error describes the container.
     """
     names = [*_names_of(model)]
     watched: Watched = []
     try:
         yield watched
-    # After an error, tensors are removed and no places are reported, because the error itself
-    # refers to tensors of the calls that raised it.
+    # After an error in the trace, fake tensors are removed, but the containers that held them are
+    # not reported: the error itself refers to tensors of the calls that raised it.
     except BaseException:
         _remove_all(watched, names, model)
         raise
@@ -56,10 +59,11 @@ def without_strays(model: nn.Module) -> Iterator[Watched]:
 
 
 def _remove_all(watched: Watched, names: Iterable[_Names], model: nn.Module) -> list[str]:
-    """Remove fake tensors that are alive; describe the unexpected places that held one."""
+    """Remove fake tensors that are alive; return descriptions of unexpected containers of them."""
     if not _alive(watched):
         return []
-    # Free tensors that only a cycle of references keeps alive: the model has not stored them.
+    # First, tensors that only a cycle of references keeps alive are freed: the model has not stored
+    # them.
     gc.collect()
     _drop_gradients(model, _ids(watched))
     for one in names:
@@ -80,16 +84,18 @@ def _ids(watched: Watched) -> set[int]:
 
 
 def _drop_gradients(model: nn.Module, strays: set[int]) -> None:
-    """Remove strays that are gradients of a tensor, such as a parameter of a global model."""
-    # Parameters are listed, because `gc` does not find those of TorchScript as Python objects.
+    """Remove strays (fake tensors that outlived the trace) that are the `grad` of some tensor."""
+    # The model's parameters are listed in addition to the objects that `gc` tracks, because `gc`
+    # does not find parameters of TorchScript modules.
     for one in chain(model.parameters(), gc.get_objects()):
-        # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
+        # `issubclass` is used, because `isinstance` would read the attribute `__class__`, which
+        # lazy proxies among these objects may implement.
         if issubclass(type(one), Tensor) and one.is_leaf and id(one.grad) in strays:
             one.grad = None
 
 
 class _Names(NamedTuple):
-    """Names in a Python module or class, or entries of a dict in it: values now and before."""
+    """Names in a Python module or class, or in a dict there: values now and before the trace."""
 
     now: Mapping[Any, Any]
     before: Mapping[Any, Any]
@@ -109,7 +115,7 @@ class _Names(NamedTuple):
 
 
 def _names_of(model: nn.Module) -> Iterator[_Names]:
-    """The names in classes of a model's modules, in their Python modules, and in dicts there."""
+    """Names in the classes of a model's modules, in their Python modules, and in dicts there."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("builtins", "torch")]
     modules = [sys.modules[name] for name in {cls.__module__ for cls in own} if name in sys.modules]
@@ -122,7 +128,7 @@ def _names_of(model: nn.Module) -> Iterator[_Names]:
 
 
 def _leads_to(value: object, strays: set[int]) -> bool:
-    """True if a value refers to a stray, directly or through containers or a function's cache."""
+    """True if a value is a stray, or leads to one through containers or a function's cache."""
     level: list[Any] = [value]
     for _ in range(_DEPTH + 1):
         if not strays.isdisjoint(map(id, level)):
@@ -141,7 +147,7 @@ def _is_followed(value: object) -> bool:
 
 
 def _take_out(strays: list[Tensor]) -> list[str]:
-    """Remove tensors, and tuples with them, from all containers; describe the containers."""
+    """Remove tensors, and tuples that hold them, from all containers; return what these were."""
     found: list[str] = []
     doomed: list[Any] = [*strays]
     strays.clear()

@@ -1,4 +1,4 @@
-"""Check that a plan holds on this machine, without running any kernel."""
+"""Check whether what a plan states is true on this machine, without running any kernel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Finding:
     """One statement of a plan, checked on this machine.
 
     Args:
-        about: "complete" (of an incomplete plan), "device", "versions", "conditions", "build",
-            "determinism" (of a deterministic plan), or "canary" with the kernel's number.
+        about: "complete" (only if the plan is incomplete), "device", "versions", "conditions",
+            "build" (whether its algorithms can be built), "determinism" (only if the plan is
+            deterministic), or "canary" with the number of the kernel that was timed again.
         is_true: whether the statement still holds; None if it was not checked.
         said: the result in one sentence.
     """
@@ -34,7 +35,7 @@ def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
 
 
 def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
-    """Findings on the device; if it is the plan's, also on versions, conditions and algorithms."""
+    """Findings on the device and, if it is the plan's, on versions, conditions and algorithms."""
     # On another device nothing more is checked, because versions and times differ there anyway.
     if backend.device() != plan.device:
         said = f"the plan is for {plan.device}, this is {backend.device()}"
@@ -51,7 +52,7 @@ def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[F
 
 
 def require_valid(plan: Plan) -> None:
-    """Refuse a plan if any of its statements does not hold on this machine."""
+    """Raise an error if any statement of a plan is not true on this machine."""
     try:
         found = list(findings_without_running(plan, open_backend(plan.backend)))
     except UnsupportedError as error:
@@ -65,9 +66,10 @@ def require_valid(plan: Plan) -> None:
 
 
 def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
-    """A sentence on the first algorithm of a plan whose results may vary here; "" if none do.
+    """A sentence on a plan's first algorithm whose results may differ between runs; "" if none do.
 
-    Whether torch's own convolution varies on a GPU depends on a torch setting that no plan makes.
+    On a GPU, results of torch's own convolution may also differ. That depends on a setting of
+    torch, which following a plan does not change.
     """
     for kernel in plan.kernels:
         listed = (*backend.candidates(kernel.problem), *backend.bias_candidates(kernel.problem))
@@ -95,13 +97,13 @@ def _compared(about: str, there: Software | Conditions, here: Software | Conditi
     differing = differences(there, here)
     if differing:
         return Finding(about, False, f"{differing}; tune again to renew the times")
-    # A field that does not apply is empty, such as the version of cuDNN on a CPU.
+    # A field that does not apply, such as the version of cuDNN on a CPU, is empty and left out.
     known = (f"{name} {value}" for name, value in asdict(here).items() if value not in ("", None))
     return Finding(about, True, ", ".join(known))
 
 
 def refusals(kernel: KernelPlan, backend: AbstractBackend) -> Iterator[str]:
-    """The reasons why a backend does not compute batches as planned, one for each such batch."""
+    """For each batch of a kernel that a backend cannot compute as planned: the reason."""
     for batch in range(1, kernel.problem.batch + 1):
         if kernel.covers(batch):
             problem = kernel.problem.with_batch(batch)
@@ -111,7 +113,7 @@ def refusals(kernel: KernelPlan, backend: AbstractBackend) -> Iterator[str]:
 
 
 def require_real(kernels: Iterable[KernelPlan], backend: AbstractBackend) -> None:
-    """Refuse plans that a backend does not compute at every batch."""
+    """Raise an error unless a backend can compute every planned batch of every kernel."""
     for kernel in kernels:
         for reason in refusals(kernel, backend):
             raise PlanError(f"the plan of {kernel.problem} cannot be followed: {reason}")
