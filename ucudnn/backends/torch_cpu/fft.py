@@ -44,7 +44,12 @@ class Fft(AbstractAlgorithm):
         # a product of complex numbers takes six operations, an addition two
         products = planes[2] * frequencies * (8 * _summands(problem) - 2)
         traffic = direct_cost(problem).traffic_bytes + 2 * sum(padded) + 2 * sum(spectra)
-        return Cost(transforms + products, traffic, _workspace(problem, sizes, padded, spectra))
+        # All spectra are in memory at the same time. Later the inverse transform holds the result's
+        # spectrum, a copy of it if there are several axes, and what it returns.
+        inverse = spectra[2] * min(problem.rank, 2) + padded[2]
+        # The result does not count. A result of a single plane keeps its padding in memory.
+        result = max(problem.result_bytes, padded[2] // planes[2])
+        return Cost(transforms + products, traffic, max(sum(spectra), inverse) - result)
 
     def executable(self, problem: Problem) -> Executable:
         return _Fft(problem)
@@ -73,29 +78,6 @@ def _summands(problem: Problem) -> int:
         "dgrad": problem.out_channels // problem.groups,
         "wgrad": problem.batch,
     }[problem.op]
-
-
-def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: list[int]) -> int:
-    """Peak of temporary memory in the second transform, the product and the inverse transform."""
-    first, second, product = spectra
-    second_canvas = padded[1]
-    if problem.op != "dgrad":  # the second operand is transformed first, because it is conjugated
-        first, second, second_canvas = second, first, padded[0]
-    cut = {"fprop": problem.output_size, "dgrad": problem.input_size, "wgrad": problem.kernel_size}
-    is_cut = cut[problem.op] != tuple(sizes) and prod(problem.result_shape[:2]) > 1
-    is_cut |= problem.layout == "nhwc" and problem.result_shape[1] > 1
-    # If nothing is cut off or transposed, the result is the tensor that the inverse transform
-    # returns.
-    result = problem.result_bytes if is_cut else padded[2]
-    # If there are several axes, torch transforms all of them but the last into a copy.
-    inverse = product * min(problem.rank, 2) + padded[2] - result
-    peaks = [first + second + product - result, inverse]
-    if is_cut:
-        peaks.append(product + padded[2])
-    growing = first if problem.op == "dgrad" else second_canvas + second
-    if growing >= result:  # else this peak gets smaller as the batch gets larger
-        peaks.append(first + second_canvas + second - result)
-    return max(peaks)
 
 
 class _Fft(OpsExecutable):
