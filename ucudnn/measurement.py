@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
-from ucudnn.split import Split
+from ucudnn.split import Split, Timing
 from ucudnn.units import Count
 
 STATUSES = ("ok", "screened", "untimed", "failed")
@@ -276,6 +276,15 @@ class Measurement:
     is_deterministic: bool = True
     adds_bias: bool = False
     load: float = 0.0
+
+    @property
+    def timing(self) -> Timing | None:
+        """Time, spread and workspace; None if the time or the workspace is not known."""
+        if self.time_ns is None or self.workspace_bytes is None:
+            return None
+        # Some recordings have a time without its samples, which was measured at least once.
+        samples = len(self.samples) or 1
+        return Timing(self.time_ns, self.spread_ns or 0, self.workspace_bytes, samples)
 
     @property
     def is_perturbed(self) -> bool:

@@ -147,13 +147,10 @@ def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measuremen
 
 
 def _finalist(split: Split, entry: Measurement) -> Finalist:
-    assert entry.time_ns is not None
-    assert entry.spread_ns is not None
-    assert entry.workspace_bytes is not None
-    timing = Timing(entry.time_ns, entry.spread_ns, entry.workspace_bytes, len(entry.samples))
+    assert entry.timing is not None
     return Finalist(
         split,
-        timing,
+        entry.timing,
         entry.samples,
         is_deterministic=entry.is_deterministic,
         is_perturbed=entry.is_perturbed,

@@ -241,17 +241,15 @@ def predict(
 
 
 def _measured(split: Split, default: Measurement | None) -> Finalist | None:
-    """The finalist of torch's own convolution; None for other splits or if it was not timed."""
-    if not split.is_default or default is None or default.time_ns is None:
+    """The finalist of torch's own convolution, as measured; None for other splits or if untimed."""
+    if not split.is_default or default is None or default.timing is None:
         return None
-    spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
-    timing = Timing(default.time_ns, spread_ns, default.workspace_bytes or 0, len(samples))
-    # The finalist gets one sample, like the other splits, whose times are sums of medians without a
+    # One sample, because the sums of other splits have no more: they are sums of medians, without a
     # known interval. `choose` takes the ratio of two single samples as it is.
     return Finalist(
         split,
-        timing,
-        (default.time_ns,),
+        default.timing,
+        (default.timing.time_ns,),
         is_deterministic=default.is_deterministic,
         is_perturbed=default.is_perturbed,
     )

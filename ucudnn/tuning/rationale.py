@@ -136,7 +136,7 @@ def _channels_last(problem: Problem, known: _Known) -> Timing | None:
     if problem.rank == 1 or problem.layout == "nhwc":
         return None
     there = replace(problem, layout="nhwc")
-    return next(filter(None, map(_timing, _default_of(there, known))), None)
+    return next(filter(None, (entry.timing for entry in _default_of(there, known))), None)
 
 
 def _default_of(problem: Problem, known: _Known) -> Sequence[Measurement]:
@@ -148,13 +148,6 @@ def _default_of(problem: Problem, known: _Known) -> Sequence[Measurement]:
         and entry.key.algorithm == DEFAULT_ALGORITHM
         and entry.key.conditions.role == Role.ALONE
     ]
-
-
-def _timing(entry: Measurement) -> Timing | None:
-    if entry.time_ns is None or entry.workspace_bytes is None:
-        return None
-    samples = len(entry.samples) or 1
-    return Timing(entry.time_ns, entry.spread_ns or 0, entry.workspace_bytes, samples)
 
 
 def _alternatives(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
-from ucudnn.split import BY_BATCH, DEFAULT_ALGORITHM, KernelPlan, Timing
+from ucudnn.split import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split
 from ucudnn.tuning.planner import KernelPlanner
+from ucudnn.tuning.splits import PlanDraft, batches_like_whole
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
@@ -159,32 +160,20 @@ class Results:
         """True if torch's own convolution ran, fits, and is deterministic if it must be."""
         if self.config.deterministic and not default.is_deterministic:
             return False
-        # A run that failed has neither a time nor a workspace.
-        if default.time_ns is None or default.workspace_bytes is None:
+        # A run that failed has no timing.
+        if default.timing is None:
             return False
-        return limit is None or default.workspace_bytes <= limit
+        return limit is None or default.timing.workspace_bytes <= limit
 
     def _plan_undivided(self, problem: Problem, default: Measurement, note: str) -> KernelPlan:
-        assert default.time_ns is not None
-        assert default.workspace_bytes is not None
-        spread_ns, samples = default.spread_ns or 0, len(default.samples)
-        timing = Timing(default.time_ns, spread_ns, default.workspace_bytes, samples)
-        # Only the whole batch was timed. Smaller batches that torch computes by the same
+        timing = default.timing
+        assert timing is not None
+        draft = PlanDraft(problem, Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),)))
+        # Only the whole batch was timed. Smaller ones that torch computes by the same
         # implementation take no longer, so the plan covers them, too.
-        whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
-        kernels = (
-            self.kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM)
-            for n in range(1, problem.batch + 1)
-        )
-        return KernelPlan(
-            problem=problem,
-            layers=self.layers[problem],
-            algorithms=(DEFAULT_ALGORITHM,),
-            alone=tuple(0 if kernel == whole else BY_BATCH for kernel in kernels),
-            last=((0, -1),) * problem.batch,
-            predicted_time_ns=timing.time_ns,
-            timing=timing,
-            default=timing,
+        draft.compute_as_winner(batches_like_whole(problem, self.kernel_of))
+        return replace(
+            draft.kernel_plan(self.layers[problem], timing.time_ns, timing, timing),
             notes=(note,),
             is_perturbed=default.is_perturbed,
             default_is_deterministic=default.is_deterministic,
