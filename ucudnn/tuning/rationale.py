@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ucudnn.axis import BatchAxis, RowAxis
-from ucudnn.measurement import Measurement, Role, Subject, positions, role_of
+from ucudnn.measurement import Measurement, Role, Subject
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.problem import Problem
-from ucudnn.solvers import Item
-from ucudnn.tuning.items import chunk_items
+from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
 from ucudnn.units import format_bytes, format_ns
 
@@ -21,9 +20,6 @@ _Known = dict[Problem, list[Measurement]]
 _TIMED = ("ok", "screened")
 # The least ratio of times that is printed as more than 1.00.
 _SLOWER = 1.005
-# The roles of equal chunks in a split: a single chunk is ALONE; of several, one is FIRST and the
-# others are LATER.
-_POSITIONS = ({Role.ALONE}, {Role.FIRST, Role.LATER})
 # The largest number of alternatives that a rationale lists.
 _MOST = 8
 
@@ -161,9 +157,8 @@ def _alternatives(
     }
     varying = {e.key.algorithm for e in known if not e.is_deterministic}
     found: dict[Split, Alternative] = {}
-    for one in (*_of_plan(kernel), *_raced(known), *_uniform(kernel.problem, known)):
-        # If a split occurs twice, the first one is kept: the whole call, whose time is more
-        # reliable than a sum of chunks.
+    for one in (*_of_plan(kernel), *_raced(known), *_of_one_algorithm(kernel.problem, known)):
+        # The first of equal splits is kept: a whole call, whose time is better than a sum.
         found.setdefault(one.split, one)
     found.pop(kernel.split(kernel.problem.batch), None)
     judged = [
@@ -188,47 +183,27 @@ def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
             yield Alternative(entry.key.split, entry.time_ns, size, None, True, "")
 
 
-def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
-    """Splits of each algorithm into equal chunks: the fastest, and the one of least workspace."""
+def _of_one_algorithm(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
+    """Splits whose chunks share one algorithm: the fastest, and the one of least workspace."""
     chunks = [entry for entry in known if entry.key.subject == Subject.CHUNK]
-    timed = [
-        entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None
-    ]
-    by_algorithm: dict[str, list[Alternative]] = {}
-    for (size, algorithm), items in _uniform_chunks(problem, timed).items():
-        # A remainder would be a chunk of another size, whose time is not known here.
-        if problem.batch % size == 0:
-            summed = _summed(problem.batch // size, Chunk(size, algorithm), items)
-            by_algorithm.setdefault(algorithm, []).append(summed)
-    for listed in by_algorithm.values():
-        yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
-        yield min(listed, key=lambda one: (one.workspace_bytes or 0, one.time_ns or 0))
-    yield from _run_once(problem, chunks)
-
-
-def _uniform_chunks(
-    problem: Problem, measurements: Sequence[Measurement]
-) -> dict[tuple[int, str], dict[Role, Item]]:
-    """For each size and algorithm one item per position in a split into equal chunks."""
-    found: dict[tuple[int, str], dict[Role, Item]] = {}
-    for position in Role:
-        for item in chunk_items(problem, measurements, role_of(problem, position)):
-            # Only a chunk of the whole batch is alone in its split.
-            if (position == Role.ALONE) is (item.batch == problem.batch):
-                found.setdefault((item.batch, item.algorithm), {})[position] = item
-    return {chunk: items for chunk, items in found.items() if set(items) in _POSITIONS}
-
-
-def _summed(count: int, chunk: Chunk, items: Mapping[Role, Item]) -> Alternative:
-    """A split into equal chunks, with the sum of their times and their largest workspace."""
-    times = [items[position].time_ns for position in positions(count)]
-    workspace = max(item.workspace_bytes for item in items.values())
-    return Alternative(Split("batch", (chunk,) * count), sum(times), workspace, None, False, "")
-
-
-def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
-    """Algorithms that ran once and were not timed, because their workspace was too large."""
+    by_algorithm: dict[str, list[Measurement]] = {}
     for entry in chunks:
+        if entry.status in _TIMED and entry.workspace_bytes is not None:
+            by_algorithm.setdefault(entry.key.algorithm, []).append(entry)
+    for entries in by_algorithm.values():
+        table = BatchSplits(BatchAxis(problem), (), entries, _as_timed, None)
+        reuse = reuse_by_position(table.items, problem.batch)
+        least = reuse.smallest_bytes(problem.batch) if reuse else None
+        if reuse is None or least is None:
+            continue
+        for limit in (None, least):
+            split = Split("batch", reuse.split(problem.batch, limit))
+            items = table.chunks(split) or ()
+            workspace = max(item.workspace_bytes for item in items)
+            time_ns = sum(item.time_ns for item in items)
+            yield Alternative(split, time_ns, workspace, None, False, "")
+    for entry in chunks:
+        # It ran once for its workspace, which was too large for timing it.
         if entry.status == "untimed" and entry.key.problem == problem:
             split = _undivided(problem, entry.key.algorithm)
             yield Alternative(split, None, entry.workspace_bytes, None, False, "")
