@@ -344,8 +344,8 @@ class StepMemory:
     """Memory of a whole step: the budget, what is allocated during the whole step, and peaks.
 
     >>> memory = StepMemory(100, 20, 0, 40, 10, 90, 130, 98, is_training=True)
-    >>> memory.activations_bytes, memory.workspace_bytes
-    (20, 40)
+    >>> memory.causes[0], memory.causes[-1]
+    (('activations and new gradients', 20), ('workspace', 40))
 
     Args:
         budget_bytes: the memory budget: bytes that the step may have allocated at any moment.
@@ -377,30 +377,28 @@ class StepMemory:
     whole: tuple[tuple[str, str], ...] = ()
 
     @property
-    def activations_bytes(self) -> int:
-        """Bytes of activations and new gradients at the peak of a step by torch."""
+    def causes(self) -> tuple[tuple[str, int], ...]:
+        """The parts of the peak of an undivided step by torch, as (purpose, bytes)."""
         held = self.parameters_bytes + self.gradients_bytes
-        return max(0, self.own_peak_bytes - held - self.optimizer_bytes - self.other_bytes)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes by which workspace raises the peak of a step by torch."""
-        return max(0, self.torch_peak_bytes - self.own_peak_bytes)
+        held += self.optimizer_bytes + self.other_bytes
+        return (
+            (
+                "activations and new gradients" if self.is_training else "activations",
+                max(0, self.own_peak_bytes - held),
+            ),
+            ("parameters", self.parameters_bytes),
+            ("gradients", self.gradients_bytes),
+            ("optimiser state", self.optimizer_bytes),
+            ("buffers, inputs and others", self.other_bytes),
+            ("workspace", max(0, self.torch_peak_bytes - self.own_peak_bytes)),
+        )
 
     def __str__(self) -> str:
-        parts = {
-            "activations and new gradients": self.activations_bytes,
-            "parameters": self.parameters_bytes,
-            "gradients": self.gradients_bytes,
-            "optimiser state": self.optimizer_bytes,
-            "buffers, inputs and others": self.other_bytes,
-            "workspace": self.workspace_bytes,
-        }
-        said = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+        parts = [f"{format_bytes(size)} of {purpose}" for purpose, size in self.causes if size]
         kind = "a training step" if self.is_training else "an inference"
         text = (
             f"{kind} by torch has at most {format_bytes(self.torch_peak_bytes)} allocated "
-            f"({said or 'nothing'})"
+            f"({', '.join(parts) or 'nothing'})"
         )
         if self.plan_peak_bytes:
             text += f", by the plan {format_bytes(self.plan_peak_bytes)}"

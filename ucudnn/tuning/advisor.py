@@ -222,7 +222,7 @@ class _Trials:
             kernels=(),
             device=device,
             ways=tuple(self.ways),
-            causes=_causes(profile, self.is_training),
+            causes=() if profile is None else profile.memory(budget or 0, self.is_training).causes,
             batch=self.batch,
             is_training=self.is_training,
             budget_bytes=budget,
@@ -540,22 +540,6 @@ class _Trials:
         assert spans is not None
         grown = _bytes_of_batch(inputs, batch) - _bytes_of_batch(self.example, self.batch)
         return self._held + grown + max(span.peak_bytes for span in spans), times[0]
-
-
-def _causes(profile: StepProfile | None, is_training: bool) -> tuple[tuple[str, int], ...]:
-    """Parts of the peak of a step, as (purpose, bytes); empty if unknown."""
-    if profile is None:
-        return ()
-    held = profile.held
-    activations = "activations and new gradients" if is_training else "activations"
-    return (
-        ("parameters", held.parameters),
-        ("gradients", held.gradients),
-        ("optimiser state", held.optimizers),
-        (activations, profile.own_peak_bytes - held.total),
-        ("workspace", profile.peak_bytes - profile.own_peak_bytes),
-        ("buffers, inputs and others", held.others),
-    )
 
 
 def _faults() -> int:

@@ -157,19 +157,10 @@ class MemoryBudget:
         own = self._profiler("keep", WHOLE)
         profile = _computed(own.profile)
         self.config = config = config.with_budget_of(profile.peak_bytes)
-        budget, held = config.budget_bytes, profile.held
+        budget = config.budget_bytes
         assert budget is not None
-        self._held = held
-        self._memory = StepMemory(
-            budget_bytes=budget,
-            parameters_bytes=held.parameters,
-            gradients_bytes=held.gradients,
-            optimizer_bytes=held.optimizers,
-            other_bytes=held.others,
-            own_peak_bytes=profile.own_peak_bytes,
-            torch_peak_bytes=profile.peak_bytes,
-            is_training=self._is_training,
-        )
+        self._held = profile.held
+        self._memory = profile.memory(budget, self._is_training)
         self.division = WHOLE
         self._search: SegmentSearch | None = None
         self._began = monotonic() if began is None else began

@@ -17,6 +17,7 @@ from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
+from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
@@ -55,6 +56,19 @@ class StepProfile:
     # For each call, in the order of the step, the kernel and what is allocated beside its
     # workspace.
     calls: tuple[tuple[Problem, int], ...] = ()
+
+    def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
+        """The memory of the step in the form that a plan keeps; the step is torch's, undivided."""
+        return StepMemory(
+            budget_bytes=budget_bytes,
+            parameters_bytes=self.held.parameters,
+            gradients_bytes=self.held.gradients,
+            optimizer_bytes=self.held.optimizers,
+            other_bytes=self.held.others,
+            own_peak_bytes=self.own_peak_bytes,
+            torch_peak_bytes=self.peak_bytes,
+            is_training=is_training,
+        )
 
 
 @dataclass(eq=False)
