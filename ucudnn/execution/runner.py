@@ -15,12 +15,22 @@ from ucudnn.errors import MismatchWarning, PlanError, UnplannedWarning, Unsuppor
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.execute import Call, as_kernel, build
 from ucudnn.execution.override import Everything
-from ucudnn.execution.validity import differences, nondeterminism, require_valid
+from ucudnn.execution.validity import device_is_missing, findings_without_building, require_valid
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 
 # A model with many unplanned layers would otherwise print one warning for each of them.
 _MOST_WARNINGS = 8
+# Warnings about a plan that does not hold here, by what a finding is about. The results are right
+# in every version and with any threads, because all algorithms compute the same sums.
+_WARNINGS = {
+    "device": "torch's own convolutions run: {}",
+    "versions": "the plan was made with other versions; its results are right, its times may not "
+    "be: {}",
+    "conditions": "the plan was made with other threads; its results are right, its times may not "
+    "be: {}, or set torch.set_num_threads",
+    "determinism": "the plan is deterministic, and {}",
+}
 
 
 class Layer(NamedTuple):
@@ -231,36 +241,14 @@ def is_followed(plan: Plan, config: Config) -> bool:
         require_valid(plan)
         return True
     try:
-        _require_same_device(plan)
-    except (PlanError, UnsupportedError) as error:
-        warn(f"torch's own convolutions run: {error}", MismatchWarning)
-        return False
-    return True
-
-
-def _require_same_device(plan: Plan) -> None:
-    """Refuse a plan that is for other hardware; warn if its versions or threads differ."""
-    backend = open_backend(plan.backend)
-    device = backend.device()
-    threads = backend.conditions().threads
-    if plan.device != device:
-        raise PlanError(
-            f"the plan was made for {plan.device}, this process runs on {device}; tune here, "
-            f"or load a plan made for this device"
-        )
-    # Algorithms compute the same sums in every version, so this is a warning and not an error.
-    if differing := differences(plan.software, backend.software()):
-        warn(
-            f"the plan was made with other versions, {differing}: its results are right, its times "
-            f"may not be; tune again to renew it",
-            MismatchWarning,
-        )
-    said = nondeterminism(plan, backend) if plan.config.deterministic else ""
-    if said:
-        warn(f"the plan is deterministic, and {said}", MismatchWarning)
-    if plan.conditions.threads != threads:
-        warn(
-            f"the plan was made for {plan.conditions.threads} threads, this process has {threads}: "
-            f"its results are right, its times may not be; set torch.set_num_threads or tune again",
-            MismatchWarning,
-        )
+        backend = open_backend(plan.backend)
+        found = {one.about: one for one in findings_without_building(plan, backend)}
+        # Conditions other than threads are left to `ucudnn check`.
+        if backend.conditions().threads == plan.conditions.threads:
+            found.pop("conditions", None)
+    except UnsupportedError as error:
+        found = {"device": device_is_missing(plan, error)}
+    for about, finding in found.items():
+        if not finding.is_true:
+            warn(_WARNINGS[about].format(finding.said), MismatchWarning)
+    return bool(found["device"].is_true)

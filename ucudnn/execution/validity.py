@@ -34,9 +34,9 @@ def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
     return Finding("device", False, f"the plan is for {plan.device}: {error}")
 
 
-def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
-    """Findings on the device and, if it is the plan's, on versions, conditions and algorithms."""
-    # On another device nothing more is checked, because versions and times differ there anyway.
+def findings_without_building(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
+    """Findings on the device and, if it is the plan's, on versions, conditions and determinism."""
+    # The rest is not checked on another device, where versions and times differ anyway.
     if backend.device() != plan.device:
         said = f"the plan is for {plan.device}, this is {backend.device()}"
         yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
@@ -44,11 +44,17 @@ def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[F
     yield Finding("device", True, str(plan.device))
     yield _compared("versions", plan.software, backend.software())
     yield _compared("conditions", plan.conditions, backend.conditions())
-    yield _built(plan, backend)
     if plan.config.deterministic:
-        said = nondeterminism(plan, backend)
+        said = _nondeterminism(plan, backend)
         fine = "every algorithm gives the same bits on the same operands"
         yield Finding("determinism", not said, said or fine)
+
+
+def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
+    """All findings that need no run of a kernel; the last one, on the build, takes longest."""
+    yield from findings_without_building(plan, backend)
+    if backend.device() == plan.device:
+        yield _built(plan, backend)
 
 
 def require_valid(plan: Plan) -> None:
@@ -65,8 +71,8 @@ def require_valid(plan: Plan) -> None:
         )
 
 
-def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
-    """A sentence on a plan's first algorithm whose results may differ between runs; "" if none do.
+def _nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
+    """A sentence on the first algorithm of a plan whose results may vary here; "" if none do.
 
     On a GPU, results of torch's own convolution may also differ. That depends on a setting of
     torch, which following a plan does not change.
@@ -83,22 +89,17 @@ def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
     return ""
 
 
-def differences(there: Software | Conditions, here: Software | Conditions) -> str:
-    """The fields of a plan's versions or conditions that differ here, as text; "" if none do."""
+def _compared(about: str, there: Software | Conditions, here: Software | Conditions) -> Finding:
     mine = asdict(here)
-    return ", ".join(
+    differing = ", ".join(
         f"{name} {value or 'unknown'} there and {mine[name] or 'unknown'} here"
         for name, value in asdict(there).items()
         if value != mine[name]
     )
-
-
-def _compared(about: str, there: Software | Conditions, here: Software | Conditions) -> Finding:
-    differing = differences(there, here)
     if differing:
         return Finding(about, False, f"{differing}; tune again to renew the times")
-    # A field that does not apply, such as the version of cuDNN on a CPU, is empty and left out.
-    known = (f"{name} {value}" for name, value in asdict(here).items() if value not in ("", None))
+    # A field is empty where it does not apply, such as the version of cuDNN on a CPU.
+    known = (f"{name} {value}" for name, value in mine.items() if value not in ("", None))
     return Finding(about, True, ", ".join(known))
 
 
