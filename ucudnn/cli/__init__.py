@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from traceback import print_exception
-from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -38,9 +37,6 @@ from ucudnn.errors import (
     TableError,
     UcudnnError,
 )
-
-# Errors that end a command with a sentence instead of a traceback.
-_EXPECTED = (UcudnnError, InterruptedCommandError)
 
 app = typer.Typer(
     name="ucudnn",
@@ -107,9 +103,8 @@ def main() -> None:
 def _command() -> scripts.ScriptCall | None:
     with _printable_names():
         try:
-            # `catch_warnings` restores `warnings.showwarning` at the end, for a caller that goes on
-            # after `main`.
-            with warnings.catch_warnings(), _OwnErrors():
+            # `catch_warnings` restores `showwarning` for a caller that goes on after `main`.
+            with warnings.catch_warnings():
                 warnings.showwarning = show_warning
                 app()
         except scripts.ScriptCall as call:
@@ -118,6 +113,10 @@ def _command() -> scripts.ScriptCall | None:
             fail(str(error), INTERRUPTED)
         except UcudnnError as error:
             fail(str(error), _status(error))
+        # An error of ucudnn itself: Python's own exit status for it, 1, would mean "no".
+        except Exception as error:
+            print_exception(error)
+            raise SystemExit(CRASHED) from error
     return None
 
 
@@ -128,21 +127,6 @@ def _status(error: UcudnnError) -> int:
     if isinstance(error, PlanError) and not isinstance(error, OutputError):
         return SAYS_NO
     return ENVIRONMENT
-
-
-class _OwnErrors:
-    """Gives bugs of ucudnn their own exit status, because Python's status 1 would mean "no"."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        del kind, traceback
-        if isinstance(error, Exception) and not isinstance(error, _EXPECTED):
-            print_exception(error)
-            sys.exit(CRASHED)
 
 
 @contextmanager
