@@ -70,10 +70,10 @@ def _before(context: typer.Context, version: VersionOption = False) -> None:
         set_startup(Startup())
 
 
-app.command()(common(tune))
-app.command()(common(machine.advise))
-app.command()(common(tables.trace))
-app.command("enumerate")(common(tables.enumerate_))
+app.command()(tune)
+app.command()(machine.advise)
+app.command()(tables.trace)
+app.command("enumerate")(tables.enumerate_)
 app.command(context_settings=scripts.SETTINGS)(scripts.run)
 app.command(context_settings=scripts.SETTINGS)(scripts.record)
 app.command()(common(plans.show))

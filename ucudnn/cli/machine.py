@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ucudnn.tuning.advice import Advice
 
 
-@options.takes_settings(("ops", "backend", "memory_budget"))
-@options.takes_model(options.ModelArgument)
+@options.takes(options.ModelArgument, ("ops", "backend", "memory_budget"))
 def advise(
     recipe: Recipe,
     given: dict[str, Any],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -184,62 +184,50 @@ def _of_setting(name: str) -> tuple[Any, Any]:
 CacheOption = _of_setting("cache")[0]
 
 
-def takes_model(argument: Any) -> Callable[[Command], Command]:
-    """Give a command the flags that describe a model; it receives them as parameter `recipe`."""
+def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Give a command flags of a model and of settings, and the flags that all commands have.
+
+    Args:
+        argument: type of the argument MODEL, which the command receives with the flags that
+            describe the model as parameter `recipe`; None: the command has no model.
+        names: names of settings, whose given values the command receives as parameter `given`.
+    """
 
     def changed(command: Command) -> Command:
-        def call(**values: Any) -> None:
-            described = {name: values.pop(name) for name in ("model", *_RECIPE)}
-            described["input"] = tuple(described["input"] or ())
-            command(recipe=Recipe(**described), **values)
+        def call(*, verbose: int, quiet: bool, traceback: bool, **values: Any) -> None:
+            if verbose and quiet:
+                raise ConfigError("--verbose and --quiet exclude each other; leave one of them out")
+            set_verbosity(-1 if quiet else verbose)
+            if argument is not None:
+                described = {name: values.pop(name) for name in ("model", *_RECIPE)}
+                described["input"] = tuple(described["input"] or ())
+                values["recipe"] = Recipe(**described)
+            if names:
+                given = {name: values.pop(name) for name in names}
+                values["given"] = {name: one for name, one in given.items() if one is not None}
+            try:
+                command(**values)
+            except UcudnnError as error:
+                # `main` prints the sentence of the error below the traceback.
+                if traceback:
+                    err.print("".join(format_exception(error)), soft_wrap=True)
+                raise
 
-        flags = {"model": (argument, Parameter.empty), **_RECIPE, **_own(command, "recipe")}
+        hints = get_type_hints(command, include_extras=True)
+        own = {
+            name: (hints[name], parameter.default)
+            for name, parameter in signature(command).parameters.items()
+            if name not in ("recipe", "given")
+        }
+        model = {} if argument is None else {"model": (argument, Parameter.empty), **_RECIPE}
+        flags = {**model, **own, **{name: _of_setting(name) for name in names}, **_COMMON}
         return _with_flags(command, call, flags)
 
     return changed
 
 
-def takes_settings(names: Iterable[str]) -> Callable[[Command], Command]:
-    """Give a command the flags of settings; it receives values by name as parameter `given`."""
-    wanted = list(names)
-
-    def changed(command: Command) -> Command:
-        def call(**values: Any) -> None:
-            given = {name: values.pop(name) for name in wanted}
-            given = {name: value for name, value in given.items() if value is not None}
-            command(given=given, **values)
-
-        flags = {**_own(command, "given"), **{name: _of_setting(name) for name in wanted}}
-        return _with_flags(command, call, flags)
-
-    return changed
-
-
-def common(command: Command) -> Command:
-    """Give a command the common flags: --verbose, --quiet and --traceback."""
-
-    def call(*, verbose: int, quiet: bool, traceback: bool, **values: Any) -> None:
-        if verbose and quiet:
-            raise ConfigError("--verbose and --quiet exclude each other; leave one of them out")
-        set_verbosity(-1 if quiet else verbose)
-        try:
-            command(**values)
-        except UcudnnError as error:
-            # `main` prints the sentence of the error below the traceback.
-            if traceback:
-                err.print("".join(format_exception(error)), soft_wrap=True)
-            raise
-
-    return _with_flags(command, call, {**_own(command), **_COMMON})
-
-
-def _own(command: Command, *without: str) -> dict[str, tuple[Any, Any]]:
-    hints = get_type_hints(command, include_extras=True)
-    return {
-        name: (hints[name], parameter.default)
-        for name, parameter in signature(command).parameters.items()
-        if name not in without
-    }
+# Gives a command the flags that all commands have.
+common = takes()
 
 
 def _with_flags(command: Command, call: Command, flags: Flags) -> Command:

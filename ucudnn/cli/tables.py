@@ -63,8 +63,7 @@ def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type:
     return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
 
 
-@options.takes_settings(("ops",))
-@options.takes_model(options.ModelArgument)
+@options.takes(options.ModelArgument, ("ops",))
 def trace(
     recipe: Recipe,
     given: dict[str, Any],
@@ -103,8 +102,7 @@ def _traced(recipe: Recipe, given: Mapping[str, Any], device: str) -> Traced:
     return traced
 
 
-@options.takes_settings(("ops",))
-@options.takes_model(options.ModelOrTableArgument)
+@options.takes(options.ModelOrTableArgument, ("ops",))
 def enumerate_(
     recipe: Recipe,
     given: dict[str, Any],

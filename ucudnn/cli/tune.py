@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     _Run = Callable[[Callable[[Progress], None]], Plan]
 
 
-@options.takes_settings(SETTINGS)
-@options.takes_model(options.ModelOrTableArgument)
+@options.takes(options.ModelOrTableArgument, SETTINGS)
 def tune(
     recipe: Recipe,
     given: dict[str, Any],
