@@ -7,7 +7,6 @@ other and without a message.
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import training
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import cross_entropy
@@ -23,13 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn import distributed
 from ucudnn.distributed.codecs import Codec
-
-_path = Path(__file__).with_name("training.py")
-_spec = importlib.util.spec_from_file_location("training_of_ranks", _path)
-assert _spec is not None
-assert _spec.loader is not None
-training = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(training)
 
 CODECS: dict[str, Codec] = {
     "top-k": distributed.TopK(0.05),

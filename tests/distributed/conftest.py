@@ -150,11 +150,12 @@ def torchrun(package: Path) -> Callable[..., tuple[int, str]]:
         script: str, ranks: int, *words: object, options: Sequence[str] = (), **variables: str
     ) -> tuple[int, str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+        path = f"{package.parent}{os.pathsep}{RANKS.parents[1] / 'pure'}"
         ended = subprocess.run(
             [*command, f"--nproc-per-node={ranks}", RANKS.with_name(script), *map(str, words)],
             check=False,
             capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(package.parent), **variables},
+            env={**os.environ, "PYTHONPATH": path, **variables},
             text=True,
             timeout=PATIENCE_S,
         )

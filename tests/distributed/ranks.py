@@ -7,7 +7,7 @@ Started by `launch` (forked, with a store in the test's process) or by torchrun.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fakes import ScriptedBackend
 from torch import Tensor, nn
 
 import ucudnn
@@ -51,28 +52,15 @@ def network(kernels: int = 12, batch: int = 16) -> tuple[nn.Module, Tensor]:
     return Wide(kernels), torch.ones(batch, kernels, 4, 4)
 
 
-def load_file(name: str) -> Any:
-    """A module of the tests by its path: no test folder is on sys.path."""
-    path = Path(__file__).parents[1] / name
-    spec = importlib.util.spec_from_file_location(name.replace("/", "_").removesuffix(".py"), path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def scripted(rank: int, pause_s: float = 0.0, **identity: Any) -> Any:
     """A backend with scripted costs and a noise of its own on every rank; it becomes ours.
 
     Torch's default is over the limit; of the twins noise alone decides which is faster.
     """
-    module = load_file("pure/fakes.py")
     twins = {
         name: lambda size: (int((0.2 + 1.0 * size) * MS), size * MIB) for name in ("left", "right")
     }
-    backend = module.ScriptedBackend(
+    backend = ScriptedBackend(
         {"torch_default": lambda size: (2 * size * MS, 2 * size * MIB), **twins}
     )
     chance = random.Random(rank)
@@ -252,7 +240,7 @@ def main(
         found = globals()
         for name in ("training", "communicating"):
             if function not in found:
-                found = vars(load_file(f"distributed/{name}.py"))
+                found = vars(importlib.import_module(name))
         said = found[function](folder, rank, **arguments)
     except UcudnnError as error:
         said = {"error": type(error).__name__, "sentence": str(error)}

@@ -8,29 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from by_hand import kernel
 
 from ucudnn import Config, Plan, Problem
 from ucudnn.distributed.agreement import require_equal
 from ucudnn.errors import RankError
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan import KernelPlan, Timing
 
 
 @pytest.fixture
 def plan() -> Plan:
     """For the scripted device: two kernels, each computed undivided or in ones."""
-    timing = Timing(1000, 0, 64, 9)
+    one = {"algorithms": ("left", "right"), "alone": (0, -1), "last": ((1, 1), (1, 1))}
     kernels = tuple(
-        KernelPlan(
-            Problem("fprop", 2, channels, 2, (4, 4), (1, 1)),
-            ("layer",),
-            ("left", "right"),
-            alone=(0, -1),
-            last=((1, 1), (1, 1)),
-            predicted_time_ns=1000,
-            timing=timing,
-            default=None,
-        )
+        kernel(4, problem=Problem("fprop", 2, channels, 2, (4, 4), (1, 1)), **one)
         for channels in (1, 2)
     )
     device, software = Device("cpu", "scripted", cores=1), Software("0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from by_hand import in_chunks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import cross_entropy
@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ucudnn
 from ucudnn import distributed
+from ucudnn.backends import open_backend
 from ucudnn.execution.stepping import reason_against_steps
+from ucudnn.tracing import trace_layers
 
 BATCH, STEPS = 8, 20
 
@@ -46,15 +48,10 @@ def planned(
         last: by a plan for channels_last.
         parameters: those of such a plan, too.
     """
-    path = Path(__file__).parents[1] / "layers" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("plans_by_hand", path)
-    assert spec is not None
-    assert spec.loader is not None
-    by_hand = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(by_hand)
     dtype = next(model.parameters()).dtype
     traced = copy.deepcopy(model).to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
-    plan = by_hand._plan(traced, torch.empty(batch, 3, 9, 9, dtype=dtype))
+    layers = trace_layers(traced, torch.empty(batch, 3, 9, 9, dtype=dtype)).layers
+    plan = in_chunks(open_backend("torch_cpu"), layers, 2, lambda _: "im2col_gemm")
     plan = replace(plan, memory_format="channels_last" if last else "keep")
     converted = copy.deepcopy(model)
     agreed = distributed.agree(plan, timeout_s=100)

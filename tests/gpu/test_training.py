@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from by_hand import in_chunks
 from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Timing
+from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.segment import Segment
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.tuner import tune_problems
@@ -41,31 +42,12 @@ def inputs(backend):
 
 def split_plan(backend, layers, chunk=3):
     """A plan that splits every kernel into chunks of cuDNN's first engine, whatever is fastest."""
-    kernels = []
-    for problem, name in {problem: name for name, problem in layers}.items():
+
+    def engine_of(problem):
         found = [one.algorithm for one in backend.candidates(problem.with_batch(chunk))]
-        engine = next(algorithm for algorithm in found if algorithm != DEFAULT_ALGORITHM)
-        batch = problem.batch
-        kernels.append(
-            KernelPlan(
-                problem=problem,
-                layers=(name,),
-                algorithms=(engine,),
-                alone=tuple(0 if n <= chunk else -1 for n in range(1, batch + 1)),
-                last=tuple((min(chunk, n), 0) for n in range(1, batch + 1)),
-                predicted_time_ns=1,
-                timing=Timing(1, 0, 0, 1),
-                default=None,
-            )
-        )
-    return Plan(
-        tuple(kernels),
-        backend.device(),
-        backend.software(),
-        backend.conditions(),
-        Config(backend="cudnn"),
-        backend="cudnn",
-    )
+        return next(algorithm for algorithm in found if algorithm != DEFAULT_ALGORITHM)
+
+    return in_chunks(backend, layers, chunk, engine_of, Config(backend="cudnn"))
 
 
 def step(model, inputs, dtype=None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_hand import in_chunks
 from torch import nn
 
 from ucudnn.backends import open_backend
@@ -12,8 +13,6 @@ from ucudnn.execution.execute import build
 from ucudnn.execution.observers import KernelTimer
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.plan import BY_BATCH, KernelPlan, Plan
-from ucudnn.split import Timing
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.tuner import layers_by_problem
 
@@ -39,21 +38,14 @@ def gradients(model, x):
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def halved(layers):
-    """A plan that computes the two samples of each kernel one by one."""
-    backend, timing = open_backend("auto"), Timing(1, 0, 0, 1)
-    steps = ("torch_default",), (0, BY_BATCH), ((1, 0),) * 2, 1, timing, timing
-    kernels = tuple(KernelPlan(p, layers[p], *steps) for p in layers)
-    place = (backend.device(), backend.software(), backend.conditions())
-    return Plan(kernels, *place, Config(), backend.name)
-
-
 @pytest.mark.parametrize("by_plan", [False, True])
 def test_each_kernel_is_timed_and_computes_the_same(by_plan, monkeypatch):
     torch.manual_seed(0)
     model, x = Model(), torch.randn(2, 3, 12, 12)
-    layers = layers_by_problem(trace_layers(model, x).layers, Config())
-    plan, built = halved(layers) if by_plan else None, set()
+    traced = trace_layers(model, x).layers
+    layers, built = layers_by_problem(traced, Config()), set()
+    # The two samples of each kernel are computed one by one.
+    plan = in_chunks(open_backend("auto"), traced, 1) if by_plan else None
 
     def spy(backend, problem, split):
         built.add(problem)

@@ -10,12 +10,15 @@ import random
 from collections.abc import Callable, Collection, Iterable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ucudnn.config import Config
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.plan import BY_BATCH, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
+
+if TYPE_CHECKING:
+    from ucudnn.backends import AbstractBackend
 
 MIB = 1 << 20
 MS = 1_000_000
@@ -107,3 +110,29 @@ def plan_of(*kernels: KernelPlan, config: Config | None = None, **more: Any) -> 
     """A plan of these kernels."""
     made_on = Device("cpu", "scripted"), Software("0"), Conditions()
     return Plan(kernels, *made_on, config or Config(), **more)
+
+
+def in_chunks(
+    backend: AbstractBackend,
+    layers: Iterable[tuple[str, Problem]],
+    chunk: int,
+    algorithm_of: Callable[[Problem], str] = lambda _: "torch_default",
+    config: Config | None = None,
+) -> Plan:
+    """A plan for this machine that computes every batch of these layers in chunks of one size."""
+    timing = Timing(1, 0, 0, 1)
+    kernels = tuple(
+        KernelPlan(
+            problem=problem,
+            layers=(name,),
+            algorithms=(algorithm_of(problem),),
+            alone=(BY_BATCH,) * problem.batch,
+            last=tuple((min(chunk, n), 0) for n in range(1, problem.batch + 1)),
+            predicted_time_ns=1,
+            timing=timing,
+            default=timing,
+        )
+        for problem, name in {problem: name for name, problem in layers}.items()
+    )
+    made_on = backend.device(), backend.software(), backend.conditions()
+    return Plan(kernels, *made_on, config or Config(), backend.name)

@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-from by_hand import kernel, plan_of
+from by_hand import in_chunks, kernel, plan_of
 from torch import nn
 
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError
-from ucudnn.plan import BY_BATCH, KernelPlan, Plan, Timing
+from ucudnn.plan import Timing
 from ucudnn.tuning.judging import judged
 from ucudnn.tuning.step_judge import StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import StepTimes, raced_inside
@@ -28,7 +28,6 @@ from ucudnn.tuning.step_rounds import StepTimes, raced_inside
 MIB = 1 << 20
 STEP_NS = 1_000_000
 KERNEL_NS = 50_000
-TIMING = Timing(1, 0, 0, 1)
 
 
 def limited(*kernels, limit="2MiB"):
@@ -323,20 +322,11 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
     assert caught.value.plan == plan_of_one
 
 
-def halved(model, x):
-    """A plan that computes the two samples of every kernel one by one."""
-    backend, problems = open_backend("torch_cpu"), dict.fromkeys(ucudnn.trace(model, x))
-    kernels = tuple(
-        KernelPlan(one, ("",), ("torch_default",), (0, BY_BATCH), ((1, 0),) * 2, 1, TIMING, TIMING)
-        for one in problems
-    )
-    place = (backend.device(), backend.software(), backend.conditions())
-    return Plan(kernels, *place, Config(), "torch_cpu")
-
-
 def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_contestants(monkeypatch):
     model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3)), torch.ones(2, 2, 9, 9)
-    plan, seen = halved(model, x), []
+    traced, seen = [("", one) for one in ucudnn.trace(model, x)], []
+    # The two samples of every kernel are computed one by one.
+    plan = in_chunks(open_backend("torch_cpu"), traced, 1)
     changed = [one for one in plan.kernels if one.problem.in_channels == 4]
     plan = replace(plan, kernels=tuple(changed))
     original = ucudnn.tuning.step_judge.raced_inside
