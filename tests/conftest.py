@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -122,6 +124,30 @@ def package() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
+
+
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def python(package: Path) -> Python:
+    """A function that runs this interpreter on the package under test, until it ends well."""
+
+    def run(
+        *words: object, cwd: Path | None = None, status: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            check=False,
+            capture_output=True,
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(package.parent), **environment},
+            text=True,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    return run
 
 
 @pytest.fixture
@@ -388,6 +414,22 @@ def counting_malloc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(__file__).parent / "backend" / "counting_malloc.c"
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
     return library
+
+
+@pytest.fixture(scope="session")
+def under_malloc(python: Python, counting_malloc: Path) -> Callable[..., list[Any]]:
+    """A function that runs a script under the counting malloc, whose path the script is told first.
+
+    It returns what the script's lines of JSON say.
+    """
+
+    def run(script: Path, *words: object, **environment: str) -> list[Any]:
+        # On a busy machine spinning threads only cost time.
+        special = {"LD_PRELOAD": str(counting_malloc), "OMP_WAIT_POLICY": "passive", **environment}
+        output = python(script, counting_malloc, *words, **special).stdout
+        return [json.loads(line) for line in output.splitlines()]
+
+    return run
 
 
 @pytest.fixture(scope="module")

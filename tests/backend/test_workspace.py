@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,25 +11,9 @@ import torch
 from ucudnn.backends.torch_cpu.processor import has_instructions
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
-HERE = Path(__file__).parent
+# Prints rows (geometry, op, dtype, algorithm, kernel, true bytes, reported).
+TRUTH = Path(__file__).with_name("workspace_truth.py")
 MIB = 1 << 20
-
-
-def truth(counting_malloc, environment, *dtypes):
-    """Rows (geometry, op, dtype, algorithm, kernel, true bytes, reported) of a child process."""
-    child = subprocess.run(
-        [sys.executable, HERE / "workspace_truth.py", counting_malloc, *dtypes],
-        env={
-            **os.environ,
-            **environment,
-            "LD_PRELOAD": str(counting_malloc),
-            "OMP_WAIT_POLICY": "passive",  # on a busy machine spinning threads only cost time
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in child.stdout.splitlines()]
 
 
 def slack(true):
@@ -58,8 +38,8 @@ def check(row, is_native):
 
 
 @pytest.mark.process
-def test_reported_workspace_is_the_true_one(counting_malloc):
-    rows = truth(counting_malloc, {}, *BYTES_BY_DTYPE)
+def test_reported_workspace_is_the_true_one(under_malloc):
+    rows = under_malloc(TRUTH, *BYTES_BY_DTYPE)
     algorithms = {row[3] for row in rows}
     assert algorithms >= {"torch_default", "slow_conv2d", "im2col_gemm", "gemm", "fft"}
     assert algorithms >= {"phases", "diagonal_gemm"}
@@ -68,12 +48,12 @@ def test_reported_workspace_is_the_true_one(counting_malloc):
 
 
 @pytest.mark.nightly
-def test_a_poorer_processor_takes_no_more_than_is_reported(counting_malloc, poorer_processor):
+def test_a_poorer_processor_takes_no_more_than_is_reported(under_malloc, poorer_processor):
     """There half precision, or all, is computed in scratch that only a bound is known of."""
     # with AVX-512 float32 is computed as above
     has_avx512 = poorer_processor["ONEDNN_MAX_CPU_ISA"].startswith("AVX512")
     dtypes = ["bfloat16", "float16"] if has_avx512 else ["float32", "bfloat16", "float16"]
-    rows = truth(counting_malloc, poorer_processor, *dtypes)
+    rows = under_malloc(TRUTH, *dtypes, **poorer_processor)
     # the imitation works: no such processor computes float16
     assert not any(row[2] == "float16" and row[4] == "onednn" for row in rows)
     for row in rows:

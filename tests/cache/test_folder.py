@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -30,8 +29,8 @@ MEASUREMENTS = [
 ]
 
 
-# In which a child finds `laws`, too.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+# By which a child finds `laws`, too.
+PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def test_the_folder_is_the_argument_then_the_variable_then_the_users(
@@ -231,7 +230,7 @@ def test_what_waited_is_written_at_the_end(tmp_path: Path) -> None:
         assert texts(cache) == texts(MEASUREMENTS)
 
 
-def test_a_child_sees_what_its_parent_put_and_the_other_way_round(tmp_path: Path) -> None:
+def test_a_child_sees_what_its_parent_put_and_the_other_way_round(python, tmp_path):
     program = """
 import os, sys, ucudnn.cache
 from laws import sample_measurements
@@ -253,7 +252,7 @@ with ucudnn.cache.open(sys.argv[1]) as cache:
     assert len(cache) == 30
     assert cache.check().clean
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=ENVIRONMENT)
+    python("-c", program, tmp_path, **PATH)
 
 
 def interrupted(
@@ -460,7 +459,7 @@ def test_merging_says_which_file_cannot_be_read_or_where_there_is_no_room(
             assert texts(reader) == texts(MEASUREMENTS)
 
 
-def test_a_child_leaves_it_to_its_parent_to_write_what_waits(tmp_path: Path) -> None:
+def test_a_child_leaves_it_to_its_parent_to_write_what_waits(python, tmp_path):
     program = """
 import os, sys, pathlib, warnings, ucudnn.cache
 from laws import sample_measurements
@@ -480,6 +479,4 @@ with ucudnn.cache.open(place) as cache:
 with ucudnn.cache.open(place, "r") as cache:
     assert len(cache) == 10
 """
-    subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "cache")], check=True, env=ENVIRONMENT
-    )
+    python("-c", program, tmp_path / "cache", **PATH)

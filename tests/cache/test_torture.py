@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 PARTS = ("kill", "crowd", "corrupt", "disk", "lookup", "versions")
@@ -14,19 +9,10 @@ PARTS = ("kill", "crowd", "corrupt", "disk", "lookup", "versions")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", PARTS)
-def test_nothing_is_lost_doubled_or_wrong(
-    part: str, repository: Path, package: Path, pytestconfig: pytest.Config
-) -> None:
+def test_nothing_is_lost_doubled_or_wrong(part, repository, python, pytestconfig):
     fraction = "0.1" if pytestconfig.getoption("complete") else "0.02"
     script = repository / "benchmarks" / "cache_torture.py"
-    result = subprocess.run(
-        [sys.executable, str(script), "--fraction", fraction, "--seed", "5", "--only", part],
-        check=False,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = python(script, "--fraction", fraction, "--seed", "5", "--only", part)
     assert "0 failures" in result.stdout
     if "CAP_SYS_ADMIN" in result.stdout:
         pytest.skip("mounting a small disk and a read-only one needs CAP_SYS_ADMIN")

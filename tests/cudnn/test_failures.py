@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,9 +83,7 @@ def test_a_plan_that_is_refused_is_a_miss(failing) -> None:
         failing(3000).build(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
 
 
-def test_descriptors_are_left_to_the_end_of_the_process(
-    compiled: Callable[[str], Path],
-) -> None:
+def test_descriptors_are_left_to_the_end_of_the_process(compiled, python):
     """The driver may be gone when Python destroys its last objects."""
     program = (
         "import sys\n"
@@ -98,6 +93,5 @@ def test_descriptors_are_left_to_the_end_of_the_process(
         "kept = [Descriptor(cudnn, DescriptorKind.ENGINE) for _ in range(3)]\n"
         "del kept[0]\n"
     )
-    command = [sys.executable, "-c", program, str(compiled(SOURCE))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = python("-c", program, compiled(SOURCE))
     assert (done.stdout, done.stderr) == ("destroyed\n", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +63,7 @@ def test_without_any_the_remedy_is_named(tmp_path: Path, monkeypatch) -> None:
         find_library()
 
 
-def test_what_is_loaded_comes_first(compiled, tmp_path: Path, monkeypatch) -> None:
+def test_what_is_loaded_comes_first(compiled, python, tmp_path):
     """A process never holds two: the one that torch has loaded is the one."""
     program = (
         "import ctypes, sys\n"
@@ -78,9 +77,7 @@ def test_what_is_loaded_comes_first(compiled, tmp_path: Path, monkeypatch) -> No
     decoy.parent.mkdir(parents=True)
     decoy.touch()
     path = compiled(OLD)
-    command = [sys.executable, "-c", program, str(path), str(other)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(path)
+    assert python("-c", program, path, other).stdout.strip() == str(path)
 
 
 def test_a_torch_with_its_own_cudnn_inside_is_refused(tmp_path: Path, monkeypatch) -> None:

@@ -6,8 +6,6 @@ import doctest
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -63,21 +61,13 @@ def test_every_python_block_compiles(readme: str) -> None:
 
 
 @pytest.mark.process
-def test_every_block_marked_as_running_runs(readme: str, package: Path, tmp_path: Path) -> None:
+def test_every_block_marked_as_running_runs(readme, python, tmp_path):
     """A line `<!-- runs -->` above a block marks it; each runs by itself in an empty folder."""
     for number, block in enumerate(blocks(readme, "python")):
         if block["mark"]:
             folder = tmp_path / str(number)
             folder.mkdir()
-            result = subprocess.run(
-                [sys.executable, "-c", block["code"]],
-                check=False,
-                capture_output=True,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(package.parent)},
-                text=True,
-            )
-            assert result.returncode == 0, f"{block['code']}\n{result.stderr}"
+            python("-c", block["code"], cwd=folder)
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -127,10 +117,10 @@ def options(command: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["steps", "fit"])
-def test_pictures_are_what_their_scripts_draw(repository: Path, tmp_path: Path, name: str) -> None:
+def test_pictures_are_what_their_scripts_draw(repository, python, tmp_path, name):
     kept, drawn = repository / "docs" / f"{name}.svg", tmp_path / f"{name}.svg"
     script = repository / "docs" / f"make_{name}.py"
-    subprocess.run([sys.executable, script, drawn], check=True, cwd=tmp_path)
+    python(script, drawn, cwd=tmp_path)
     assert drawn.read_text() == kept.read_text(), f"python docs/make_{name}.py docs/{name}.svg"
 
 
@@ -143,14 +133,12 @@ TABLES = {
 }
 
 
-def test_tables_are_those_of_the_files_and_of_the_settings(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_tables_are_those_of_the_files_and_of_the_settings(repository, python, tmp_path):
     script = repository / "docs" / "make_tables.py"
     for name, count in TABLES.items():
         kept, made = repository / name, tmp_path / "made.md"
         made.write_bytes(kept.read_bytes())
-        subprocess.run([sys.executable, script, made], check=True, cwd=tmp_path)
+        python(script, made, cwd=tmp_path)
         assert made.read_text().count("<!-- end of table -->") == count
         assert made.read_text() == kept.read_text(), f"python docs/make_tables.py {name}"
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,20 +24,11 @@ def test_it_is_kept_without_results(cells: list[dict]) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_it_runs(cells: list[dict], package: Path, tmp_path: Path) -> None:
+def test_it_runs(cells, python, tmp_path):
     pytest.importorskip("plotly", reason="draws in the notebook")
     # One process runs the cells in their order, as a kernel does.
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    result = python("-c", code, cwd=tmp_path)
     assert "conv2d(3->16" in result.stdout
     assert "times as long" in result.stdout or "limit" in result.stdout
     made = {path.name for path in tmp_path.iterdir()}

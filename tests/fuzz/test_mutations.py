@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,15 +37,8 @@ def seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--mutation-seed"))
 
 
-def test_a_mutated_plan_is_refused_or_sound(mutations: int, seed: int, package: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, HERE / "harness.py", "plan_files", str(mutations), str(seed)],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        text=True,
-    )
-    report = json.loads(done.stdout)
+def test_a_mutated_plan_is_refused_or_sound(mutations, seed, python):
+    report = json.loads(python(HERE / "harness.py", "plan_files", mutations, seed).stdout)
     assert not report["findings"], "\n".join(report["first"])
     assert report["outcomes"]["values loaded"]
     assert report["outcomes"]["values refused"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
@@ -261,15 +259,14 @@ print(calls, modules, "torch._dynamo" in sys.modules)
 
 
 @pytest.mark.slow
-def test_another_librarys_kernel_is_kept(plan_by_hand, tmp_path):
+def test_another_librarys_kernel_is_kept(plan_by_hand, python, tmp_path):
     """What stood in before us computes what is not planned, and everything afterwards.
 
     Computing imports nothing: a child forked in the middle of an import would wait for its end.
     """
     model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
     plan_by_hand(model, x).save(tmp_path / "plan.json")
-    program = [sys.executable, "-c", ANOTHER_LIBRARY, str(tmp_path / "plan.json")]
-    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    done = python("-c", ANOTHER_LIBRARY, tmp_path / "plan.json")
     assert done.stdout == "[(2, 4, 1, 1), (6, 4, 3, 3)] set() False\n"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -321,10 +320,8 @@ limited(restore_layout_)
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
-def test_without_memory_for_another_layout_nothing_changes():
-    program = [sys.executable, "-c", _LITTLE_MEMORY]
-    done = subprocess.run(program, check=False, capture_output=True, text=True)
-    assert done.stdout.split() == ["refused", "refused"], done.stderr
+def test_without_memory_for_another_layout_nothing_changes(python):
+    assert python("-c", _LITTLE_MEMORY).stdout.split() == ["refused", "refused"]
 
 
 class Mixed(nn.Module):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import random
-import subprocess
 import sys
 import threading
 import warnings
@@ -156,7 +153,7 @@ def smallest(model, x, kind="training", **more):
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["training", "inference"])
-def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, counting_malloc):
+def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, under_malloc):
     model, x = network()
     unlimited = tuned(model, x, "1GiB", kind)
     least = smallest(model, x, kind)
@@ -166,7 +163,8 @@ def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, countin
     plans = [least, *(tuned(model, x, budget, kind) for budget in budgets)]
     for number, plan in enumerate(plans):
         plan.save(tmp_path / f"{number}.json")
-    peaks = counted(counting_malloc, kind, ["-", *sorted(tmp_path.glob("*.json"))])
+    paths = sorted(tmp_path.glob("*.json"))
+    peaks = under_malloc(HERE / "step_peaks.py", kind, "-", *paths)
     # blocks below 4 KiB and what the allocator rounds up to; scratch of a matrix product
     slack = MIB // 4 + torch.get_num_threads() * MIB // 5
     assert peaks[0] == pytest.approx(high, abs=slack)
@@ -203,17 +201,6 @@ def test_every_batch_up_to_the_planned_one_keeps_the_budget(policy, share, tmp_p
             warnings.simplefilter("error")
             converted(part).sum().backward()
         assert profile(model, part, plan=plan).peak_bytes <= budget
-
-
-def counted(counting_malloc, kind, plans):
-    child = subprocess.run(
-        [sys.executable, HERE / "step_peaks.py", counting_malloc, kind, *map(str, plans)],
-        env={**os.environ, "LD_PRELOAD": str(counting_malloc), "OMP_WAIT_POLICY": "passive"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in child.stdout.splitlines()]
 
 
 @pytest.mark.slow
