@@ -24,12 +24,6 @@ def small_model():
 INPUT = (4, 3, 9, 9)
 
 
-def step(model, x):
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 @pytest.fixture
 def plan(plan_by_hand):
     return plan_by_hand(small_model(), torch.empty(INPUT), config=Config(unplanned="error"))
