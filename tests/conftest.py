@@ -152,7 +152,8 @@ def python(package: Path) -> Python:
 
 @pytest.fixture
 def script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A function that imports a script of benchmarks/, which import each other by name."""
+    """A function that imports a script of benchmarks/ or docs/, which import each other by name."""
+    monkeypatch.syspath_prepend(str(repository / "docs"))
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
     return importlib.import_module
 

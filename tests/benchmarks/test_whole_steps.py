@@ -47,12 +47,9 @@ def entries() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def tables(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def tables(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """docs/make_tables.py, whose files are in a folder of the test."""
-    import importlib
-
-    monkeypatch.syspath_prepend(str(repository / "docs"))
-    made = importlib.import_module("make_tables")
+    made = script("make_tables")
     (tmp_path / "intel-xeon").mkdir()
     monkeypatch.setattr(made, "RESULTS", tmp_path)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -33,16 +32,10 @@ def inside_928(newest: Inside) -> Inside:
     return newest
 
 
-@pytest.fixture(scope="module")
-def landscape() -> ModuleType:
+@pytest.fixture
+def landscape(script) -> ModuleType:
     """The script that prints these numbers."""
-    path = ROOT / "benchmarks" / "cudnn_landscape.py"
-    spec = importlib.util.spec_from_file_location("cudnn_landscape", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("cudnn_landscape")
 
 
 def tensor_cores(found: Iterable[Any]) -> dict[str, int]:

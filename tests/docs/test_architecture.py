@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 
-@pytest.fixture(scope="module")
-def script(repository: Path) -> ModuleType:
+@pytest.fixture
+def drawing(script):
     """The script that draws the picture."""
-    path = repository / "docs" / "make_architecture.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("make_architecture")
 
 
 @pytest.mark.slow
-def test_the_picture_is_that_of_the_source(
-    script: ModuleType, repository: Path, package: Path
-) -> None:
+def test_the_picture_is_that_of_the_source(drawing, repository, package):
     drawn = (repository / "docs" / "architecture.svg").read_text(encoding="utf-8")
-    assert script.draw(package) == drawn, "python docs/make_architecture.py docs/architecture.svg"
+    assert drawing.draw(package) == drawn, "python docs/make_architecture.py docs/architecture.svg"
 
 
-def test_every_room_has_its_row(script: ModuleType, package: Path) -> None:
+def test_every_room_has_its_row(drawing, package):
     rooms = {
         path.stem
         for path in package.iterdir()
         if path.suffix == ".py" or (path.is_dir() and (path / "__init__.py").exists())
     } - {"__init__"}
-    listed = {room for row in script.layers() for room in row} - {script.VALUES}
-    assert rooms == listed | set(script.values())
+    listed = {room for row in drawing.layers() for room in row} - {drawing.VALUES}
+    assert rooms == listed | set(drawing.values())
 
 
 def test_what_it_names_is_there(repository: Path, package: Path) -> None:
@@ -72,8 +62,8 @@ def source_of(*paths: Path) -> str:
     return "\n".join(module.read_text() for module in modules)
 
 
-def test_the_coverage_gate_knows_every_value(script: ModuleType, repository: Path) -> None:
+def test_the_coverage_gate_knows_every_value(drawing, repository):
     settings = tomllib.loads((repository / "pyproject.toml").read_text())
     included = settings["tool"]["coverage"]["report"]["include"]
     gated = {re.sub(r"^\*/ucudnn/|(/\*|\.py)$", "", pattern) for pattern in included}
-    assert gated == {*script.values(), "cache", "solvers", "tuning"}
+    assert gated == {*drawing.values(), "cache", "solvers", "tuning"}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
-import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import typer.main
@@ -17,34 +13,21 @@ import typer.main
 import ucudnn
 from ucudnn import cli, errors, types
 
-Import = Callable[[str], ModuleType]
-
 
 @pytest.fixture
-def hook(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
-    """A function that imports a script of docs/, without the packages that build the site."""
-
-    def imported(name: str) -> ModuleType:
-        monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object))
-        spec = importlib.util.spec_from_file_location(name, repository / "docs" / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return imported
+def pages(script):
+    """The script that makes pages."""
+    return script("site_pages")
 
 
-def test_the_menu_has_every_page_once(hook: Import, repository: Path) -> None:
+def test_the_menu_has_every_page_once(pages, repository):
     listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (repository / "mkdocs.yml").read_text(), re.M)
     docs = repository / "docs"
-    pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
-    assert sorted(listed) == sorted([*pages, *hook("site_pages").pages()])
+    kept = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
+    assert sorted(listed) == sorted([*kept, *pages.pages()])
 
 
-def test_the_reference_has_every_public_name(hook: Import) -> None:
-    pages = hook("site_pages")
+def test_the_reference_has_every_public_name(pages):
     assert pages.public_names("ucudnn") == list(dict.fromkeys(pages.public_names("ucudnn")))
     assert set(pages.public_names("ucudnn")) == set(ucudnn.__all__)
     assert set(pages.public_names("ucudnn.types")) == set(types.__all__)
@@ -57,8 +40,8 @@ def test_the_reference_has_every_public_name(hook: Import) -> None:
     assert "::: ucudnn.Plan\n" in pages.pages()["api/ucudnn.md"]
 
 
-def test_the_command_line_has_every_command_and_flag(hook: Import) -> None:
-    page = hook("site_pages").command_line()
+def test_the_command_line_has_every_command_and_flag(pages):
+    page = pages.command_line()
     sections = dict(re.findall(r"^## ([\w -]+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
 
     def look(command: object, path: str) -> int:
