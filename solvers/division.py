@@ -1,9 +1,10 @@
 """Workspace division: every kernel that overlaps with others owns its part of one pool.
 
-Workspaces add up, so kernels can no longer be solved one by one. The task is to choose one point of
-each kernel's front so that the workspaces fit in the pool and the sum of the times is minimal. This
-is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018), a multiple-choice knapsack. Only kernels
-that run at the same time need division. For kernels of one stream, reuse is never slower.
+The parts add up, so kernels can no longer be solved one by one. The task is to choose one point of
+each kernel's front so that the workspaces together fit in the pool and the sum of the times is
+minimal. This is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018), a multiple-choice knapsack.
+Only kernels that run at the same time need it. Kernels of one stream can use the same workspace one
+after the other (reuse), which is never slower.
 """
 
 from __future__ import annotations

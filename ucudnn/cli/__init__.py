@@ -103,7 +103,8 @@ def main() -> None:
 def _command() -> scripts.ScriptCall | None:
     with _printable_names():
         try:
-            # `catch_warnings` restores `showwarning` for a caller that goes on after `main`.
+            # `catch_warnings` restores `showwarning` at the end, for a caller that goes on after
+            # `main`.
             with warnings.catch_warnings():
                 warnings.showwarning = show_warning
                 app()

@@ -36,7 +36,7 @@ def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
 
 def findings_without_building(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
     """Findings on the device and, if it is the plan's, on versions, conditions and determinism."""
-    # The rest is not checked on another device, where versions and times differ anyway.
+    # On another device nothing more is checked, because versions and times differ there anyway.
     if backend.device() != plan.device:
         said = f"the plan is for {plan.device}, this is {backend.device()}"
         yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
@@ -98,7 +98,7 @@ def _compared(about: str, there: Software | Conditions, here: Software | Conditi
     )
     if differing:
         return Finding(about, False, f"{differing}; tune again to renew the times")
-    # A field is empty where it does not apply, such as the version of cuDNN on a CPU.
+    # A field that does not apply is empty, such as the version of cuDNN on a CPU.
     known = (f"{name} {value}" for name, value in mine.items() if value not in ("", None))
     return Finding(about, True, ", ".join(known))
 

@@ -241,10 +241,10 @@ def predict(
 
 
 def _measured(split: Split, default: Measurement | None) -> Finalist | None:
-    """The finalist of torch's own convolution, as measured; None for other splits or if untimed."""
+    """The finalist of torch's own convolution; None for other splits or if it was not timed."""
     if not split.is_default or default is None or default.timing is None:
         return None
-    # One sample, because the sums of other splits have no more: they are sums of medians, without a
+    # The finalist gets one sample, like the other splits, whose times are sums of medians without a
     # known interval. `choose` takes the ratio of two single samples as it is.
     return Finalist(
         split,

@@ -62,8 +62,8 @@ class Rationale:
     front: tuple[tuple[int, int], ...] = ()
     # Fastest first.
     alternatives: tuple[Alternative, ...] = ()
-    # Timing of Timing of torch's own convolution of the same sizes in channels_last; None if it is
-    # not known.
+    # Timing of Timing of Timing of torch's own convolution of the same sizes in channels_last; None
+    # if it is not known.
     channels_last: Timing | None = None
 
 
@@ -158,7 +158,8 @@ def _alternatives(
     varying = {e.key.algorithm for e in known if not e.is_deterministic}
     found: dict[Split, Alternative] = {}
     for one in (*_of_plan(kernel), *_raced(known), *_of_one_algorithm(kernel.problem, known)):
-        # The first of equal splits is kept: a whole call, whose time is better than a sum.
+        # If a split occurs twice, the first one is kept: the whole call, whose time is more
+        # reliable than a sum of chunks.
         found.setdefault(one.split, one)
     found.pop(kernel.split(kernel.problem.batch), None)
     judged = [

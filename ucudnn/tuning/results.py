@@ -169,7 +169,7 @@ class Results:
         timing = default.timing
         assert timing is not None
         draft = PlanDraft(problem, Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),)))
-        # Only the whole batch was timed. Smaller ones that torch computes by the same
+        # Only the whole batch was timed. Smaller batches that torch computes by the same
         # implementation take no longer, so the plan covers them, too.
         draft.compute_as_winner(batches_like_whole(problem, self.kernel_of))
         return replace(

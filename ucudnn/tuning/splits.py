@@ -313,13 +313,11 @@ class BatchSplits(AbstractSplitTable):
         """
         winner = draft.winner
         if winner.axis == self.axis.name and len(winner.chunks) == 1:
-            alike = self._like_default() if winner.is_default else [self.axis.extent]
+            alike = [self.axis.extent]
+            if winner.is_default:
+                alike = batches_like_whole(self.axis.problem, self.kernel_of)
             draft.compute_as_winner(alike)
         draft.follow(self._walks)
-
-    @cached_property
-    def _bounded(self) -> Items:
-        return with_bounded(self.axis.problem, self.items, self.kernel_of, self.sizes)
 
     @cached_property
     def _walks(self) -> tuple[Walk, ...]:
@@ -327,25 +325,14 @@ class BatchSplits(AbstractSplitTable):
         batch, limit = self.axis.extent, self.limit
         # Smaller batches may use chunks that were not timed, with the times of larger chunks. The
         # largest batch is raced, and its prediction must rest on timed chunks only.
+        bounded = with_bounded(self.axis.problem, self.items, self.kernel_of, self.sizes)
         return tuple(
             _with_end_of(
-                _walk_all(self._bounded, batch, limit, launch_ns),
+                _walk_all(bounded, batch, limit, launch_ns),
                 _walk_all(self.items, batch, limit, launch_ns),
             )
             for launch_ns in CHUNK_NS
         )
-
-    def _like_default(self) -> list[int]:
-        """The batches for which torch's default runs the implementation of the largest batch."""
-        problem = self.axis.problem
-        whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
-        # torch chooses an implementation by batch. If the one for the largest batch has won, this
-        # does not show that the one for another batch is fast.
-        return [
-            n
-            for n in range(1, problem.batch + 1)
-            if self.kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) == whole
-        ]
 
 
 class RowSplits(AbstractSplitTable):
@@ -430,6 +417,18 @@ def plan_by(
     chunks = known_chunks(tables, winner)
     predicted = timing.time_ns if chunks is None else sum(item.time_ns for item in chunks)
     return draft.kernel_plan(layers, predicted, timing, default)
+
+
+def batches_like_whole(problem: Problem, kernel_of: KernelOf) -> list[int]:
+    """The batches for which torch's default runs the implementation of the largest batch."""
+    whole = kernel_of(problem, DEFAULT_ALGORITHM)
+    # torch chooses an implementation by batch. If the one for the largest batch has won, this does
+    # not show that the one for another batch is fast.
+    return [
+        n
+        for n in range(1, problem.batch + 1)
+        if kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) == whole
+    ]
 
 
 def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[Item, ...] | None:

@@ -235,10 +235,12 @@ def _is_cramped(problem: Problem) -> bool:
     from run to run, or the process ends.
     """
     return any(
-        # In this order: a filter larger than the input, a single output at a stride above 1, and a
-        # tap that meets only padding.
-        dilation * (taps - 1) >= size or (places == 1 and stride > 1) or met.positions < taps
-        for size, places, taps, stride, dilation, met in axes
+        # The three conditions are: a filter larger than the input, a single output at a stride
+        # above 1, and a tap that meets only padding.
+        axis.dilation * (axis.kernel - 1) >= axis.size
+        or (axis.places == 1 and axis.stride > 1)
+        or counts_of(axis).positions < axis.kernel
+        for axis in (FilterAxis.of(problem, number) for number in range(problem.rank))
     )
 
 
