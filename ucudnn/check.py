@@ -63,16 +63,11 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
         yield from _canaries(plan, backend, canaries)
 
 
-def _saved_ns(kernel: KernelPlan) -> int:
-    # If there is no time of torch's own convolution, the result is negative, so that the kernel is
-    # the last to be chosen as a canary.
-    default_ns = kernel.default.time_ns if kernel.default else 0
-    return (default_ns - kernel.timing.time_ns) * len(kernel.layers)
-
-
 def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Finding]:
     planned = [entry for entry in enumerate(plan.kernels) if not entry[1].is_default]
-    chosen = sorted(planned, key=lambda entry: -_saved_ns(entry[1]))[:count]
+    # Kernels without a time of torch's own convolution come last.
+    planned.sort(key=lambda entry: (entry[1].default is None, -entry[1].saved_ns))
+    chosen = planned[:count]
     if not chosen:
         reason = "none was asked for" if planned else "every kernel is torch's own convolution"
         yield Finding("canary", None, f"not timed: {reason}")

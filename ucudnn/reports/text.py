@@ -211,9 +211,7 @@ def plan_verdict(plan: Plan) -> list[str]:
 
 def _kernel_verdict(plan: Plan) -> list[str]:
     """Sentences on the time that faster kernels save, and on the time that slower kernels lose."""
-    # Kernels that stay torch's own neither gain nor lose.
-    changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
-    saved = [_saved_ns(kernel) for kernel in changed]
+    saved = [kernel.saved_ns for kernel in plan.kernels]
     faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
     sentences = []
     if faster:
@@ -282,17 +280,9 @@ def layout_table(layouts: LayoutRace) -> Table:
     return table
 
 
-def _saved_ns(kernel: KernelPlan) -> int:
-    assert kernel.default is not None
-    return (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
-
-
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
     """Number of steps after which the plan has saved the time of tuning; None if it saves none."""
-    # Kernels that stay torch's own are left out: their two times differ by noise.
-    saved_ns = sum(
-        _saved_ns(kernel) for kernel in plan.kernels if kernel.default and not kernel.is_default
-    )
+    saved_ns = sum(kernel.saved_ns for kernel in plan.kernels)
     return None if saved_ns <= 0 else ceil(seconds * 1e9 / saved_ns)
 
 
