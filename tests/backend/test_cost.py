@@ -107,6 +107,12 @@ def test_stated_workspace_is_never_more_than_the_measured_one(backend, geometry,
         assert_needed(backend, problem_of(op, CASES[0], geometry, dtype))
     if len(geometry["input_size"]) > 1:
         assert_needed(backend, problem_of(op, CASES[0], geometry, "float64", "nhwc"))
+        assert_needed_in_channels_last(backend, op, geometry)
+
+
+def assert_needed_in_channels_last(backend, op, geometry):
+    for case, dtype in product(CASES, ("float32", "bfloat16")):
+        assert_needed(backend, problem_of(op, case, geometry, dtype, "nhwc"))
 
 
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
@@ -114,15 +120,8 @@ def test_stated_workspace_is_never_more_than_the_measured_one(backend, geometry,
 def test_stated_workspace_where_copies_are_left_out(backend, special, op):
     for case in CASES:
         assert_needed(backend, problem_of(op, case, special))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
-@pytest.mark.parametrize("op", OPS)
-def test_stated_workspace_of_channels_last_problems(backend, geometry, special, op):
-    for shape, case, dtype in product((geometry, special), CASES, ("float32", "bfloat16")):
-        if len(shape["input_size"]) > 1:
-            assert_needed(backend, problem_of(op, case, shape, dtype, "nhwc"))
+    if len(special["input_size"]) > 1:
+        assert_needed_in_channels_last(backend, op, special)
 
 
 def test_stated_workspace_of_diagonals_and_phases_is_most_of_the_measured_one(backend):
