@@ -1,4 +1,4 @@
-"""The differentiable convolution of layers with a plan, whose passes follow the plan or torch.
+"""The differentiable convolution of layers with a plan: the plan or torch computes each pass.
 
 The passes of a convolution are forward, gradient of x and gradient of w. A pass for which the plan
 has a split is computed by the chunks of this split; torch's own operator computes every other pass.
@@ -154,7 +154,7 @@ class Bound:
             self._passes[which] = Pass(call, memory_format(call.problem), strides)
 
     def takes(self, bias: Tensor | None) -> bool:
-        """True if a planned call can add the bias: None, or of the right shape, dtype, device."""
+        """True if the bias is None, or of the shape, dtype and device that planned calls need."""
         return bias is None or _signature(bias) == self._bias
 
     def is_planned(self, x: Tensor, w: Tensor, bias: Tensor | None, graph: bool) -> bool:

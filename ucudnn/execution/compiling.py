@@ -1,4 +1,4 @@
-"""Helpers for torch.compile: find original modules, compile steps apart, exempt functions.
+"""Helpers for torch.compile: find original modules, compile steps apart, exempt functions from it.
 
 To judge a plan, tuning runs steps on copies of the model, in up to two layouts. The compiled code
 of the copies is kept apart from that of the user's model. So neither of the two changes what the

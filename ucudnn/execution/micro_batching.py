@@ -126,7 +126,7 @@ class SegmentForward:
     def _once(
         self, segment: Segment, run: _Run, leaves: Sequence[Any], *, is_whole: bool = False
     ) -> Any:
-        """Compute one micro-batch; backward finds its values recomputed, offloaded or kept."""
+        """Compute one micro-batch; keep, offload or recompute for backward as the segment says."""
         if not torch.is_grad_enabled():
             return run(*leaves)
         if segment.recompute:
@@ -335,8 +335,8 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
 
     Args:
         model: the model, which has the modules of all segments.
-        segments: how modules run; a segment inside another segment runs once in each micro-batch of
-            the outer segment.
+        segments: how modules run; a segment inside another segment runs in each micro-batch of the
+            outer segment.
     """
     unsegment_(model)
     modules = dict(model.named_modules())

@@ -1,7 +1,7 @@
 """Stand-ins for the convolutions of a process, which record, watch or time each of them.
 
-They take the place of a plan's runner, below autograd and autocast. The convolutions themselves are
-computed by torch or by a plan.
+They are installed like the runner of a plan, and called below autograd and autocast. They leave the
+computation itself to torch or to a plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EVERYTHING = Everything()
 
 
 class Recorder(AbstractRunner):
-    """Counts the calls of each pass of each convolution; torch computes them.
+    """Counts the calls of each pass of each convolution; torch computes the convolutions.
 
     >>> import torch
     >>> recorder, geometry = Recorder(), Geometry((1,), (0,), (1,), False, (0,), 1)
@@ -44,39 +44,40 @@ class Recorder(AbstractRunner):
 
     def __init__(self) -> None:
         super().__init__()
-        # Numbers of calls, by problem and by whether a bias was added to the result.
+        # The number of calls of each problem, counted separately with and without a bias.
         self._counts: Counter[tuple[Problem, bool]] = Counter()
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """All passes that could be planned."""
+        """The problem of each pass that could be planned."""
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         return {which: problem for which, problem in found.items() if problem is not None}
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Count a call. The pass is not kept as looked up, so the next call is counted, too."""
+        """Count a call; nothing is kept in `bound`, so that the next call also comes here."""
         with self._lock:
             self._counts[bound.problems[which], has_bias] += 1
         return None
 
     def clear(self) -> None:
-        """Forget everything, as in a forked child, whose parent has the same counts."""
+        """Set all counts to zero, as in a forked child, whose parent has the same counts."""
         self._counts.clear()
 
     def rows(self) -> list[Row]:
-        """The convolutions so far, in the order of their first calls."""
+        """A row of the table for each problem so far, in the order of their first calls."""
         return _rows(self._counts)
 
     def save(self, path: str) -> None:
-        """Add the counts to a table, which is made if the file does not exist, and clear them."""
-        # Workers of a DataLoader and launchers, for example, compute no convolution.
+        """Add the counts to the table in a file, which is created if missing, and clear them."""
+        # Some processes, such as workers of a DataLoader and launchers, compute no convolution.
         if not self._counts:
             return
-        # Locked, because the ranks of a job end at the same time.
+        # The file is locked, because all ranks of a job save when the job ends.
         with FileLock(lock_of(path)):
             counts: Counter[tuple[Problem, bool]] = Counter()
             for row in read_rows(path) if Path(path).exists() else ():
                 counts[row.problem, row.has_bias] += row.calls
-            # The counts of the file come first, so that its rows keep their names.
+            # Rows are named by their position. So the counts of the file come first, and its rows
+            # keep their names.
             write(path, format_rows(_rows(counts + self._counts)).encode(), "the table of layers")
         self.clear()
 
@@ -91,7 +92,8 @@ def lock_of(path: str) -> Path:
 
 
 def _rows(counts: Counter[tuple[Problem, bool]]) -> list[Row]:
-    # All passes of a convolution get the same name; the names of modules are not known here.
+    # The names of modules are not known here. Convolutions are numbered, and all passes of a
+    # convolution have the same number.
     numbers: dict[Problem, int] = {}
     rows = []
     for (problem, has_bias), count in counts.items():
@@ -101,19 +103,21 @@ def _rows(counts: Counter[tuple[Problem, bool]]) -> list[Row]:
 
 
 class WatchedCall(NamedTuple):
-    """One call of a convolution."""
+    """One call of a convolution, as a `Watcher` notes it."""
 
     # For each kernel of the call, the bytes of operands that must be copied first, because they are
     # not in the kernel's layout. A call has one kernel, or two if it computes two gradients.
     # Kernels that cannot be planned are left out.
     copied: Mapping[Problem, int]
-    marks: tuple[int, int, int]  # before the look-up, before the call, after the call
+    marks: tuple[int, int, int]  # numbers of its marks: before look-up, before and after the call
 
 
 class Watcher:
     """Computes all convolutions of this process, by torch or by a plan, and notes each call.
 
-    Calls are noted in the order in which they end.
+    Calls are noted in the order in which they end. Three times per call (before the look-up, before
+    and after the convolution) it makes a mark, that is, calls the function `mark`. The caller may
+    use it to measure what happens between two marks.
     """
 
     def __init__(self, mark: Callable[[], None], runner: Runner | None = None) -> None:
@@ -121,26 +125,26 @@ class Watcher:
         self.filter_shapes = Everything()
         self._mark = mark
         self._runner = runner
-        # Threads that use streams of their own may call convolutions at the same time.
+        # Several threads, with streams of their own, may call convolutions at the same time.
         self._lock = ForkSafeLock()
         self._marks = 0
 
     def mark(self) -> int:
-        """Make a mark and return its number."""
+        """Make a mark and return its number, counted from 0."""
         with self._lock:
             self._mark()
             self._marks += 1
             return self._marks - 1
 
     def note(self, copied: Mapping[Problem, int], looked_up: int, began: int) -> None:
-        """Note a call that has just ended, and make its last mark."""
+        """Note a call that has just ended, and make the mark that ends it."""
         marks = looked_up, began, self.mark()
         self.calls.append(WatchedCall(copied, marks))
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        # The mark is made before the look-up, because a look-up may allocate memory that is no part
-        # of the step.
+        # This mark is made before the look-up of the plan's call, because the look-up may allocate
+        # memory, which is no part of the step.
         number, runner = self.mark(), self._runner
         return _Marked(self, convolution_by(runner, x, w, geometry), geometry, number)
 
@@ -161,14 +165,14 @@ class _Torchs(NamedTuple):
 
 
 def convolution_by(runner: Runner | None, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
-    """The convolution of operands of these shapes: the plan's if it has the filter, or torch's."""
+    """The runner's convolution of these operands if it lists the filter's shape, else torch's."""
     if runner is None or w.shape not in runner.filter_shapes:
         return _Torchs(geometry)
     return runner.bound(x, w, geometry)
 
 
 class _Marked(NamedTuple):
-    """A convolution whose calls are noted."""
+    """A convolution whose calls a `Watcher` notes."""
 
     watcher: Watcher
     convolution: Convolution
@@ -210,8 +214,9 @@ class _Marked(NamedTuple):
 class KernelTimer:
     """Computes convolutions of this process, by torch or by a plan, and times each kernel.
 
-    `times_ns` has the total time of the calls of each kernel that can be planned. The two gradients
-    of a layer are computed one after the other, which takes torch as long as both at once.
+    `times_ns` has, for each kernel that can be planned, the total time of its calls. The two
+    gradients of a layer are computed by separate calls, so that each is timed. For torch this takes
+    as long as one call that computes both.
     """
 
     def __init__(
@@ -227,11 +232,12 @@ class KernelTimer:
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        # The look-up is timed with each kernel, because it is part of the cost of a plan.
+        # The look-up of the plan's call is timed together with the kernel, because it is part of
+        # the cost of a plan.
         return _Timed(self, lambda: convolution_by(self._runner, x, w, geometry), geometry)
 
     def timed(self, problem: Problem | None, compute: Callable[[], _Result]) -> _Result:
-        """Compute a kernel and add its time."""
+        """Call `compute`, and add its time to the total of a problem; None: do not time it."""
         if problem is None:
             return compute()
         results: list[_Result] = []
@@ -241,7 +247,7 @@ class KernelTimer:
 
 
 class _Timed(NamedTuple):
-    """A convolution whose kernels are timed."""
+    """A convolution whose kernels a `KernelTimer` times."""
 
     timer: KernelTimer
     look_up: Callable[[], Convolution]
@@ -265,6 +271,7 @@ class _Timed(NamedTuple):
             )
 
         of_input = gradients("dgrad", [mask[0], False, False])
-        # torch computes the gradient of the bias along with that of the weights.
+        # The gradient of the bias is computed in the same call as that of the weights, as torch
+        # does.
         of_weights = gradients("wgrad", [False, *mask[1:]])
         return of_input[0], *of_weights[1:]

@@ -35,7 +35,7 @@ class Convolution(Protocol):
 
 
 class StandIn(Protocol):
-    """Computes convolutions of this process in place of torch, if it lists their filter shape."""
+    """Computes, in place of torch, the convolutions of this process whose filter shape it lists."""
 
     # torch computes convolutions with any other filter shape. To test for this costs almost
     # nothing.

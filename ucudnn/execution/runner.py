@@ -1,4 +1,4 @@
-"""From a plan to calls: the split of a shape is looked up once, and its executables are built."""
+"""Looks up a plan's split for each operand shape once, and builds the executables of the split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ucudnn.execution.validity import device_is_missing, findings_without_buildi
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 
-# A model with many unplanned layers would otherwise print one warning for each of them.
+# The most warnings that a runner gives for convolutions without a plan. A model with many unplanned
+# layers would otherwise cause one warning for each of them.
 _MOST_WARNINGS = 8
 # Warnings about a plan that does not hold here, by what a finding is about. The results are right
 # in every version and with any threads, because all algorithms compute the same sums.
@@ -34,7 +35,7 @@ _WARNINGS = {
 
 
 class Layer(NamedTuple):
-    """The fields that all kernels of a layer have in common, for any input size and dtype."""
+    """The fields that all problems of a layer share, for any pass, batch, input size and dtype."""
 
     in_channels: int
     out_channels: int
@@ -57,7 +58,8 @@ class Layer(NamedTuple):
 class Runner(AbstractRunner):
     """Runs convolutions by a plan: looks a split up once per shape, then reuses it.
 
-    Unless `is_checked` is true, the first look-up checks whether the plan is for this device.
+    Unless `is_checked` is true, the first look-up checks whether the plan is for this device. If it
+    is not, torch computes all convolutions, or an error is raised with unplanned='error'.
     """
 
     def __init__(
@@ -74,27 +76,29 @@ class Runner(AbstractRunner):
     def _follow(self, plan: Plan | None) -> None:
         self.plan = plan
         kernels = plan.kernels if plan else ()
-        # By the layers it is decided whether an unplanned shape is worth a warning. By the filter
-        # shapes `installed` recognises convolutions of other models without building a Problem.
+        # `_layers` decides whether an unplanned shape causes a warning: only if the plan has its
+        # layer. By `filter_shapes`, `installed` recognises convolutions of other models without
+        # building a Problem.
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
         shapes = {kernel.problem.w_shape for kernel in kernels}
-        # With unplanned='error' every convolution must come here, because one without a plan is
-        # refused.
+        # With unplanned='error' every convolution must reach this runner, because a convolution
+        # without a plan is refused here.
         self.filter_shapes: Container[tuple[int, ...]] = Everything() if self._refuses else shapes
 
     @property
     def _refuses(self) -> bool:
         return self.config.unplanned == "error"
 
-    # The backend and the bound calls hold handles of this process; a copy makes its own.
+    # Pickling leaves out the backend and the calls, which hold handles of this process. The
+    # unpickled runner makes its own.
     def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, bool]]:
         return type(self), (self.plan, self.config, self._is_checked)
 
     def __deepcopy__(self, memo: object) -> Runner:
-        return self  # plans are values: copies of a model may share one
+        return self  # a plan never changes, so copies of a model can share its runner
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """The passes that may be planned; none if the plan is for another kind of device."""
+        """The problem of each pass that may be planned; none if the plan is for other devices."""
         here = x.device.type
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         problems = {
@@ -113,11 +117,12 @@ class Runner(AbstractRunner):
         return problems
 
     def _as_planned(self, problem: Problem, x: Tensor, w: Tensor) -> Problem:
-        """The problem; in the other layout if the plan has only that one, and it fits x and w, too.
+        """The problem, or the same in the other layout if only that is planned and fits, too.
 
-        torch derives the layout from strides, but the stride of an axis of one element says
-        nothing: images of one pixel are in both layouts. A single sample may lose its layout
-        between layers where larger batches keep it; the planned call then converts the sample.
+        torch derives the layout of a tensor from its strides, but the stride of an axis of one
+        element says nothing: for example, images of one pixel are in both layouts. Between two
+        layers, a batch of one sample may also lose the layout that larger batches keep; the planned
+        call then converts the sample to the planned layout.
         """
         if self.plan is None or problem.rank == 1 or self.plan.covers(problem):
             return problem
@@ -128,15 +133,18 @@ class Runner(AbstractRunner):
         if is_meant or not self.plan.covers(other):
             return problem
         form = memory_format(other)
-        # If the model is not in the plan's layout, the problem stays unplanned: a warning says so.
+        # A sample can only have lost the plan's layout if the filter is in that layout. If the
+        # filter is not, the model was not converted; the problem then stays unplanned, and a
+        # warning says so.
         is_laid_out = self.plan.memory_format == "keep" or w.is_contiguous(memory_format=form)
         is_lost = problem.batch == 1 and is_laid_out
         return other if is_lost or x.is_contiguous(memory_format=form) else problem
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up the call that computes a pass, and keep it for later calls."""
+        """Look up a plan's call for a pass, and keep it in `bound`; None if torch computes it."""
         del has_bias  # a plan is the same with a bias and without
-        # The call is looked up once for all threads, so that they share the call and a warning.
+        # The look-up is done once for all threads, so that they share one call, and a warning is
+        # given once.
         with self._lock:
             if not bound.knows(which):
                 bound.follow(which, as_kernel(self._bind, bound.problems[which]))
@@ -145,7 +153,8 @@ class Runner(AbstractRunner):
     def _bind(self, problem: Problem) -> Call | None:
         if not self._is_checked and self.plan is not None:
             if not is_followed(self.plan, self.config):
-                # Without a plan there are no filter shapes, and nothing arrives here any more.
+                # From now on this runner lists no filter shapes, so no convolution reaches it any
+                # more.
                 self._follow(None)
                 return None
             self._is_checked = True
@@ -153,15 +162,15 @@ class Runner(AbstractRunner):
             self._unplanned(problem)
             return None
         split = self.plan.split(problem)
-        # This pass is left to torch's own operator, which also adds the bias and computes both
-        # gradients at once.
+        # If the split is torch's own convolution, torch's operator is called without a detour
+        # (None): it also adds the bias, and computes both gradients at once.
         if split.is_default:
             return None
         if self._backend is None:
             self._backend = open_backend(self.plan.backend)
         try:
             return build(self._backend, problem, split)
-        except UnsupportedError as error:  # threads or versions are not those of the plan
+        except UnsupportedError as error:  # threads or versions are others than the plan's
             self._decline(problem, f"{error}: torch's own convolution computes it; tune again")
             return None
 
@@ -196,7 +205,7 @@ class Runner(AbstractRunner):
                 f"convert it by that plan",
             )
         elif other_layout or Layer.of(problem) not in self._layers:
-            return  # a warning was given, or the plan was not made for this layer
+            return  # a warning was given already, or the plan was not made for this layer
         elif _is_left_out(problem, self.plan):
             self._warn(
                 problem,
@@ -229,8 +238,8 @@ class Runner(AbstractRunner):
 
 
 def _is_left_out(problem: Problem, plan: Plan) -> bool:
-    """True if tuning left the kernel of a problem without a plan, at every batch."""
-    # The plan names kernels at their largest batch.
+    """True if the kernel of a problem is among those that tuning left out, at whatever batch."""
+    # The names of kernels in the plan end with their largest batch, so batches are not compared.
     kernel = str(problem).removesuffix(str(problem.batch))
     return any(name.startswith(kernel) for name in plan.left_out)
 

@@ -1,4 +1,4 @@
-"""Run training steps of a copy of a model; nothing of the user's is touched."""
+"""Run training steps on a copy of a model, so that the user's own model does not change."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ STEP_ERRORS = (*MODEL_ERRORS, MemoryError, UcudnnError)
 def run_step(
     model: Callable[..., Any], inputs: Any, backward: bool = True, is_smooth: bool = False
 ) -> Any:
-    """Compute forward and backward, and return the outputs; gradients are added to `grad`.
+    """Run forward and backward, and return the outputs; parameters' gradients are added to `grad`.
 
     Inputs are a tensor, a tuple of positional inputs or a dict of keyword inputs. The loss is the
-    sum of the absolute values of the outputs; with `is_smooth`, of their squares.
+    sum of the absolute values of all outputs; with `is_smooth`, the sum of their squares.
 
     >>> layer = nn.Linear(2, 1)
     >>> run_step(layer, torch.ones(3, 2)).shape, layer.bias.grad.abs()
     (torch.Size([3, 1]), tensor([3.]))
     """
-    # Inputs become new leaves: their gradients are computed, but not added to the caller's.
+    # The inputs become new leaves: their gradients are computed, but not added to the `grad` of the
+    # caller's tensors.
     args, kwargs = tree_map_only(Tensor, _leaf, _arguments(inputs))
     outputs = model(*args, **kwargs)
     # `abs` makes complex outputs real, as the loss of a backward pass must be.
@@ -79,7 +80,9 @@ def batch_of(inputs: Any) -> int:
 
 
 def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
-    """Cut inputs into parts of `micro_batch` samples; tensors not as long as the batch stay whole.
+    """Cut inputs into parts of `micro_batch` samples; None: all inputs are one part.
+
+    A tensor whose first axis is not as long as the batch is passed whole to every part.
 
     >>> [len(part) for part in parts_of(torch.ones(5, 3), 2)]
     [2, 2, 1]
@@ -116,10 +119,10 @@ class StepResults(NamedTuple):
 
 
 class Steps:
-    """One training step for each of several example inputs, by a copy of the model.
+    """Runs a training step for each of several example inputs, on a copy of the model.
 
-    What forward changes stays changed in the copy from one step to the next. If `example_inputs` is
-    a list, it holds several examples; otherwise it is a single example.
+    What forward changes in the copy, such as running statistics, stays changed in later steps. If
+    `example_inputs` is a list, it holds several examples; otherwise it is a single example.
     """
 
     def __init__(
@@ -131,13 +134,14 @@ class Steps:
         division: StepDivision = WHOLE,
     ) -> None:
         self._model = model
-        # A list has several examples; the positional inputs of one example are a tuple.
+        # The positional inputs of a single example are a tuple, so a list means several examples.
         is_list = isinstance(example_inputs, list)
         self._examples = example_inputs if is_list else [example_inputs]
         self._backward = backward
         self._is_last = memory_format == "channels_last"
         self.division = division
-        # Modules that torch.compile compiled run uncompiled until `compile` is called.
+        # Even if torch.compile compiled the user's model, steps run uncompiled until `compile` is
+        # called.
         self._is_held_back = self._has_compiled = is_compiled(model)
         self.model, self._inputs = self._copied()
         self._run: Callable[..., Any] = self.model
@@ -150,7 +154,7 @@ class Steps:
         return model, inputs
 
     def __call__(self) -> None:
-        """Compute all steps."""
+        """Run one step for each example."""
         with uncompiled(self._is_held_back):
             for inputs in self._inputs:
                 for part in parts_of(inputs, self.division.micro_batch):
@@ -163,20 +167,20 @@ class Steps:
         return batch_of(self._inputs[0])
 
     def divide(self, division: StepDivision) -> None:
-        """Divide all further steps as the argument says."""
+        """Divide all further steps into micro-batches and segments as `division` says."""
         self.division = division
         segment_(self.model, division.segments)
 
     def compile(self) -> None:
-        """Compile the steps, and compute them by compiled code from now on.
+        """Compile the steps; from now on they run compiled code.
 
-        The code is for this object alone: for its layout and its sizes of inputs. If compiling
-        raises an error, steps run uncompiled.
+        Only this object runs the compiled code, which is made for its layout and its input sizes.
+        If compiling fails, the error is raised, and later steps run uncompiled.
         """
         self._is_held_back, self._run = False, compiled_as(self._model, self.model)
         try:
-            # The steps are run twice, because code that was compiled for the first of several sizes
-            # may be replaced at the second.
+            # All steps are run twice: code that was compiled for the first of several input sizes
+            # may be replaced by other code at the second size.
             for _ in range(2):
                 self()
         except BaseException:
@@ -184,9 +188,10 @@ class Steps:
             raise
 
     def results(self, nudge: float = 0.0) -> StepResults:
-        """Compute all steps of a new copy, with random numbers that are the same in every layout.
+        """Outputs and gradients of a new copy, with the same random numbers in every layout.
 
-        A nudge changes each weight by this fraction of itself, up or down at random.
+        If `nudge` is not 0, each weight of the copy is changed first by this fraction of itself, up
+        or down at random.
         """
         model, examples = self._copied()
         if nudge:
@@ -195,8 +200,8 @@ class Steps:
         found = StepResults([], [])
         with uncompiled(self._has_compiled), SameRandomNumbers():
             for inputs in examples:
-                # The loss is smooth: rounding changes the gradient of a square only a little,
-                # whereas that of `abs` jumps.
+                # The loss is smooth, so that rounding changes gradients only a little. The gradient
+                # of `abs` jumps at 0, that of a square does not.
                 outputs = run_step(model, inputs, self._backward, is_smooth=True)
                 found.outputs.extend(tensor.detach() for tensor in tensors_of(outputs))
                 gradients = (parameter.grad for parameter in model.parameters())
@@ -214,8 +219,8 @@ def _drop_gradients(model: nn.Module) -> None:
 def _nudge_(model: nn.Module, nudge: float) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            # The nudges come from a generator of their own, so that they do not use up the numbers
-            # that the model draws.
+            # The signs come from a generator of their own, so that the model draws the same random
+            # numbers as without a nudge.
             chance = torch.Generator(parameter.device).manual_seed(0)
             size, device = parameter.shape, parameter.device
             signs = torch.randint(2, size, generator=chance, device=device) * 2 - 1
@@ -224,9 +229,9 @@ def _nudge_(model: nn.Module, nudge: float) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context in which steps of a model are computed; random states and settings are restored."""
+    """Context in which to run steps of a model; it restores random states and settings."""
     with (
-        # Tensors made inside inference mode cannot take part in autograd, even after it is left.
+        # Inference mode is left, because tensors made inside it could not take part in autograd.
         torch.inference_mode(False),
         torch.enable_grad(),
         same_random_states(),
@@ -237,12 +242,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def gradient_mode(is_training: bool) -> AbstractContextManager[object]:
-    """Context in which a step is computed: an inference keeps nothing for a backward pass."""
+    """Context in which to run a step: `torch.no_grad()` for an inference, nothing for training."""
     return nullcontext() if is_training else torch.no_grad()
 
 
 def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str:
-    """Reason why no step can be run on a kind of device; "" if steps can be run."""
+    """Reason why no step of a model can be run on a kind of device; "" if steps can be run."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     places = {tensor.device.type for tensor in tensors}
@@ -251,22 +256,23 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "parameters or inputs are no plain tensors"
     is_in_job = dist.is_available() and dist.is_initialized()
-    # A SyncBatchNorm would wait for ranks that run no step now, or another number of steps.
+    # A SyncBatchNorm would wait for the other ranks, which may run no step now, or another number
+    # of steps.
     if is_in_job and any(type(one) is nn.SyncBatchNorm and one.training for one in model.modules()):
         return "a SyncBatchNorm computes with all ranks"
     return ""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of nested outputs: sequences, mappings such as a ModelOutput, dataclasses.
+    """The tensors in nested sequences, mappings (such as a ModelOutput) and dataclasses.
 
     >>> len(tensors_of({"loss": torch.zeros(1), "rest": [torch.zeros(2), None]}))
     2
     """
     if isinstance(tree, Tensor):
         return [tree]
-    # torch's pytree is not used, because it treats objects of classes that are not registered as
-    # leaves.
+    # torch's pytree is not used: an object whose class was not registered with it counts as a leaf
+    # there, and its tensors are not found.
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     elif is_dataclass(tree) and not isinstance(tree, type):
@@ -276,7 +282,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return []
 
 
-# Process-wide state that steps of a model may change: random states, and settings of torch.
+# The functions below restore state of the process that steps of a model may change: random states,
+# and settings of torch.
 @contextmanager
 def same_random_states(on_devices: bool = True) -> Iterator[None]:
     """Restore the random states of torch, Python and NumPy when the context ends.
@@ -330,7 +337,7 @@ def same_settings() -> Iterator[None]:
 
 
 def seed_all() -> None:
-    """Seed the generators of torch, of Python and of NumPy with one fixed number."""
+    """Seed the random generators of torch, Python and NumPy with the same number on every call."""
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     np.random.seed(_SEED)
@@ -353,19 +360,20 @@ class SameRandomNumbers(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator; if it draws random numbers, with contiguous tensors."""
+        """Run an operator; if it draws random numbers, it gets contiguous copies of its tensors."""
         del types
         # torch tags every operator that reads a generator, so no list of operators is needed here.
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         plain = tree_map_only(Tensor, Tensor.contiguous, args)
         result = func(*plain, **(kwargs or {}))
-        # In-place operators such as `bernoulli_` wrote into the contiguous copies, so the caller's
-        # tensors still need the values.
+        # In-place operators such as `bernoulli_` have written into the contiguous copies, so their
+        # values must still be copied to the caller's tensors.
         if not func._schema.is_mutable:
             return result
         for given, used in zip(args, plain, strict=True):
             if isinstance(given, Tensor) and given is not used:
                 given.copy_(used)
-        # An in-place operator returns its argument: callers expect the tensor that they passed.
+        # An in-place operator returns its argument, so the caller expects the tensor that was
+        # passed and not the copy.
         return args[0] if result is plain[0] else result

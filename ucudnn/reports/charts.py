@@ -1,7 +1,7 @@
 """Charts of a plan, as plain values that plotly can draw.
 
-Every number is from the plan or from the measurements that are handed in, and a predicted time is
-never drawn like a measured one.
+Every number is from the plan, or from the rationales that the caller passes (fronts and rejected
+splits). A predicted time never looks like a measured one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _COLORS = {
 }
 _COLOR_BY_OP = {"fprop": "#56b4e9", "dgrad": "#e69f00", "wgrad": "#009e73"}
 _COLOR_BY_WAY = {"torch": "#8c8c8c", "segments": "#009e73", "loop": "#e69f00", "plan": "#0072b2"}
-# Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
+# Grey for torch's default, then the colours of Okabe and Ito, which colour-blind people can tell
+# apart.
 _PALETTE = ("#c4c4c4", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00")
 _PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
 # These colours suit a light page and a dark one; the page sets the colour of text.
@@ -39,24 +40,26 @@ _HOVER = {"align": "left", "bgcolor": "white", "font": {"color": "#111"}}
 _ABOVE = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
 _SECONDS = {"tickformat": "~s", "ticksuffix": "s"}
 _BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle": 0}
-_MOST_SEGMENTS = 16  # more equal chunks in a row are one segment: borders would hide them
+# More equal chunks in a row than this are drawn as one bar, because the borders of so many bars
+# would hide them.
+_MOST_SEGMENTS = 16
 _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
-# Symbol and colour of each series of marks beside a front, in the order of the legend.
+# Symbol and colour of each series of marks in the chart of a front, in the order of the legend.
 _LOOKS = {
     "rejected": ("circle", "#e69f00"),
     "torch in channels_last": ("square", "#009e73"),
     "torch's default": ("circle", "#8c8c8c"),
     "plan": ("diamond", "#0072b2"),
 }
-# The line of a front is drawn up to this many times the largest workspace of its chart.
+# The line of a front goes on to the right up to this many times the largest workspace in the chart.
 _BEYOND = 4
-# Marks that are more than this many times as slow as the plan and torch's default are left out,
-# because they would leave the others no room.
+# A mark is left out if its time is more than this many times that of the slower of the plan and
+# torch's default. Such a mark would leave the other marks no room.
 _MOST_TIMES = 3
 
 
 class ChartRow(NamedTuple):
-    """One kernel: its row in charts, from the top; its number in the plan; its name; its plan."""
+    """A kernel in charts: its row counted from the top, its number in the plan, name and plan."""
 
     place: int
     number: int
@@ -65,7 +68,7 @@ class ChartRow(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Calls in a step."""
+        """Number of calls of the kernel in a step."""
         return len(self.kernel.layers)
 
     @property
@@ -75,7 +78,7 @@ class ChartRow(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A figure for plotly, as plain values, with its heading."""
+    """A figure for plotly, as plain values, with its name and caption."""
 
     name: str
     caption: str
@@ -83,7 +86,8 @@ class Chart(NamedTuple):
     layout: dict[str, Any]
 
 
-# The marks of a series, as (row of a kernel, its timing by the default or by the plan).
+# The points of a series in a chart: for each kernel its row, and its timing either by torch's
+# default or by the plan.
 _Timed = Sequence[tuple[ChartRow, Timing]]
 
 
@@ -99,7 +103,7 @@ def charts(plan: Plan) -> tuple[Chart, ...]:
 
 
 def rows_of(plan: Plan) -> list[ChartRow]:
-    """Rows of the kernels, by the time of torch's default over all calls, the longest first."""
+    """A row per kernel, sorted by the time of all its calls by torch's default, longest first."""
 
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
         kernel = numbered[1]
@@ -114,7 +118,7 @@ def rows_of(plan: Plan) -> list[ChartRow]:
 
 
 def short_names(plan: Plan) -> list[str]:
-    """Names of the kernels for an axis; with the batch only if kernels have different batches."""
+    """Names of the kernels for an axis, with the batch only if kernels have different batches."""
     several = len({kernel.problem.batch for kernel in plan.kernels}) > 1
     return [
         _SIGNATURE.sub(lambda found: found.group(1).replace(",", ""), str(kernel.problem))
@@ -125,7 +129,11 @@ def short_names(plan: Plan) -> list[str]:
 
 
 def _arms(rows: Sequence[ChartRow]) -> Iterator[tuple[str, bool, _Timed]]:
-    """Series of the default and the plan, each measured and predicted; empty ones are left out."""
+    """The series of a chart: torch's default and the plan, each with measured or predicted times.
+
+    Each is a tuple ("default" or "plan", whether its times are predicted, its points). A series
+    without points is left out.
+    """
     defaults = [(row, row.kernel.default) for row in rows if row.kernel.default]
     plans = [(row, row.kernel.timing) for row in rows]
     for arm, timed in (("default", defaults), ("plan", plans)):
@@ -156,10 +164,10 @@ def _bars(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
     if predicted:
         pattern = {"shape": "/", "fgcolor": _COLORS[arm], "bgcolor": "rgba(0,0,0,0)"}
         return {**trace, "marker": {**trace["marker"], "pattern": {**pattern, "solidity": 0.15}}}
-    # Each whisker has half the length of the spread, so that both together are as long as the
-    # interquartile range.
+    # The spread is the interquartile range. Each whisker has half of this length, so that both
+    # whiskers together are as long as the range.
     spreads = [timing.spread_ns * row.calls / 2e9 for row, timing in timed]
-    # No time is below zero, however wide the spread.
+    # The lower whisker is cut off at zero, because no time is negative.
     whiskers = {"array": spreads, "arrayminus": [*map(min, spreads, seconds)], "symmetric": False}
     return {**trace, "error_x": {**whiskers, "type": "data", "thickness": 1, "color": "#777"}}
 
@@ -230,16 +238,16 @@ def _limit(
 
 
 def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
-    """A logarithmic axis with ticks at powers of two, and where zero is drawn on it."""
+    """A logarithmic axis with ticks at powers of two, and the position of zero on this axis."""
     positive = [size for size in sizes if size] or [1]
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
     powers = range(low, high + 1, ceil((high + 1 - low) / 5))
     ticks = {2.0**power: format_bytes(2**power) for power in powers}
-    # A logarithmic axis has no 0. So 0 is drawn below the smallest size, at a distance at which
-    # labels fit.
+    # A logarithmic axis has no 0. So 0 is drawn below the smallest size, far enough away that the
+    # labels of both fit.
     zero = 2.0 ** (low - max(2, ceil((high - low) / 6)))
     ticks |= {zero: "0 B"} if 0 in sizes else {}
-    # For a logarithmic axis, plotly expects the exponents of the ends.
+    # For the range of a logarithmic axis, plotly expects exponents of ten.
     ends = [log10(min(ticks)) - 0.15, log10(2**high) + 0.3]
     axis = {"type": "log", "range": ends}
     return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
@@ -269,7 +277,7 @@ def _splits(every: Sequence[ChartRow]) -> Iterator[Chart]:
 
 
 def _segments(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The algorithm of each chunk, and its interval on the axis."""
+    """For each chunk its algorithm, and where it is drawn; many equal chunks are drawn as one."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
     for chunk, run in groupby(row.split.chunks):
@@ -278,7 +286,7 @@ def _segments(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
         size = f"{together}x{chunk.size}" if together > 1 else str(chunk.size)
         width = chunk.size * together
         for _ in range(count // together):
-            # Five digits are finer than a pixel; more would only make the file longer.
+            # Five digits are finer than a pixel. More digits would only make the file longer.
             drawn = {"y": row.place, "base": round(begin / whole, 5), "x": round(width / whole, 5)}
             yield (
                 chunk.algorithm,
@@ -288,20 +296,20 @@ def _segments(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    """All segments of one algorithm; after the last colour, colours repeat with a pattern."""
+    """The trace of all chunks by one algorithm; once colours run out, they repeat with patterns."""
     again, color = divmod(number, len(_PALETTE))
     pattern = {"shape": _PATTERNS[again % len(_PATTERNS)], "fillmode": "overlay", "fgcolor": "#555"}
     look = {"color": _PALETTE[color], "pattern": pattern, "line": {"color": "white", "width": 1}}
     hover = {"hovertemplate": "%{customdata}<br>%{fullData.name}<extra></extra>"}
     drawn = {field: [segment[field] for segment in segments] for field in segments[0]}
-    # All algorithms get the same width. Otherwise plotly would derive it from the distance of their
-    # rows.
+    # All bars get the same width (their height on the page). Otherwise plotly would derive the
+    # width for each algorithm from the distance of its rows.
     name = {"name": plain(algorithm), "showlegend": True, "width": 0.8}
     return {**_BAR, **hover, **drawn, **name, "marker": look, "insidetextanchor": "middle"}
 
 
 def _by_row(rows: Sequence[ChartRow], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
-    """Layout with rows below each other, the first on top; the legend above them."""
+    """Layout of a chart with a row per kernel, the first row on top and the legend above it."""
     places = {
         "tickvals": [row.place for row in rows],
         "ticktext": [plain(row.name) for row in rows],
@@ -311,7 +319,8 @@ def _by_row(rows: Sequence[ChartRow], row_pixels: int, xaxis: dict[str, Any]) ->
         "height": 100 + row_pixels * len(rows),
         "margin": {"l": 20, "r": 20, "t": 40, "b": 20},
         "legend": {**_ABOVE, "xref": "container", "yref": "container", "yanchor": "top"},
-        # The axis is at the top, because a chart with many rows is in a box that scrolls.
+        # The axis is at the top, because a chart with many rows is in a box that scrolls, which
+        # shows the top first.
         "xaxis": {**_GRID, "side": "top", "automargin": True, "tickangle": 0, **xaxis},
         "yaxis": {**_GRID, **places, **first_on_top, "tickfont": {"size": 11}},
         "hoverlabel": _HOVER,
@@ -325,7 +334,8 @@ def _over(xaxis: dict[str, Any], yaxis: dict[str, Any]) -> dict[str, Any]:
         "margin": {"l": 80, "r": 20, "t": 50, "b": 50},
         "legend": _ABOVE,
         "hoverlabel": _HOVER,
-        # Without ticks the first label would touch that of the other axis.
+        # The ticks keep a distance between the labels and the axis. Without them, the first label
+        # would touch the first label of the other axis.
         "xaxis": {**_GRID, "ticks": "outside", "ticklen": 6, **xaxis},
         "yaxis": {**_GRID, **yaxis},
     }
@@ -343,7 +353,7 @@ def _bytes_from_zero(title: str, most: int) -> dict[str, Any]:
 
 
 class _Call(NamedTuple):
-    """A convolution of a step: when it begins, and the bytes that are live beside its workspace."""
+    """A call of a kernel in a step: when it begins, and the bytes live beside its workspace."""
 
     number: int
     kernel: KernelPlan
@@ -352,9 +362,10 @@ class _Call(NamedTuple):
 
 
 def _calls(plan: Plan) -> list[_Call]:
-    """The convolutions of a step in their order; empty where the plan has no memory budget."""
+    """The calls of kernels in a step, in their order; empty if the plan has no memory budget."""
     known = [] if plan.memory is None else plan.memory.calls
-    # The numbers are checked, because a plan file may name kernels that it does not have.
+    # Numbers of kernels that the plan does not have are skipped, because a plan file may contain
+    # any.
     chosen = [
         (index, plan.kernels[index], live) for index, live in known if index < len(plan.kernels)
     ]
@@ -394,7 +405,7 @@ def _timeline(plan: Plan) -> Iterator[Chart]:
 
 
 def _ways(plan: Plan) -> Iterator[Chart]:
-    """Chart of the time of a step over its peak of memory, with a mark for each known way."""
+    """Chart of the time of a step over its peak of memory, with a mark per way to run a step."""
     memory, race = plan.memory, plan.step_race
     known = [] if memory is None else [way for way in memory.ways if way.time_ns]
     if memory is None or len(known) < 2:
@@ -454,7 +465,7 @@ def _allocated(
 
 
 class _Mark(NamedTuple):
-    """A way to compute a kernel, as a point beside its front."""
+    """A split of a kernel, or torch's own convolution, as a mark in the chart of the front."""
 
     series: str
     text: str
@@ -464,10 +475,10 @@ class _Mark(NamedTuple):
 
 
 def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
-    """Chart of time over workspace for one kernel, which the reader chooses from a list in it."""
+    """Chart of the front of one kernel, which the reader chooses from a list in the chart."""
     rows = rows_of(plan)
     drawn = [_front_of(plan, row, rationales[row.number]) for row in rows]
-    # Each trace is listed with the number of its kernel, because only the traces of one kernel are
+    # Each trace is listed with the row of its kernel, because only the traces of one kernel are
     # visible at a time.
     traces = [(place, trace) for place, (own, _) in enumerate(drawn) for trace in own]
     for place, trace in traces:
@@ -498,7 +509,8 @@ def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
     yaxis = {"title": {"text": "time of one call"}, **_SECONDS, **axes["yaxis"]}
     layout = {**_over(xaxis, yaxis), "height": 500}
     layout["margin"] = {**layout["margin"], "t": 130}
-    # Without a colour, the list would be transparent, and the chart under it would show.
+    # Without a background colour, the list would be transparent, and the chart would be seen
+    # through it.
     menu: dict[str, Any] = {"buttons": choice, "bgcolor": "white", "bordercolor": "#999"}
     menu |= {"x": 0, "xanchor": "left", "y": 1.3, "yanchor": "top"}
     return Chart("Fronts", caption, [one for _, one in traces], {**layout, "updatemenus": [menu]})
@@ -514,8 +526,8 @@ def _front_of(
     most = max([time_ns for _, time_ns in front] + [one.time_ns for one in marks]) * 1.08 / 1e9
     traces = []
     if front:
-        # The last point of a front holds for any larger workspace, so the line goes on to the right
-        # of it.
+        # The last point of a front is the fastest split for any larger workspace, too. So the line
+        # goes on to the right of this point.
         drawn = [*front, (max(*sizes, 1) * _BEYOND, front[-1][1])]
         hovers = [f"from {format_bytes(size)}: ~{format_ns(time)}" for size, time in drawn]
         traces.append(
@@ -541,13 +553,13 @@ def _front_of(
 
 
 def _near_marks(kernel: KernelPlan, rationale: Rationale) -> list[_Mark]:
-    """Marks of alternatives, torch's own convolution and the plan; very slow ones are left out."""
+    """Marks of rejected splits, torch's own convolution and the plan, except very slow ones."""
     marks = [
         _Mark("rejected", str(one.split), one.workspace_bytes, one.time_ns, one.is_measured)
         for one in rationale.alternatives
         if one.time_ns is not None
         and one.workspace_bytes is not None
-        # torch's own convolution has a mark of its own.
+        # torch's own convolution gets its mark below, so it is left out here.
         and not (one.split.is_default and kernel.default is not None)
     ]
     known = kernel.timing.time_ns, kernel.default.time_ns if kernel.default else 0

@@ -1,4 +1,4 @@
-"""Compare two plans: their devices, versions, settings and splits. Pure."""
+"""Compare two plans: their devices, versions, settings and splits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlanDifference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A kernel in two plans; None for a plan that does not have the kernel."""
+    """A kernel as each of two plans has it; None for a plan that does not have the kernel."""
 
     problem: Problem
     one: KernelPlan | None
@@ -29,10 +29,10 @@ class Pair:
 
     @property
     def is_same(self) -> bool:
-        """True if both plans compute every batch in the same way."""
+        """True if both plans compute every batch of the kernel in the same way."""
         if self.one is None or self.other is None:
             return False
-        # Decisions contain no times, which differ in every run.
+        # `decisions` leaves out times, because times differ in every run.
         return self.one.decisions() == self.other.decisions()
 
 
@@ -48,7 +48,7 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """True if both plans make the same decisions for equal devices with equal settings."""
-        # The hash covers splits, device and settings, and no times.
+        # The hash covers splits, device and settings, but no times.
         return self.one.hash == self.other.hash
 
     @property
@@ -101,7 +101,8 @@ def _differences(one: Plan, other: Plan) -> Iterator[PlanDifference]:
 
 
 def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[PlanDifference]:
-    # Names of fields come from both plans: plans of two versions may have different fields.
+    # The names of fields are taken from both plans, because plans made by different versions of
+    # this package may have different fields.
     for name in dict.fromkeys([*one, *other]):
         values = [_text(fields.get(name)) for fields in (one, other)]
         if values[0] != values[1]:
@@ -109,14 +110,15 @@ def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterato
 
 
 def _text(value: Any) -> str:
-    # Fields that do not apply are None or empty, depending on their type.
+    # A field that does not apply is None or empty, depending on its type; both are printed alike.
     return "none" if value in (None, "") else str(value)
 
 
 def _outcome(kernel: KernelPlan | None) -> dict[str, Any] | None:
     if kernel is None:
         return None
-    # The values are those of the planned batch, which is the only one that is timed as a whole.
+    # These are the values of the largest planned batch. Its split is the only one that is timed as
+    # a whole.
     return {
         "split": str(kernel.split(kernel.problem.batch)),
         "time_ns": kernel.timing.time_ns,

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: totals, charts, what was rejected and why, and every kernel.
+"""A plan as one HTML page: totals, charts, rejected splits with reasons, and every kernel.
 
 The page contains plotly's script, so it needs no other file and no network. plotly is optional and
 imported only by `report`.
@@ -24,12 +24,13 @@ from ucudnn.system.markup import printable
 from ucudnn.tuning.rationale import Alternative, Rationale
 from ucudnn.units import format_bytes, format_ns
 
-# More kernels than this are drawn in a box that scrolls.
+# A chart with more rows (kernels) than this is in a box that scrolls.
 _MOST_ROWS = 18
 _HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')
-# This matches a number in a note, but not one in a name such as im2col_gemm.
+# Matches a number in a note, but no digits inside a name such as im2col_gemm.
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d?(?:e[-+]?\d+)?(?![\w])")
-# Text in place of a section that a plan lacks: why it is missing, or how to get it.
+# The text that is shown if a plan lacks the values for a section, by the heading of the section. It
+# says why they are missing, or how to get them.
 _MISSING = {
     "Memory and time": "Other ways to run a step are tried if a memory budget asks for less memory "
     "than a step by torch needs: ucudnn tune MODEL --memory-budget 50%.",
@@ -115,7 +116,7 @@ def write_report(
 
 
 def _text(text: str) -> str:
-    """Escape text for the page: names come from a plan file, which may hold anything."""
+    """Escape text for the page, because names come from a plan file, which may hold anything."""
     return escape(printable(text))
 
 
@@ -128,11 +129,12 @@ def _drawer(to_html: Callable[..., str]) -> Callable[[Chart], str]:
         clear = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
         figure = to_html(
             {"data": chart.traces, "layout": {**chart.layout, **clear, "font": {"family": _FONT}}},
-            # plotly 7 shows a button that would send the plan to plotly's server.
+            # Without these settings, plotly 7 would show a button that sends the plan to plotly's
+            # server.
             config={"displaylogo": False, "showSendToCloud": False},
             include_plotlyjs=not drawn,
             full_html=False,
-            validate=False,  # the figures are ours; the tests validate them
+            validate=False,  # the tests validate the figures
             div_id=chart.name,  # random ids would make two reports of a plan differ
         )
         drawn.append(chart.name)
@@ -142,7 +144,7 @@ def _drawer(to_html: Callable[..., str]) -> Callable[[Chart], str]:
 
 
 def _section(heading: str, *parts: str) -> str:
-    # The prefix makes anchors different from the identifiers of charts, which are their names.
+    # The HTML id of a chart is its name. The prefix makes sure that no section has the same id.
     anchor = f"to-{heading.lower().replace(' ', '-')}"
     return "\n".join([f'<h2 id="{anchor}">{heading}</h2>', *parts])
 
@@ -157,7 +159,8 @@ def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
         if name not in found:
             yield _section(name, _missing(name))
             continue
-        # With many kernels, a chart with a row for each would be longer than all other sections.
+        # With many kernels, a chart with a row per kernel would be longer than all other sections,
+        # so it is put in a box that scrolls.
         has_rows = name in ("Times", "Workspaces", "Splits")
         is_tall = has_rows and len(plan.kernels) > _MOST_ROWS
         caption = found[name].caption + " Scroll in the frame to see all." * is_tall
@@ -166,7 +169,7 @@ def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
 
 
 def _layout(plan: Plan) -> Iterator[str]:
-    """Section on the contestants of a race of layouts; the verdict at the top has the outcome."""
+    """Section with all contestants of a race of layouts; who won is said at the top of the page."""
     if plan.layout_race is not None and plan.layout_race.contestants:
         table = layout_table(plan.layout_race)
         yield _section("Layout", f"<p>{_text(str(table.caption))}.</p>", _table("layout", table))
@@ -175,7 +178,7 @@ def _layout(plan: Plan) -> Iterator[str]:
 
 
 def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], str]) -> str:
-    """Section with the front of one kernel at a time, and a table of plans and rejected splits."""
+    """Section with a chart of one kernel's front, and a table of chosen and rejected splits."""
     chart, names = fronts_chart(plan, rationales), short_names(plan)
     table = Table("#", "kernel", "split", "time", "workspace", "error", "why not")
     for heading in (0, 3, 4, 5):
@@ -204,10 +207,10 @@ def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], st
 
 
 def _kernels(plan: Plan) -> Iterator[str]:
-    """Section with a table of all kernels and their layers, in the plan's order; and as CSV."""
+    """Section with a table of all kernels and their layers, in the plan's order, also as CSV."""
     table = plan_table(plan, width=200)
     layers = [", ".join(kernel.layers) for kernel in plan.kernels]
-    # The link contains the CSV file, so it needs no server.
+    # The link itself contains the whole CSV file, so that it needs no server.
     saved = f"data:text/csv;charset=utf-8,{quote(plan_csv(plan))}"
     yield _section(
         "All kernels",
@@ -218,7 +221,7 @@ def _kernels(plan: Plan) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Section of notes, each with its kernels; notes that differ only in numbers are grouped."""
+    """Section with each note and its kernels; notes that differ only in numbers are grouped."""
     kernels_by_note: dict[str, list[int]] = {}
     for index, kernel in enumerate(plan.kernels):
         for note in dict.fromkeys(kernel.remarks):
@@ -250,7 +253,7 @@ def _named(indices: Sequence[int], plan: Plan) -> str:
 
 
 def _table(name: str, table: Table, **more: Iterable[str]) -> str:
-    """Convert a terminal's table to HTML, without title and caption, but with columns `more`."""
+    """Convert a terminal's table to HTML, without title and caption; add the columns `more`."""
     heads = [*(column.header for column in table.columns), *more]
     columns = [*(column.cells for column in table.columns), *more.values()]
     marks = [' class="number"' if one.justify == "right" else "" for one in table.columns]
@@ -295,7 +298,7 @@ def _page(plan: Plan, sections: Sequence[str], remarks: Sequence[str]) -> str:
 
 
 def _cards(plan: Plan) -> str:
-    """Cards with the totals; an arrow leads from the value of torch to that of the plan."""
+    """Cards with the totals; in each, an arrow leads from torch's value to the plan's."""
     listed = "".join(
         f"<div>{name}<b>{_text(value)}</b><span>{_text(note)}</span></div>"
         for name, value, note in _totals(plan)
@@ -305,7 +308,7 @@ def _cards(plan: Plan) -> str:
 
 
 def _totals(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """Name, value and note of each total: times, workspaces and peaks that are known."""
+    """Name, value and note of each total on a card: times, workspaces, peaks and kernels."""
     if not plan.kernels:
         return
     race, memory, limit = plan.step_race, plan.memory, plan.config.limit_bytes
@@ -326,8 +329,8 @@ def _totals(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "Convolutions", times, f"{planned / torchs:.2f} times as long, summed up"
     most = f"{format_bytes(max(sizes))} → " if sizes else ""
     kept = "no limit" if limit is None else f"limit {format_bytes(limit)}"
-    # With a pool, the workspace of the plan is a sum over all calls. The largest workspace of torch
-    # cannot be compared with it, and is left out.
+    # With a pool, the workspace of the plan is a sum over all calls. torch's value would be the
+    # largest workspace of a call, which cannot be compared with a sum, so it is left out.
     if plan.config.total_bytes is not None:
         most, kept = "", f"pool of {format_bytes(plan.config.total_bytes)}"
     yield "Workspace", f"{most}{format_bytes(plan.workspace_bytes)}", f"at most; {kept}"

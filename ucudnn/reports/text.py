@@ -21,26 +21,28 @@ _COLUMNS = (
     *("default_ns", "default_workspace_bytes", "plan_ns", "plan_spread_ns"),
     *("plan_workspace_bytes", "samples", "predicted_ns", "gain"),
 )
-# In lines shorter than this, no table of several columns fits.
+# A terminal with fewer characters per line than this has no room for a table of several columns.
 _NARROW = 76
 
 
 def simple_table(title: str | None = None, caption: str | None = None) -> Table:
-    """A table with lines at its headings only."""
+    """An empty table whose only line is below its headings."""
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def plan_table(plan: Plan, width: int = 120) -> Table:
-    """One row per kernel: torch's default beside the plan, both measured in the same rounds.
+    """Table with a row per kernel, which shows torch's default beside the plan.
 
-    A predicted time, in a plan made from a recording, is marked with "~".
+    Both were timed in turn, in the same rounds. A plan made from a recording has predicted times,
+    which are marked with "~".
     """
     threads = counted(plan.conditions.threads, "thread")
     title = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
     table = simple_table(title, _caption(plan))
     if width < _NARROW:
         return _narrow(table, plan)
-    # In narrower lines columns of workspaces would leave no room for kernel and split.
+    # In lines of fewer than 110 characters, columns for workspaces would leave no room for the
+    # kernel and its split.
     wide = width >= 110
     table.add_column("#", justify="right")
     table.add_column("kernel", overflow="fold", min_width=16)
@@ -55,8 +57,8 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         split = kernel.split(kernel.problem.batch)
         name = str(kernel.problem).replace(" at batch ", " N=")
         default = _cells(kernel.default, None, wide)
-        # If the plan keeps the default, both times are those of the same convolution, and differ
-        # only by noise.
+        # If the plan keeps the default, both times are of the same convolution, and differ only by
+        # noise. So "= default" is printed instead of the second time.
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
         predicted = [_predicted(kernel)] if width >= 130 else []
@@ -124,7 +126,7 @@ def _gain(kernel: KernelPlan) -> str:
 
 
 def _predicted(kernel: KernelPlan) -> str:
-    """Sum of the chunks' times over the time of the whole call, ideally 1."""
+    """Sum of the chunks' times, divided by the time of the whole call; ideally 1."""
     if kernel.timing.is_predicted:
         return ""
     return f"{kernel.predicted_time_ns / kernel.timing.time_ns:.2f}"
@@ -140,7 +142,7 @@ def _time(timing: Timing) -> str:
 
 
 def plan_summary(plan: Plan) -> str:
-    """Total time and workspace of the plan, over every call of every kernel."""
+    """Sentences on the total times and workspaces of torch's default and of the plan."""
     split = sum(not kernel.is_default for kernel in plan.kernels)
     planned = sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
     defaults = [(kernel.default, len(kernel.layers)) for kernel in plan.kernels if kernel.default]
@@ -148,8 +150,9 @@ def plan_summary(plan: Plan) -> str:
     sizes = [(timing.workspace_bytes, calls) for timing, calls in defaults]
     most = f"in up to {format_bytes(max((size for size, _ in sizes), default=0))} of workspace"
     planned_in = f"in up to {format_bytes(plan.workspace_bytes)}"
-    # In a pool every call owns a part of its own, so workspaces are added. Without a pool, all
-    # calls use the largest one.
+    # In a pool every call owns a part of the memory, so the workspaces of all calls are added up.
+    # Without a pool, all calls use the same memory, one after the other, so the largest workspace
+    # counts.
     if plan.config.total_bytes is not None:
         most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
         planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
@@ -166,7 +169,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def left_out_sentence(plan: Plan) -> str:
-    """Sentence on the kernels, and batches of kernels, that a partial plan lacks."""
+    """Sentence on how many kernels a partial plan lacks, wholly or at some batches, and why."""
     count = len(plan.left_out)
     assert plan.origin is not None
     reasons = []
@@ -182,7 +185,7 @@ def left_out_sentence(plan: Plan) -> str:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Sentences on the plan's effects: kernels, segments, memory, layout, step and compilation."""
+    """Sentences on a plan's effects: on kernels, memory, layout, the time of a step, and so on."""
     sentences = _kernel_verdict(plan)
     if plan.segments:
         count = counted(len(plan.segments), "module")
@@ -199,8 +202,8 @@ def plan_verdict(plan: Plan) -> list[str]:
     if plan.layout_hint is not None:
         sentences.append(as_sentence(str(plan.layout_hint)))
     if plan.step_race is not None:
-        # Steps by torch and by the plan both run in the layout of the plan, which is told if it is
-        # not the model's own.
+        # In this race, steps by torch and steps by the plan both ran in the layout of the plan. The
+        # sentence names this layout if it is not the model's own.
         where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
         said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
         sentences.append(as_sentence(said))
@@ -238,7 +241,7 @@ def _kernel_verdict(plan: Plan) -> list[str]:
 
 
 def as_sentence(said: str) -> str:
-    """A clause as a sentence.
+    """Turn a clause into a sentence, with a capital letter and a period.
 
     >>> as_sentence("the layout is the model's own")
     "The layout is the model's own."
@@ -247,7 +250,7 @@ def as_sentence(said: str) -> str:
 
 
 def ways_table(memory: StepMemory) -> Table:
-    """One row per way to run a step, the highest peak first."""
+    """Table with a row per way to run a step, the way with the highest memory peak first."""
     table = simple_table("Ways to run a step", "~: estimated from the parts of steps that were run")
     for heading in ("way", "peak", "step"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
@@ -259,7 +262,7 @@ def ways_table(memory: StepMemory) -> Table:
 
 
 def layout_table(layouts: LayoutRace) -> Table:
-    """One row per contestant of a race of layouts; the winner is marked."""
+    """Table with a row per contestant of a race of layouts; the winner is marked."""
     what, caption = "step", f"median of {layouts.rounds} interleaved rounds"
     if layouts.is_by_sums:
         what, caption = "sum of kernels", "sums of kernels, no steps were run"
@@ -287,7 +290,7 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
 
 
 def payback(plan: Plan, seconds: float) -> str:
-    """Cost of tuning, and the number of steps after which it is paid back."""
+    """Sentence on how long tuning took, and after how many steps the plan has saved that."""
     if all(kernel.is_default for kernel in plan.kernels):
         return f"Tuning cost {seconds:.1f} s: nothing is gained, all stays torch's own convolution."
     steps = steps_to_pay_back(plan, seconds)
@@ -300,7 +303,7 @@ def payback(plan: Plan, seconds: float) -> str:
 
 
 def kernel_table(kernel: KernelPlan) -> Table:
-    """Table of all batches of a kernel with their splits; adjacent like splits share a row."""
+    """Table of a kernel's split at each batch; neighbouring batches with like splits share rows."""
     table = Table(title=str(kernel.problem), caption="timed: the whole split was; else derived")
     table.add_column("batch", justify="right")
     table.add_column("split")
@@ -320,12 +323,13 @@ def kernel_table(kernel: KernelPlan) -> Table:
 
 
 def _repeated(kernel: KernelPlan, batch: int, split: Split) -> Chunk | str | None:
-    """The chunk that a batch repeats, or its algorithm if undivided; None if neither.
+    """The chunk that the split of a batch repeats, or its algorithm if undivided; None if neither.
 
-    A batch that repeats a chunk may have one other chunk, for the remaining samples. A batch for
-    which the result is None gets a row of its own.
+    A split that repeats a chunk may have one other chunk, for the remaining samples. Neighbouring
+    batches with the same result share a row of the table; a batch with the result None has a row of
+    its own.
     """
-    # A batch that was timed as a whole has a row of its own.
+    # A batch whose split was timed as a whole has a row of its own.
     if split.axis != "batch" or not kernel.is_derived(batch):
         return None
     if len(split.chunks) == 1:
@@ -336,7 +340,7 @@ def _repeated(kernel: KernelPlan, batch: int, split: Split) -> Chunk | str | Non
 
 
 def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
-    """What the splits of neighbouring batches have in common."""
+    """Words for what the splits of neighbouring batches have in common."""
     if isinstance(repeated, str):
         return f"undivided {repeated}"
     others = {chunk.algorithm for split in splits for chunk in split.chunks if chunk != repeated}
@@ -344,12 +348,12 @@ def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
     return f"chunks of {repeated.size} {repeated.algorithm}{rest}"
 
 
-# Names for two plans that were given no names.
+# How two plans are called if the caller gives no names for them.
 _PAIR = ("the one", "the other")
 
 
 def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
-    """One row per kernel that two plans compute differently; times are from each plan's run."""
+    """Table with a row per kernel that two plans compute differently; times are each plan's own."""
     table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned"
@@ -376,7 +380,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
 
 
 def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> list[str]:
-    """Sentences on how many kernels two plans decide alike, and on the totals of each plan."""
+    """Sentences on how many kernels two plans compute alike, and on the totals of each plan."""
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
         verdict = f"Both compute all {same} kernels alike"
@@ -394,7 +398,7 @@ def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> lis
 
 
 def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
-    """One kernel, with the fields of `_COLUMNS`; None for a value that is not known."""
+    """The CSV row of a kernel, by the names in `_COLUMNS`; None for a value that is not known."""
     split, default, timing = kernel.split(kernel.problem.batch), kernel.default, kernel.timing
     gain = None if default is None else round(default.time_ns / timing.time_ns, 4)
     return {
@@ -417,16 +421,16 @@ def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
 
 
 def plan_csv(plan: Plan) -> str:
-    """The kernels as CSV; a value that is not known is empty."""
+    """The kernels of a plan as CSV; a value that is not known is empty."""
     rows = [_kernel_row(number, kernel) for number, kernel in enumerate(plan.kernels)]
     cells = [["" if row[name] is None else row[name] for name in _COLUMNS] for row in rows]
     return csv_table(_COLUMNS, cells)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan's file as JSON values; each kernel has its row of the CSV file as `summary`."""
+    """A plan's file as JSON values, in which each kernel also has its CSV row as `summary`."""
     document = plan.to_dict()
-    # The checksum is left out, because with the summaries it would be wrong.
+    # The checksum is left out, because it would be wrong for the contents with these rows.
     del document["checksum"]
     for number, (kernel, fields) in enumerate(zip(plan.kernels, document["kernels"], strict=True)):
         fields["summary"] = _kernel_row(number, kernel)

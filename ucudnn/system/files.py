@@ -14,18 +14,18 @@ from typing import Any, BinaryIO
 
 from ucudnn.errors import OutputError
 
-# The largest number of nested levels of a JSON document. Ours have fewer, and Python can read many
-# more.
+# The largest number of nested levels of a JSON document. Those of this package have fewer, and
+# Python could read many more.
 _DEEPEST = 32
 _LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
-# This matches a string, even without its end, or a run of characters that are outside of strings
-# and are no brackets.
+# Matches all that is no bracket of the JSON structure: a string, even if its end is missing, or
+# other characters outside of strings.
 _NO_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[^"\[\]{}]+', re.DOTALL)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which replaces an old one when the block ends without an error.
+    """Open a new file, which replaces the file at `path` if the block ends without an error.
 
     Readers see the old contents or the new ones, never a part, even after a power failure. A device
     or a named pipe, such as /dev/stdout, is not replaced but written to.
@@ -64,7 +64,7 @@ def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, durably; an existing folder is left as it is."""
     if not folder.is_dir():
         make_folder(folder.parent)
-        # Another process may create it at the same time.
+        # Another process may create the folder at the same time.
         with suppress(FileExistsError):
             folder.mkdir()
         sync_folder(folder.parent)
@@ -79,7 +79,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some file systems cannot sync folders, and do not need it.
+        # Some file systems refuse to sync a folder, and do not need it.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -87,7 +87,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
-    """Write a whole file for the user, replacing an existing one, or raise an OutputError.
+    """Write a file for the user and replace an existing one as a whole, or raise an OutputError.
 
     >>> import tempfile
     >>> write(f"{tempfile.mkdtemp()}/missing/plan.json", b"{}", "the plan")
@@ -104,12 +104,12 @@ def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON from an untrusted source; a ValueError says what is wrong.
+    """Parse JSON from an untrusted source; if it is refused, a ValueError says what is wrong.
 
     >>> parse_json('{"a": ["[[["]}')
     {'a': ['[[[']}
     """
-    # Much deeper levels would exhaust Python's stack when they are read or written.
+    # Much deeper nesting would exhaust Python's stack when the document is read or written.
     brackets = _NO_BRACKET.sub("", text)
     if max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0) > _DEEPEST:
         raise ValueError(f"its brackets are nested deeper than {_DEEPEST} levels")

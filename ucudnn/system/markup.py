@@ -1,4 +1,4 @@
-"""Small tables in HTML and CSV: text for notebooks and spreadsheets."""
+"""Small tables as text: in HTML for notebooks, and in CSV for spreadsheets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _html_row(cells: Iterable[str], tag: str) -> str:
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    r"""A table as CSV; a text that a spreadsheet would run as a formula gets an apostrophe first.
+    r"""A table as CSV; a text that a spreadsheet would run as a formula gets a leading apostrophe.
 
     >>> csv_table(("a", "b"), [("x, y", 3), ("=1+1", None)])
     'a,b\n"x, y",3\n\'=1+1,\n'

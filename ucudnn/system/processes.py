@@ -1,8 +1,8 @@
 """Child processes that run this package; locks and properties that survive a fork.
 
-Users fork, as PyTorch's DataLoader does. A child of `os.fork` has one thread, the one that forked,
-and a copy of every lock. A lock that another thread of the parent held at that moment would never
-be released in the child.
+Processes that use this package may fork, as PyTorch's DataLoader does. A child of `os.fork` has one
+thread, the one that forked, and a copy of every lock. A lock that another thread of the parent held
+at that moment would never be released in the child.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _Value = TypeVar("_Value")
 def start_python(
     program: str, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start a program in Python that finds the same packages as this process.
+    """Start Python code in a child process, which finds the same packages as this process.
 
     >>> child = start_python("import ucudnn; print(ucudnn.__name__)", stdout=subprocess.PIPE)
     >>> child.communicate()[0].strip()
     b'ucudnn'
 
-    `options` are those of `subprocess.Popen`. The default environment is that of this process.
+    `options` are passed to `subprocess.Popen`. Without an `environment`, the child gets the
+    variables of this process.
     """
     # The child gets `sys.path` with all changes that this process has made. An empty entry means
     # the current folder.
@@ -47,8 +48,8 @@ class ForkSafeLock:
     ...     print("held twice")
     held twice
 
-    `in_child` is called at the start of every forked child, because the fork may have happened in
-    the middle of a change of the data that the lock guards.
+    `in_child` is called at the start of every forked child. It may repair the data that the lock
+    guards, because the fork may have happened in the middle of a change of the data.
     """
 
     def __init__(self, in_child: Callable[[], object] = lambda: None) -> None:
@@ -66,17 +67,18 @@ class ForkSafeLock:
         """Free the lock in a forked child, unless the child's only thread holds it."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
-        # Another thread of the parent holds the lock. It does not exist in this process, so the
-        # lock is replaced.
+        # Another thread of the parent held the lock. That thread does not exist in this process and
+        # would never release the lock, so the lock is replaced.
         else:
             self._lock = RLock()
         self._in_child()
 
 
 class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functools' own
-    """functools.cached_property as in Python 3.12 and later.
+    """Like functools.cached_property of Python 3.12 and later, which takes no lock.
 
-    That of Python 3.11 computes values under a lock, which all instances share and a fork copies.
+    functools.cached_property of Python 3.11 computes values under a lock that all instances share.
+    If a fork copies the lock while it is held, no one releases it in the child.
 
     >>> class Circle:
     ...     radius = 2
@@ -104,7 +106,8 @@ class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functoo
     def __get__(self, instance: object | None, owner: type) -> Self | _Value:
         if instance is None:
             return self
-        # from now on Python finds the value before this method: this class defines no `__set__`
+        # From now on Python finds this value in the instance and no longer calls `__get__`, because
+        # this class defines no `__set__`.
         value = instance.__dict__[self._name] = self._compute(instance)
         return value
 
@@ -114,7 +117,7 @@ def _renew_all() -> None:
         lock.renew()
 
 
-# The references are weak, because the fork hook cannot be removed, and must not keep locks alive
-# for ever.
+# The references to locks are weak, because the hook below stays registered until the process ends,
+# and must not keep locks alive that long.
 _locks: WeakSet[ForkSafeLock] = WeakSet()
 os.register_at_fork(after_in_child=_renew_all)
