@@ -17,7 +17,7 @@ from pathlib import Path
 from ucudnn.backends.cudnn.graph import Views, views_of
 from ucudnn.backends.cudnn.offline import Listing, list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count, slab
 
@@ -87,8 +87,8 @@ def print_splits(op: str, dtype: str, profile: DeviceProfile) -> None:
 
 def distinct_kernels(table: str, op: str, dtype: str) -> list[Problem]:
     """The problems of a table of layers, each once."""
-    layers = read_layers(HERE / "layers" / table, (op,), dtype)
-    return list(dict.fromkeys(replace(problem, math="tf32") for _, problem in layers))
+    rows = read_rows(HERE / "layers" / table, (op,), dtype)
+    return list(dict.fromkeys(replace(row.problem, math="tf32") for row in rows))
 
 
 def count_fitting_slabs(

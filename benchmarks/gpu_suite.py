@@ -49,7 +49,7 @@ from ucudnn.backends.cudnn.graph import Target
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.config import Config
 from ucudnn.errors import UcudnnError
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.tuning.tuner import tune_problems
 
@@ -182,7 +182,7 @@ class Suite:
             for layout in self.options.layouts.split(","):
                 for path in self.options.layers:
                     ops = self.options.ops.split(",")
-                    for name, problem in read_layers(path, ops, DTYPES[dtype], layout):
+                    for name, problem, *_ in read_rows(path, ops, DTYPES[dtype], layout):
                         math = "tf32" if dtype == "fp32" else "strict"
                         problem = replace(problem, math=math)  # noqa: PLW2901
                         if problem not in seen:

@@ -29,7 +29,7 @@ from step_workers import usual_options
 
 import ucudnn
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_ns
@@ -93,8 +93,7 @@ def problems(options: argparse.Namespace, l2_bytes: int) -> Iterator[tuple[str, 
     for dtype in options.dtypes.split(","):
         seen = set()
         for path in options.tables:
-            layers = read_layers(path, options.ops.split(","), DTYPES[dtype], "nchw")
-            for name, problem in layers:
+            for name, problem, *_ in read_rows(path, options.ops.split(","), DTYPES[dtype], "nchw"):
                 wanted = replace(problem, math="tf32") if dtype == "tf32" else problem
                 if options.device == "cpu":
                     wanted = problem

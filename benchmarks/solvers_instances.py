@@ -11,7 +11,7 @@ import random
 from math import prod
 from pathlib import Path
 
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item, Node, Option, reuse
 
@@ -60,7 +60,7 @@ def network(table: str, policy: str, batch: int) -> list[Front]:
     """The fronts of every kernel of a network; equal layers have equal ones."""
     front_by_problem: dict[Problem, Front] = {}
     fronts = []
-    for place, (_, problem) in enumerate(read_layers(LAYERS / table)):
+    for place, (_, problem, *_) in enumerate(read_rows(LAYERS / table)):
         if place < 3 and problem.op == "dgrad":
             continue  # nothing needs the gradient of the images
         if problem not in front_by_problem:

@@ -42,19 +42,6 @@ class Row(NamedTuple):
     has_bias: bool = False
 
 
-def read_layers(
-    path: str | os.PathLike[str],
-    ops: Iterable[str] = OPS,
-    dtype: str | None = None,
-    layout: str | None = None,
-) -> list[tuple[str, Problem]]:
-    """Read layers from a CSV file, one problem per layer and op.
-
-    Columns and arguments are those of `read_rows`.
-    """
-    return [(row.name, row.problem) for row in read_rows(path, ops, dtype, layout)]
-
-
 def read_rows(
     path: str | os.PathLike[str],
     ops: Iterable[str] = OPS,

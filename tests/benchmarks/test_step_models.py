@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import Problem
 from ucudnn.tracing import trace
 
@@ -36,8 +36,8 @@ def test_networks_have_the_shapes_of_the_tables(
     problems = trace(model, torch.empty(batch, *network.shape, device="meta"))
     # wgrad: every convolution has one, a transposed one the same as the plain one it reverses
     found = Counter(plain(one) for one in problems if one.op == "wgrad")
-    layers = read_layers(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))
-    assert found == Counter(plain(one) for _, one in layers)
+    rows = read_rows(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))
+    assert found == Counter(plain(row.problem) for row in rows)
 
 
 def plain(problem: Problem) -> Problem:

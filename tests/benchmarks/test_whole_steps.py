@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import Problem
 from ucudnn.tracing import trace
 from ucudnn.units import format_bytes
@@ -102,9 +102,8 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
 def test_networks_of_mucudnn_have_its_shapes(
     name: str, table: str, script: Callable[[str], ModuleType], repository: Path
 ) -> None:
-    layers = [
-        one for _, one in read_layers(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))
-    ]
+    rows = read_rows(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))
+    layers = [row.problem for row in rows]
     network = script("networks").NETWORKS[name]
     with torch.device("meta"):
         model = network.make()

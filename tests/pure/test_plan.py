@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, PlanFileError
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Origin
 from ucudnn.plan import BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split, Timing
@@ -506,7 +506,7 @@ def test_resnet50_at_256_stays_under_one_mebibyte(tmp_path: Path, repository: Pa
     path = repository / "benchmarks/layers/resnet50_n256.csv"
     problems = [
         replace(problem, op=op)
-        for problem in dict.fromkeys(layer for _, layer in read_layers(path, ops=("fprop",)))
+        for problem in dict.fromkeys(row.problem for row in read_rows(path, ops=("fprop",)))
         for op in ("fprop", "dgrad", "wgrad")
     ]
     assert len(problems) == 69

@@ -42,17 +42,6 @@ def original_of(model: nn.Module) -> nn.Module:
     return model._orig_mod if is_wrapped(model) else model  # type: ignore[return-value]
 
 
-def compiler_of(model: nn.Module) -> Callable[[Any], Any]:
-    """A function that compiles with the settings of a compiled model; else `torch.compile` itself.
-
-    >>> layer = nn.Linear(2, 1)
-    >>> again = compiler_of(torch.compile(layer, backend="eager"))(layer)
-    >>> again(torch.ones(3, 2)).shape
-    torch.Size([3, 1])
-    """
-    return model.dynamo_ctx if is_wrapped(model) else torch.compile  # type: ignore[return-value]
-
-
 def is_wrapped(model: nn.Module) -> bool:
     """True if a model is the wrapper that `torch.compile(module)` returns."""
     # torch.compile imports Dynamo: as long as Dynamo is not imported, no module is compiled.
@@ -124,7 +113,9 @@ def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
     >>> torch.equal(compiled_as(torch.compile(layer, backend="eager"), again)(x), layer(x))
     True
     """
-    return _apart(compiler_of(model))(_call_of(copied)) if is_wrapped(model) else copied
+    if not is_wrapped(model):
+        return copied
+    return _apart(model.dynamo_ctx)(_call_of(copied))  # type: ignore[no-any-return]
 
 
 def contexts_apart(model: nn.Module) -> dict[int, Any]:
