@@ -278,15 +278,6 @@ def test_ever_smaller_limits_on_one_cache(op, policy, scripted):
     } == {1}
 
 
-@pytest.mark.parametrize("other", range(1, 8))
-def test_batches_that_run_as_the_default_are_passed_by_chains_of_others(other, scripted):
-    backend = scripted(torch_default=linear(1.0), slow=linear(2.0))
-    backend.kernels = {("torch_default", other): "another kernel"}
-    plan = tune_problems([("layer", NARROW.with_batch(8))], Config())
-    for batch in range(1, 9):
-        assert plan.split(NARROW.with_batch(batch)).size == batch
-
-
 def test_when_tuning_pays_back():
     three, five = (Timing(ms * MS, 0, 0, 9) for ms in (3, 5))
     faster, slower = (

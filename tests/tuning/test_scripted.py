@@ -97,20 +97,6 @@ def test_chooses_the_fastest_split_within_the_limit(scripted, policy, limit_mib)
     assert kernel.predicted_time_ns == kernel.timing.time_ns
 
 
-@pytest.mark.parametrize("limit_mib", [None, 16, 3])
-def test_every_smaller_batch_has_a_split_within_the_limit(scripted, limit_mib):
-    backend = scripted(**COSTS)
-    plan, _ = tune(workspace_limit=None if limit_mib is None else limit_mib * MIB)
-    for n in range(1, 17):
-        split = plan.split(FPROP.with_batch(n))
-        assert split.size == n
-        for chunk in split.chunks:
-            assert (
-                limit_mib is None
-                or backend.costs[chunk.algorithm](chunk.size)[1] <= limit_mib * MIB
-            )
-
-
 @pytest.mark.parametrize("limit_mib", [None, 3])
 def test_batches_that_there_was_no_time_for_are_named(scripted, monkeypatch, tmp_path, limit_mib):
     """Looks at the clock take a second each; each batch has an implementation of its own."""
@@ -172,22 +158,9 @@ def test_time_for_races_is_used_where_a_kernel_must_have_a_plan(
     session.close()
 
 
-def test_a_second_tune_measures_nothing(scripted):
-    backend = scripted(**COSTS)
-    first, counts = tune(workspace_limit="9MiB")
-    assert counts.measured > 0
-    assert counts.reused == 0
-    ran = len(backend.runs)
-    second, counts = tune(workspace_limit="9MiB")
-    assert counts.measured == 0
-    assert counts.reused > 0
-    assert len(backend.runs) == ran
-    assert second.hash == first.hash
-    assert second == first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))]
+)
 def test_a_second_tune_measures_nothing_however_noisy_the_first_was(scripted, seed):
     """Medians are not the first samples: no decision may flip when they replace them."""
     backend = scripted(**COSTS, slow=linear(5.0, 0.0), slower=linear(6.2, 0.5))
@@ -195,8 +168,11 @@ def test_a_second_tune_measures_nothing_however_noisy_the_first_was(scripted, se
     backend.disturbance = lambda: chance.choice([0.5, 0.8, 1.0, 1.0, 1.5, 4.0])
     for limit in ("40MiB", "9MiB"):
         first, _ = tune(workspace_limit=limit)
+        ran = len(backend.runs)
         second, counts = tune(workspace_limit=limit)
         assert counts.measured == 0
+        assert counts.reused > 0
+        assert len(backend.runs) == ran
         assert second == first
 
 
@@ -238,24 +214,6 @@ def test_a_failing_algorithm_is_kept_with_its_reason_and_not_tried_again(scripte
     assert backend.runs.count(("broken", 1)) == tried
 
 
-def test_interrupted_tuning_keeps_what_was_measured(scripted):
-    backend = scripted(**COSTS)
-    events = itertools.count()
-
-    def interrupt(event):
-        if next(events) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tune_problems([("layer", FPROP)], Config(), interrupt)
-    before = list(backend.runs)
-    backend.runs.clear()
-    _, counts = tune()
-    assert counts.reused >= 3
-    assert len(backend.runs) > 0
-    assert before
-
-
 def test_equal_problems_are_measured_once_and_counted_per_call(scripted):
     scripted(torch_default=linear(1.0, 0.0))
     plan = tune_problems([("a", FPROP), ("b", FPROP)], Config())
@@ -272,17 +230,6 @@ def test_short_chunks_are_not_worth_their_launch(scripted):
     assert min(chunk.size for chunk in split.chunks) >= 4
     tight, _ = tune(workspace_limit=0)  # nothing else fits: then short chunks are allowed
     assert tight.split(FPROP).size == 16
-
-
-def test_half_precision_weight_gradients_count_the_float32_sum(scripted):
-    scripted(torch_default=linear(1.0, 8.0))
-    problem = Problem("wgrad", 4, 64, 64, (8, 8), (8, 8), dtype="float16")
-    total = 4 * 64 * 64 * 64
-    with pytest.raises(PlanError):
-        tune(problem, workspace_limit=8 * MIB - 1)
-    # one sample at a time fits only beside the sum of all chunks
-    with pytest.raises(PlanError):
-        tune(problem, workspace_limit=8 * MIB + total - 1)
 
 
 def test_the_smallest_workspace_that_is_named_suffices(scripted):
