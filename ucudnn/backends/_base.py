@@ -223,8 +223,9 @@ class AbstractBackend(ABC):
         return None
 
     # True if the host waits until a call is computed. True if the host waits until a call is
-    # computed. True if the host waits until a call is computed. False on GPUs, where launches are
-    # asynchronous and host code overlaps with kernels.
+    # computed. True if the host waits until a call is computed. True if the host waits until a call
+    # is computed. False on GPUs, where launches are asynchronous and host code overlaps with
+    # kernels.
     blocks_host: bool = False
     """True if a call returns only when its result is computed: host code around it adds up."""
 
