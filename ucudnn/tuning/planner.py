@@ -10,12 +10,10 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ucudnn.axis import axis_of
 from ucudnn.errors import PlanError
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
-from ucudnn.tuning.confirmation import PLANNED_CALL_NS, Finalist, choose
-from ucudnn.tuning.items import held_bytes
-from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
+from ucudnn.tuning.confirmation import Finalist, choose
+from ucudnn.tuning.splits import PLANNED_CALL_NS, AbstractSplitTable, known_chunks, plan_by
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ class KernelPlanner:
                         f"every deterministic split of {self._problem} failed as a whole call; "
                         f"allow others by deterministic=False"
                     )
-                self._tighten(finalists, evidence)
+                self._tighten(finalists, tables, evidence)
         finally:
             self._source.release()
 
@@ -154,20 +152,26 @@ class KernelPlanner:
             None,
         )
 
-    def _tighten(self, finalists: Sequence[Finalist], evidence: Evidence) -> None:
+    def _tighten(
+        self,
+        finalists: Sequence[Finalist],
+        tables: Sequence[AbstractSplitTable],
+        evidence: Evidence,
+    ) -> None:
         """Lower the limit for chunks, because whole calls needed more than their chunks."""
         limit, chunk_limit = self._limit, self._source.bounds.chunk_limit
         # Without a limit, `choose` would have found a winner.
         assert limit is not None
         assert chunk_limit is not None
-        # torch's own convolution is a finalist even if its chunk exceeds the limit. Then it does
-        # not show what whole calls need beyond their chunks, and is left out here.
-        chunks = [(one, self._chunk_bytes(one.split, evidence)) for one in finalists]
-        needs = [
-            (one.timing.workspace_bytes, chunk)
-            for one, chunk in chunks
-            if chunk is not None and chunk <= chunk_limit
+        # torch's own convolution is a finalist in any case. If its chunk exceeds the limit, it does
+        # not show what whole calls need beyond their chunks.
+        timed = ((one, known_chunks(tables, one.split)) for one in finalists)
+        sizes = [
+            (one.timing.workspace_bytes, max(item.workspace_bytes for item in items))
+            for one, items in timed
+            if items is not None
         ]
+        needs = [(need, chunk) for need, chunk in sizes if chunk <= chunk_limit]
         if not needs:
             raise self._nothing_fits(evidence)
         need, chunk = min(needs)
@@ -182,19 +186,6 @@ class KernelPlanner:
         # Free the operands before the next source allocates its own.
         self._source.release()
         self._source = self._source.within(replace(self._source.bounds, chunk_limit=lower))
-
-    def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
-        """The largest workspace of a split's chunks, in bytes; None if no workspace is known."""
-        axis = axis_of(self._problem, split)
-        chunks = {(axis.part(axis.size_of(chunk)), chunk.algorithm) for chunk in split.chunks}
-        # A chunk may have run in several roles; the largest workspace of any role is used.
-        sizes = [
-            entry.workspace_bytes + held_bytes(self._problem, entry.key.conditions.role)
-            for entry in evidence.everything
-            if (entry.key.problem, entry.key.algorithm) in chunks
-            and entry.workspace_bytes is not None
-        ]
-        return max(sizes, default=None)
 
     def _nothing_fits(self, evidence: Evidence) -> PlanError:
         source, problem, config = self._source, self._problem, self._config
