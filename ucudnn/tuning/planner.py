@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
-from ucudnn.tuning.confirmation import Finalist, choose
-from ucudnn.tuning.splits import PLANNED_CALL_NS, AbstractSplitTable, known_chunks, plan_by
+from ucudnn.tuning.confirmation import PLANNED_CALL_NS, Finalist, choose
+from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ class KernelPlanner:
         # Without a limit, `choose` would have found a winner.
         assert limit is not None
         assert chunk_limit is not None
-        # torch's own convolution is a finalist in any case. If its chunk exceeds the limit, it does
-        # not show what whole calls need beyond their chunks.
+        # torch's own convolution is a finalist even if its chunk exceeds the limit. Then it does
+        # not show what whole calls need beyond their chunks, and is left out here.
         timed = ((one, known_chunks(tables, one.split)) for one in finalists)
         sizes = [
             (one.timing.workspace_bytes, max(item.workspace_bytes for item in items))
