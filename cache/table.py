@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -168,10 +169,9 @@ class Context:
     conditions: Conditions
     protocol: int
 
-    @classmethod
-    def of(cls, key: MeasurementKey) -> Context:
-        """The context of a key."""
-        return cls(key.device, key.software, key.conditions, key.protocol)
+
+# The fields of a `Context`, from a context or a key. A tuple is hashed faster than a `Context`.
+_context_of = attrgetter("device", "software", "conditions", "protocol")
 
 
 def problem_rows(problems: Iterable[Problem]) -> Array:
@@ -217,16 +217,6 @@ def sort_keys(problems: Array) -> Array:
 _RowByKey: TypeAlias = dict[tuple[int, int], MeasurementRow]
 
 
-@dataclass(slots=True)
-class _LastLookup:
-    """Parts of the key that was looked up last, and what was found for them."""
-
-    context: tuple[object, ...] = ()
-    context_id: int = -1
-    problem: Problem | None = None
-    rows: _RowByKey = field(default_factory=dict)
-
-
 @dataclass(frozen=True, eq=False)
 class Table:
     """Measurements sorted by problem, algorithm and context, one per key."""
@@ -240,7 +230,6 @@ class Table:
     rows: Array  # of `MEASUREMENT_DTYPE`; they point into the lists and the samples
     samples: Array  # times in ns of all rows, one row after the other
     _rows_by_problem: dict[Problem, _RowByKey] = field(init=False, default_factory=dict)
-    _last: _LastLookup = field(init=False, default_factory=_LastLookup)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -256,8 +245,8 @@ class Table:
         return np.searchsorted(self.rows["problem"], np.arange(len(self.problems) + 1))
 
     @cached_property
-    def _context_ids(self) -> dict[Context, int]:
-        return {context: index for index, context in enumerate(self.contexts)}
+    def _context_ids(self) -> dict[tuple[Any, ...], int]:
+        return {_context_of(context): index for index, context in enumerate(self.contexts)}
 
     @cached_property
     def _algorithm_ids(self) -> dict[Work, int]:
@@ -265,18 +254,11 @@ class Table:
 
     def find(self, key: MeasurementKey) -> MeasurementRow | None:
         """The row of a key, to be passed to `measurement`; None if the table lacks the key."""
-        last = self._last
-        # A tuner looks up many keys that contain the same objects. Tuples compare the identity of
-        # their elements first, which is faster than hashing the same context or problem again.
-        context = (key.device, key.software, key.conditions, key.protocol)
-        if context != last.context:
-            last.context_id = self._context_ids.get(Context(*context), -1)
-            last.context = context
-        if key.problem is not last.problem:
-            rows = self._rows_by_problem.get(key.problem)
-            last.rows = self._rows_of(key.problem) if rows is None else rows
-            last.problem = key.problem
-        return last.rows.get((self._algorithm_ids.get(Work.of(key), -1), last.context_id))
+        rows = self._rows_by_problem.get(key.problem)
+        if rows is None:
+            rows = self._rows_of(key.problem)
+        algorithm = self._algorithm_ids.get(Work.of(key), -1)
+        return rows.get((algorithm, self._context_ids.get(_context_of(key), -1)))
 
     def _rows_of(self, problem: Problem) -> _RowByKey:
         keys, wanted = sort_keys(self.problems), problem_rows([problem]).tobytes()
@@ -391,7 +373,7 @@ def _row(entry: Entry, problem: int, lists: _Lists, first_sample: int) -> Measur
     return MeasurementRow(
         problem=problem,
         algorithm=lists.number("algorithms", Work.of(key)),
-        context=lists.number("contexts", Context.of(key)),
+        context=lists.number("contexts", Context(*_context_of(key))),
         status=measurement.status.encode(),
         time_ns=_or_none(measurement.time_ns),
         spread_ns=_or_none(measurement.spread_ns),
