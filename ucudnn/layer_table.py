@@ -42,6 +42,15 @@ class Row(NamedTuple):
     has_bias: bool = False
 
 
+def lock_of(path: str | os.PathLike[str]) -> Path:
+    """The lock file by which processes take turns to write a table.
+
+    >>> lock_of("/tmp/layers.csv")
+    PosixPath('/tmp/.layers.csv.lock')
+    """
+    return Path(path).with_name(f".{Path(path).name}.lock")
+
+
 def read_rows(
     path: str | os.PathLike[str],
     ops: Iterable[str] = OPS,

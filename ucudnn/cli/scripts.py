@@ -28,7 +28,7 @@ from ucudnn.cli.console import SAYS_NO, fail, say, say_error
 from ucudnn.cli.options import require_file
 from ucudnn.config import Startup, set_startup, startup
 from ucudnn.errors import ConfigError, RankError, UcudnnError, quoted
-from ucudnn.layer_table import read_rows
+from ucudnn.layer_table import lock_of, read_rows
 from ucudnn.plan import Plan
 from ucudnn.units import parse_bytes
 
@@ -112,7 +112,7 @@ def _tell(path: Path, process: int) -> None:
     # A forked child has this handler, too, but only the first process reports.
     if os.getpid() != process:
         return
-    path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
+    lock_of(path).unlink(missing_ok=True)
     try:
         rows = read_rows(path) if path.exists() else []
     except UcudnnError as error:

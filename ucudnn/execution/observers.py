@@ -20,7 +20,7 @@ from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.override import Convolution, Everything
 from ucudnn.execution.runner import Runner
-from ucudnn.layer_table import Row, format_rows, read_rows
+from ucudnn.layer_table import Row, format_rows, lock_of, read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.system.files import write
 from ucudnn.system.processes import ForkSafeLock
@@ -80,15 +80,6 @@ class Recorder(AbstractRunner):
             # keep their names.
             write(path, format_rows(_rows(counts + self._counts)).encode(), "the table of layers")
         self.clear()
-
-
-def lock_of(path: str) -> Path:
-    """The lock file by which processes take turns to write a table.
-
-    >>> lock_of("/tmp/layers.csv")
-    PosixPath('/tmp/.layers.csv.lock')
-    """
-    return Path(path).with_name(f".{Path(path).name}.lock")
 
 
 def _rows(counts: Counter[tuple[Problem, bool]]) -> list[Row]:
