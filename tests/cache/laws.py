@@ -100,6 +100,14 @@ def sample_measurements(count: int, seed: int = 0) -> list[Measurement]:
     return [_sample(chance, index) for index in range(count)]
 
 
+def samples_of_one_device() -> list[Measurement]:
+    """20 measurements, which a folder keeps in one file: cpu-one.h5."""
+    return [
+        replace(one, key=replace(one.key, device=Device("cpu", "one")))
+        for one in sample_measurements(60, seed=9)[1::3]
+    ]
+
+
 def _sample(chance: random.Random, index: int) -> Measurement:
     # In turn, so that a few samples already have every status.
     status = STATUSES[index % len(STATUSES)]

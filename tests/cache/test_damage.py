@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -16,13 +15,9 @@ from laws import texts
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, wrap
-from ucudnn.measurement import Device, Measurement
+from ucudnn.measurement import Measurement
 
-DEVICE = Device("cpu", "one")
-SAMPLES = [
-    replace(one, key=replace(one.key, device=DEVICE))
-    for one in laws.sample_measurements(60, seed=9)[1::3]
-]
+SAMPLES = laws.samples_of_one_device()
 OLD, NEW = SAMPLES[:12], SAMPLES[12:]
 
 

@@ -30,15 +30,12 @@ def test_a_folder_that_cannot_be_written_is_said_to_be_read_only(folder: Path) -
     assert not caches.open(file / "cache", "r").info().writable
 
 
-def test_merge_adds_several(folder: Path, tmp_path: Path) -> None:
-    with caches.open(tmp_path / "other") as cache:
-        cache.put(laws.sample_measurements(60, seed=6)[30:])
-    with caches.open(tmp_path / "target") as target:
-        reports = [target.merge(folder), target.merge(tmp_path / "other")]
-        assert [(report.read, report.added) for report in reports] == [(40, 40), (30, 20)]
-        assert len(target) == 60
-        with pytest.raises(CacheError, match="there is no cache in .*nowhere"):
-            target.merge(tmp_path / "nowhere")
+def test_merge_refuses_a_folder_without_a_cache(folder, tmp_path):
+    with (
+        caches.open(folder) as target,
+        pytest.raises(CacheError, match="there is no cache in .*nowhere"),
+    ):
+        target.merge(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,6 @@ def test_a_json_document_has_an_object_per_measurement(file: Path) -> None:
     assert record["error"] == 1.5e-7
 
 
-def test_it_comes_back_as_it_was(file: Path) -> None:
-    assert imported(file) == [ENTRY]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
