@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ucudnn.config import SETTINGS, Config, read_environment, require_config
-from ucudnn.errors import ConfigError, quoted
+from ucudnn.errors import ConfigError, UcudnnWarning, quoted
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_mistyped_variable_is_warned_of_once_and_after_a_change_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCUDNN_POLCY", "all")
-    with pytest.warns(UserWarning, match="UCUDNN_POLCY is no setting of ucudnn") as caught:
+    with pytest.warns(UcudnnWarning, match="UCUDNN_POLCY is no setting of ucudnn") as caught:
         configs = [Config() for _ in range(3)]
     assert [warning.filename for warning in caught] == [__file__]
     assert {config.policy for config in configs} == {"powers-of-two"}

@@ -70,13 +70,6 @@ def test_every_warning_has_one_base(package: Path) -> None:
     assert issubclass(errors.UcudnnWarning, UserWarning)
 
 
-def test_a_warning_shows_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCUDNN_WORKSPACE_LIMT", "3MiB")
-    with pytest.warns(errors.UcudnnWarning, match="UCUDNN_WORKSPACE_LIMT") as caught:
-        ucudnn.Config()
-    assert Path(caught[0].filename) == Path(__file__)
-
-
 def test_a_warning_from_within_a_model_shows_the_line_that_called_it() -> None:
     import torch
 

@@ -84,6 +84,7 @@ def test_what_a_race_prints() -> None:
         {"step_race": replace(RACE, dropped=("fprop", "dgrad"), inside=(0.6, 0.5, 0.7))},
         {"layout_race": LayoutRace(CONTESTANTS, 1, 5)},
         {"compilation": Compilation(3, "why not", 2)},
+        {"memory": MEMORY},
     ],
     ids=lambda outcome: next(iter(outcome)),
 )

@@ -51,18 +51,6 @@ def test_bucket_equals_brute_force(gradients, fixed, eighths, slack):
     assert fewer.end_ns == min(ends[cut] for cut in enough if len(cut) == len(fewer.counts))
 
 
-def test_bucket_equals_brute_force_of_fourteen_gradients():
-    chance = np.random.default_rng(0)
-    cuts = all_cuts(14)
-    assert len(cuts) == 1 << 13
-    for _ in range(3):
-        ready = np.sort(chance.integers(0, 10_000, 14)).tolist()
-        sizes = chance.integers(1, 5000, 14).tolist()
-        line = Line(float(chance.integers(0, 2000)), float(chance.random()))
-        best = min(end_ns(ready, sizes, line, cut) for cut in cuts)
-        assert bucket(ready, sizes, line).end_ns == best
-
-
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=30), numbers, numbers)
 def test_a_slower_link_never_ends_earlier(gradients, fixed, more):
     ready, sizes = (list(column) for column in zip(*gradients, strict=True))

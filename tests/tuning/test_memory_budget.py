@@ -290,20 +290,10 @@ def test_both_layouts_stay_within_the_budget():
 
 
 @pytest.mark.slow
-def test_the_plan_is_in_the_file_with_its_memory(tmp_path):
-    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
-    plan = tuned(model, x, "1GiB")
-    plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.memory == plan.memory
-    assert loaded.kernels == plan.kernels
-    ops = [loaded.kernels[place].problem.op for place, _ in loaded.memory.calls]
+def test_the_memory_of_a_plan_names_the_kernel_of_each_call():
+    plan = tuned(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), "1GiB")
+    ops = [plan.kernels[place].problem.op for place, _ in plan.memory.calls]
     assert ops == ["fprop", "wgrad"]
-    assert loaded.hash == plan.hash
-    # what is live depends on the step, and decides nothing that the splits do not say
-    bare = replace(plan, memory=None)
-    bare = replace(bare, kernels=tuple(replace(one, live_bytes=None) for one in plan.kernels))
-    assert bare.hash == plan.hash
 
 
 @pytest.mark.parametrize(
