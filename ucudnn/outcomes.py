@@ -188,9 +188,8 @@ class Contestant:
     Args:
         memory_format: "keep", as the model was, or "channels_last".
         is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
-        time_ns: median time of a step; if no step was run, the sum of the times of its kernels.
-        ratio: median over the rounds of its time divided by the time of torch's own convolutions in
-            the model's own layout.
+        time_ns: median time of a step; if no step was run, the sum of its kernels.
+        ratio: median over the rounds of its time divided by that of the first contestant.
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
         peak_bytes: peak of allocated memory in a step; 0 if no step was run.
@@ -225,8 +224,8 @@ class LayoutRace:
     the model keeps its layout: it has no tensors of four or five axes
 
     Args:
-        contestants: the contestants, torch in the model's own layout first; empty if there was
-            nothing to compare.
+        contestants: the contestants; torch in the model's own layout comes first, or, if no step was
+            run, the plan for this layout; empty if there was nothing to compare.
         winner: index of the contestant that won.
         rounds: number of rounds, in each of which every contestant ran one step; 0: the sums of the
             kernels' times were compared.

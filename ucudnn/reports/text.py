@@ -262,14 +262,14 @@ def ways_table(memory: StepMemory) -> Table:
 
 
 def layout_table(layouts: LayoutRace) -> Table:
-    """Table with a row per contestant of a race of layouts; the winner is marked."""
-    what, caption = "step", f"median of {layouts.rounds} interleaved rounds"
+    """One row per contestant of a race of layouts; the winner is marked."""
+    what, to, caption = "step", "ratio to torch", f"median of {layouts.rounds} interleaved rounds"
     if layouts.is_by_sums:
-        what, caption = "sum of kernels", "sums of kernels, no steps were run"
+        what, to, caption = "sum of kernels", "ratio", "sums of kernels, no steps were run"
     if not all(one.is_allowed for one in layouts.contestants):
         caption += "; over the limit: torch's own, of more workspace than allowed, never chosen"
     table = simple_table("Layout of the model", f"{caption}; *: what the plan is for")
-    for heading in ("", "by", what, "ratio to torch", "peak", ""):
+    for heading in ("", "by", what, to, "peak", ""):
         table.add_column(heading, justify="right" if heading in (what, "peak") else "left")
     for index, one in enumerate(layouts.contestants):
         ratio = f"{one.ratio:.2f}"

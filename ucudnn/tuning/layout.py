@@ -112,38 +112,20 @@ def outcome(of: Sequence[LayoutEntrant], samples: Samples, peaks: Sequence[int])
 
 
 def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> LayoutRace:
-    """Compare the sums of the kernels' times, because no steps can be run."""
+    """Compare the sums of the kernels' times by each plan, because no steps can be run."""
     # Sums over different sets of kernels cannot be compared.
     if any(sum(len(k.layers) for k in plans[one].kernels) < calls[one] for one in plans):
         return LayoutRace(reason=f"not all kernels have a plan in both layouts, and {reason}")
-    contestants: list[Contestant] = []
-    for one in entrants(plans):
-        time_ns = _sum_ns(one, plans[one.memory_format])
-        # A recording may lack torch's own convolution of some kernel.
-        if time_ns is not None:
-            contestants.append(_summed(one, time_ns, contestants))
-    # Of each layout the last contestant is compared: the plan, which contains torch's own
-    # convolution wherever that is faster.
-    own, last = ({one.memory_format: i for i, one in enumerate(contestants)}[f] for f in plans)
-    is_faster = contestants[last].time_ns < (1 - TOLERATED) * contestants[own].time_ns
-    return LayoutRace(tuple(contestants), last if is_faster else own, reason=reason)
-
-
-def _sum_ns(one: LayoutEntrant, plan: Plan) -> int | None:
-    """Sum of the times of all calls, by the plan or by torch; None if a time is not known."""
-    total = 0
-    for kernel in plan.kernels:
-        timing = kernel.timing if one.plan else kernel.default
-        if timing is None:
-            return None
-        total += timing.time_ns * len(kernel.layers)
-    return total
-
-
-def _summed(one: LayoutEntrant, time_ns: int, others: Sequence[Contestant]) -> Contestant:
-    ratio = time_ns / others[0].time_ns if others else 1.0
-    is_plan, allowed = one.plan is not None, one.is_allowed
-    return Contestant(one.memory_format, is_plan, time_ns, ratio, ratio, ratio, is_allowed=allowed)
+    own_ns, last_ns = (
+        sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plans[which].kernels)
+        for which in ("keep", "channels_last")
+    )
+    ratio = last_ns / own_ns
+    contestants = (
+        Contestant("keep", True, own_ns),
+        Contestant("channels_last", True, last_ns, ratio, ratio, ratio),
+    )
+    return LayoutRace(contestants, int(ratio < 1 - TOLERATED), reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
