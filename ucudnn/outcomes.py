@@ -224,8 +224,8 @@ class LayoutRace:
     the model keeps its layout: it has no tensors of four or five axes
 
     Args:
-        contestants: the contestants; torch in the model's own layout comes first, or, if no step was
-            run, the plan for this layout; empty if there was nothing to compare.
+        contestants: the contestants; torch in the model's own layout comes first, or the plan for
+            this layout if no step was run; empty if there was nothing to compare.
         winner: index of the contestant that won.
         rounds: number of rounds, in each of which every contestant ran one step; 0: the sums of the
             kernels' times were compared.
