@@ -184,7 +184,10 @@ FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
 
 def entry_from_values(values: Mapping[str, Any]) -> Entry:
-    """Build an entry from values by field name; a CacheError if one is missing or impossible."""
+    """Build an entry from its values by field name.
+
+    Raises CacheError if a field is missing or unknown, or a value is impossible.
+    """
     if odd := values.keys() - FIELD_BY_NAME.keys():
         raise CacheError(f"there is no field {min(odd)!r}")
     document: dict[str, Any] = {}

@@ -1,10 +1,10 @@
 """Measurements by column: the contents of a file, in which look-ups by key are fast.
 
-Measurements are rows of arrays: plain numbers and text of fixed length, one column per field of the
-dataclasses, so any HDF5 tool shows them. A `Measurement` is built only for a row that is looked up.
-A problem is found by bisection over the sorted problems, which are compared as bytes. The rows of
-its measurements are neighbours; at the first look-up of the problem, a small dictionary of them is
-built.
+Each measurement is a row of a structured array, with one column per field of the dataclasses.
+Columns have plain numbers and text of fixed length, so any HDF5 tool shows them. A `Measurement` is
+built only for a row that is looked up. A problem is found by bisection over the sorted problems,
+which are compared as bytes. The rows of its measurements are neighbours; at the first look-up of
+the problem, a small dictionary of them is built.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def _scale(choices: Choices, saved: int, extra: int) -> int | None:
     """
     count = len(choices.starts)
     time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
-    # From scale * time + 4 * price * workspace <= SAFE, where price = scale * saved / extra, with
-    # some margin. 4 is the largest factor in `_PRICES`: 256 / 64.
+    # `room` is the largest scale for which scale * time + 4 * price * workspace <= SAFE with some
+    # margin, where price = scale * saved / extra. 4 is the largest factor in `_PRICES`: 256 / 64.
     room = SAFE * extra // (time * extra + workspace * (4 * saved + extra))
     return 1 << (room.bit_length() - 1) if room and choices.times.dtype != object else None
 

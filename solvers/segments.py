@@ -1,4 +1,4 @@
-"""Choose how to run each module of a step, for every limit of the peak at once.
+"""Choose how to run each module of a step, for every limit of its peak memory at once.
 
 The module that runs first in forward runs last in backward. So the tensors that a module keeps for
 its backward stay allocated while all later modules run. While a module runs, a step needs the bytes
@@ -268,8 +268,8 @@ class _Search:
     def _undominated(self, rooms: Integers, times: Integers) -> Integers:
         """Indices of the points that no other dominates, one per multiple of the resolution.
 
-        Dominated points can be dropped, because whatever module runs before them, the points that
-        dominate them stay better.
+        A dominated point can be dropped: whatever modules are put before it, the point that
+        dominates it is still better.
         """
         # A stable sort keeps the first of equal points. It is fast, because it merges sorted runs.
         order = np.argsort(rooms, kind="stable")

@@ -76,8 +76,8 @@ def _require_sense(
     recipe: Recipe, config: Config, given: Mapping[str, Any], output: Path | None
 ) -> None:
     """Refuse flags without effect, and an output file that could not be written."""
-    # Only the flag is refused, because a setting in a file or in the environment may be meant for
-    # models.
+    # The setting has no effect on a table. Only the flag is refused: in a file or in the
+    # environment the setting may be meant for other runs, which tune models.
     if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     if recipe.is_table and "layout" in given:

@@ -323,11 +323,11 @@ def kernel_table(kernel: KernelPlan) -> Table:
 
 
 def _repeated(kernel: KernelPlan, batch: int, split: Split) -> Chunk | str | None:
-    """The chunk that the split of a batch repeats, or its algorithm if undivided; None if neither.
+    """What the split of a batch repeats: a chunk, or the algorithm of an undivided batch.
 
-    A split that repeats a chunk may have one other chunk, for the remaining samples. Neighbouring
-    batches with the same result share a row of the table; a batch with the result None has a row of
-    its own.
+    The result is None if the split repeats nothing. A split that repeats a chunk may have one other
+    chunk, for the remaining samples. Neighbouring batches with the same result share a row of the
+    table; a batch with the result None has a row of its own.
     """
     # A batch whose split was timed as a whole has a row of its own.
     if split.axis != "batch" or not kernel.is_derived(batch):

@@ -83,7 +83,7 @@ def recall_race(
 def _keys(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool
 ) -> list[MeasurementKey]:
-    """One key per split, with an identity of the race: only its samples are compared."""
+    """One key per split, with an identity of this race, because samples of races do not compare."""
     # The texts are sorted, so that the same splits in another order have the same identity.
     texts = sorted(map(str, splits))
     identity = hashlib.sha256(f"{' | '.join(texts)} | {has_bias}".encode()).hexdigest()[:16]

@@ -282,9 +282,6 @@ class TuningScheduler:
 
     def _completed(self, plan: KernelPlan) -> KernelPlan:
         """The plan of a kernel, completed at its smaller batches as far as anything fits."""
-        # A recording has nothing more to measure.
-        if self.session.is_recorded:
-            return plan
 
         def source_at(batch: int) -> AbstractSource:
             limit = self.results.limit_at(plan.problem, batch)

@@ -227,7 +227,7 @@ class StepJudge:
     def _samples(
         self, contestants: Sequence[Plan | None], rival: int, is_warm: bool
     ) -> list[list[StepTimes]]:
-        """Time steps until it is clear whether the last contestant is faster than the rival.
+        """Run timed steps until it is clear whether the last contestant is faster than the rival.
 
         `rival` is the index of a contestant.
         """

@@ -49,8 +49,8 @@ _MOST_S = 10.0
 # Other processes may use this much of the processors that this process needs before it counts as
 # load.
 _TOLERATED = 0.25
-# The peak rates are measured by matrix products and copies. A convolution may be faster than these
-# by this factor.
+# The peak rates are measured by matrix products and copies. A convolution may exceed the measured
+# rates by up to this factor.
 MARGIN = 1.25
 # The products that are measured, as (columns, rows per thread). Short products are run many times,
 # so that some runs are not interrupted. Long products are measured, too, because in them waiting
