@@ -342,7 +342,7 @@ def origin(name: str) -> str:
     minutes = sum(one["wall_s"] for one in entries) / 60
     return (
         f"Measured on {days} in {minutes:.0f} minutes by {commands}: {device}, {threads} threads, "
-        f"torch {torch}. Before, others used {loads[0]} to {loads[-1]} processors."
+        f"torch {torch}. Just before, other processes used up to {loads[-1]} processors."
     )
 
 

@@ -144,8 +144,8 @@ class RowAxis(AbstractAxis):
 
         A remainder is what is left of the extent after as many slabs of such a size as possible.
         The policies "powers-of-two" and "all" give the same sizes, so that there are few of them
-        even for many rows. A size is left out if the tensors are too short for an inner slab of
-        this size and all rows that the slab reads.
+        even for many rows. A size is left out if a slab of this size that touches neither end
+        of the tensors would read more rows than there are.
         """
         if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
             return ()

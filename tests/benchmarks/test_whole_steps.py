@@ -92,7 +92,7 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
     assert second[7:9] == ["-", "-"]
     assert lines[8] == (
         "Measured on 2026-01-31 in 3 minutes by `python x.py`: a CPU, 2 threads, torch 2.13. "
-        "Before, others used 0.1 to 0.1 processors."
+        "Just before, other processes used up to 0.1 processors."
     )
 
 

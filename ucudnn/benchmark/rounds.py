@@ -75,8 +75,8 @@ def run_rounds(
     but the first begins after the `time.monotonic` of `until`.
     """
     results = [Result() for _ in entrants]
-    # How much processor time a candidate gets without other processes depends on how many threads
-    # it keeps busy. So each round of a candidate is compared with its own best round.
+    # Even on an idle machine, a candidate's share of processor time depends on how many threads it
+    # keeps busy. So each round of a candidate is compared with its own best round.
     most_share: list[float] = [0.0] * len(entrants)
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     repeated = spent = rounds = 0

@@ -148,7 +148,7 @@ class WorkerBench(AbstractBench):
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
     ) -> list[Result]:
-        """Time candidates in interleaved rounds; if one is lost, they start over without it."""
+        """Time candidates in interleaved rounds; if one ends the worker, start over without it."""
         found = self._without_the_lost("rounds", list(arms), dict(known))
         results = [
             Result(failure=found[place]) if isinstance(found[place], Failure) else found[place]

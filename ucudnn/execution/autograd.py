@@ -78,7 +78,7 @@ class AbstractRunner(ABC):
         self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
-        """The `Bound` for operands with the shapes of x and w; made at their first call."""
+        """The `Bound` for operands with the shapes of x and w; made when first asked for."""
         # The key consists of attributes of the tensors. A Problem would do as well, but to build
         # one at each call would take longer than to launch a small kernel. The key also says
         # whether TF32 is allowed, which is the only setting of torch that a problem depends on.

@@ -121,8 +121,8 @@ class StepResults(NamedTuple):
 class Steps:
     """Runs a training step for each of several example inputs, on a copy of the model.
 
-    What forward changes in the copy, such as running statistics, stays changed in later steps. If
-    `example_inputs` is a list, it holds several examples; otherwise it is a single example.
+    Running statistics, and other state that forward() updates in the copy, carry over to later
+    steps. If `example_inputs` is a list, it holds several examples; otherwise it is one example.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
 from ucudnn.units import format_bytes, format_ns
 
-# The measurements of the plan's machine by problem. The batch of each problem is set to 1, so that
-# chunks of all sizes are found together.
+# The measurements of the plan's machine. Each key is a problem with its batch replaced by 1, so
+# that the measurements of chunks of all sizes are under one key.
 _Known = dict[Problem, list[Measurement]]
 # Statuses of measurements with a time.
 _TIMED = ("ok", "screened")

@@ -139,7 +139,7 @@ class Results:
         return self.limit_at(problem, problem.batch)
 
     def limit_at(self, problem: Problem, batch: int) -> int | None:
-        """Bytes of workspace that a call of a smaller batch may use."""
+        """Bytes of workspace that a call of the problem with another batch may use."""
         parts = {} if self.pool is None else self.pool.parts
         return parts.get(problem, self.limits.of(problem, batch))
 

@@ -255,7 +255,7 @@ class LiveSource(AbstractSource):
         race_ns = 3 * len(splits) * self._measurer(self.cuts[0]).whole_ns
         if not session.may_race or not session.has_time_for(race_ns):
             return recall_race(session, problem, splits, has_bias)
-        # The measurer that worked last still holds its operands; the others have freed theirs.
+        # The measurer that was used last still holds its operands; the others have freed theirs.
         return race(session, self._working()[-1], problem, splits, has_bias)
 
     def release(self) -> None:
