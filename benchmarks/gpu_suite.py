@@ -355,8 +355,8 @@ def compare_lists(suite: Suite, problem: Problem, profile: DeviceProfile | None)
     runtime = suite.backend.runtime
     try:
         here = runtime.configurations(torch.cuda.current_device(), problem)
-        with profile.descriptor(runtime.cudnn) as device:
-            elsewhere = configurations(Target(runtime.cudnn, device=device), problem)
+        device = profile.descriptor(runtime.cudnn)
+        elsewhere = configurations(Target(runtime.cudnn, device=device), problem)
     except UcudnnError as error:
         suite.skipped[f"lists by profile: {str(error).splitlines()[0][:160]}"] += 1
         return
