@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
+from ucudnn.tuning import sources
 from ucudnn.tuning.step_judge import has_default
 from ucudnn.tuning.tuner import tune_problems
 
@@ -93,18 +93,17 @@ def test_where_all_vary_there_is_no_plan(here):
         tune_problems(LAYERS, Config(deterministic=True))
 
 
-def test_where_the_deterministic_splits_fail_as_whole_calls_the_error_says_so(here):
+def test_where_the_deterministic_splits_fail_as_whole_calls_the_error_says_so(here, monkeypatch):
     here.varying = {"torch_default", "atomic"}
 
-    looks = itertools.count()
+    def race(*arguments):
+        here.costs = here.costs | {"exact": lambda _: (None, 0)}
+        return race_of_splits(*arguments)
 
-    def fail(event):
-        # exact has run once, and then in rounds: a race of whole calls comes next
-        if event.measured == 2 and next(looks) == 1:
-            here.costs = here.costs | {"exact": lambda _: (None, 0)}
-
+    race_of_splits = sources.race
+    monkeypatch.setattr(sources, "race", race)
     with pytest.raises(PlanError, match="every deterministic split of fprop .* failed as a whole"):
-        tune_problems(LAYERS, Config(deterministic=True, policy="undivided"), fail)
+        tune_problems(LAYERS, Config(deterministic=True, policy="undivided"))
 
 
 def test_a_recording_is_replayed_without_what_varies(here, tmp_path):

@@ -46,7 +46,7 @@ ScriptArgument = Annotated[
 class ScriptCall(BaseException):
     """Raised by `run` and `record` to let `main` run a script; typer lets it pass.
 
-    It is no `Exception`, because typer and `_OwnErrors` would take that for an error.
+    It is no `Exception`, because typer and `_command` would take that for an error.
     """
 
     def __init__(self, words: list[str], files: Startup) -> None:
