@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,23 +16,25 @@ from ucudnn.tracing import trace
 
 
 @pytest.mark.parametrize(
-    ("name", "table", "batch"),
+    ("source", "name", "table", "batch"),
     [
-        ("resnet50", "resnet50_n256", 256),
-        ("alexnet", "alexnet_ucudnn_csv", 256),
-        ("unet3d", "nnunet_3d_fullres_n2", 2),
-        ("convnext", "convnext_tiny_n128", 128),
-        ("sd15", "sd15_unet_n8", 8),
+        ("step_models", "resnet50", "resnet50_n256", 256),
+        ("step_models", "alexnet", "alexnet_ucudnn_csv", 256),
+        ("step_models", "unet3d", "nnunet_3d_fullres_n2", 2),
+        ("step_models", "convnext", "convnext_tiny_n128", 128),
+        ("step_models", "sd15", "sd15_unet_n8", 8),
+        # Those of the paper on mu-cuDNN.
+        ("networks", "alexnet", "alexnet_ucudnn_csv", 256),
+        ("networks", "cifar10", "cifar10_caffe_n1024", 1024),
     ],
 )
-def test_networks_have_the_shapes_of_the_tables(
-    name: str, table: str, batch: int, script: Callable[[str], ModuleType], repository: Path
-) -> None:
-    network = script("step_models").NETWORKS[name]
-    assert network.batch == batch
+def test_networks_have_the_shapes_of_the_tables(source, name, table, batch, script, repository):
+    network = script(source).NETWORKS[name]
     with torch.device("meta"):
-        model = network.build(False)
-    problems = trace(model, torch.empty(batch, *network.shape, device="meta"))
+        model = network.make() if source == "networks" else network.build(False)
+    shape = network.shape[1:] if source == "networks" else network.shape
+    assert source == "networks" or network.batch == batch
+    problems = trace(model, torch.empty(batch, *shape, device="meta"))
     # wgrad: every convolution has one, a transposed one the same as the plain one it reverses
     found = Counter(plain(one) for one in problems if one.op == "wgrad")
     rows = read_rows(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))

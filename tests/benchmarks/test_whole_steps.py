@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ucudnn.layer_table import read_rows
 from ucudnn.problem import Problem
-from ucudnn.tracing import trace
 from ucudnn.units import format_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.UcudnnWarning")
@@ -93,25 +89,6 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
     assert lines[8] == (
         "Measured on 2026-01-31 in 3 minutes by `python x.py`: a CPU, 2 threads, torch 2.13. "
         "Just before, other processes used up to 0.1 processors."
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "table"), [("alexnet", "alexnet_ucudnn_csv"), ("cifar10", "cifar10_caffe_n1024")]
-)
-def test_networks_of_mucudnn_have_its_shapes(
-    name: str, table: str, script: Callable[[str], ModuleType], repository: Path
-) -> None:
-    rows = read_rows(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))
-    layers = [row.problem for row in rows]
-    network = script("networks").NETWORKS[name]
-    with torch.device("meta"):
-        model = network.make()
-    x = torch.empty(layers[0].batch, *network.shape[1:], device="meta")
-    found = [one for one in trace(model, x) if one.op == "wgrad"]
-    plain = {"math": "strict", "layout": "nchw"}
-    assert Counter(replace(one, **plain) for one in found) == Counter(
-        replace(one, **plain) for one in layers
     )
 
 

@@ -68,22 +68,6 @@ def test_tuning_goes_on_where_the_cache_cannot_be_written(ucudnn, table, tmp_pat
     assert json.loads(done.out)["measured"] > 0
 
 
-def test_help_of_every_command_is_light():
-    """`ucudnn --help` loads no framework."""
-    program = (
-        "import sys; sys.argv = ['ucudnn', '--help']\n"
-        "from ucudnn.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print([name for name in ('torch', 'h5py', 'pulp') if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert "tune" in done.stdout
-
-
 @pytest.mark.slow
 def test_cache_commands_over_the_life_of_a_cache(ucudnn, table, tmp_path):
     def cache(*arguments, at="mine"):

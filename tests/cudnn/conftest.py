@@ -86,15 +86,31 @@ def newest(stub_cache: Path) -> Iterator[Inside]:
     process.close()
 
 
-@pytest.fixture
-def compiled(tmp_path: Path) -> Callable[[str], Path]:
-    """Build a libcudnn.so.9 from C."""
+# The functions that loading a library looks for, beside its version.
+NAMES = (
+    *("cudnnGetErrorString", "cudnnGetLastErrorString", "cudnnCreate", "cudnnDestroy"),
+    *("cudnnSetStream", "cudnnBackendCreateDescriptor", "cudnnBackendDestroyDescriptor"),
+    *("cudnnBackendFinalize", "cudnnBackendSetAttribute", "cudnnBackendGetAttribute"),
+    "cudnnBackendExecute",
+)
 
-    def build(source: str) -> Path:
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Callable[..., Path]:
+    """Build a libcudnn.so.9 of a version; functions that its C source has not do nothing.
+
+    Without a version it is the source alone.
+    """
+
+    def build(version: int | None, source: str = "") -> Path:
         path = tmp_path / "nvidia/cudnn/lib/libcudnn.so.9"
         path.parent.mkdir(parents=True)
+        lines = [source]
+        if version is not None:
+            lines += [f"unsigned long cudnnGetVersion(void) {{ return {version}; }}"]
+            lines += [f"int {name}(void) {{ return 0; }}" for name in NAMES if name not in source]
         command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-        subprocess.run(command, input=source, text=True, check=True)
+        subprocess.run(command, input="\n".join(lines), text=True, check=True)
         return path
 
     return build

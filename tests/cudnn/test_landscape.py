@@ -62,24 +62,6 @@ def test_alexnet_conv2_keeps_tensor_cores_in_dgrad_only_in_micro_batches(
     assert fits == {128: False, 64: True, 32: True}
 
 
-def test_alexnet_conv2_has_one_engine_in_fprop_that_needs_no_micro_batch(
-    inside_928: Inside,
-) -> None:
-    whole = tensor_cores(inside_928("found", problem=asdict(CONV2)))
-    within = {identity: workspace for identity, workspace in whole.items() if workspace <= LIMIT}
-    assert {identity.partition("_")[0] for identity in within} == {"eng38"}
-    assert {round(workspace / MIB, 1) for workspace in within.values()} == {46.7}
-
-
-def test_strict_float32_needs_what_only_b_and_fallback_propose(inside_928: Inside) -> None:
-    modes = {
-        mode
-        for _, mode, _, notes in inside_928("found", problem=asdict(CONV2))
-        if "TENSOR_CORE" not in notes
-    }
-    assert modes == {"B", "FALLBACK"}
-
-
 def test_resnet50_is_listed_whole(
     inside_928: Inside, stub_cache: Path, monkeypatch, tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,21 +132,3 @@ def test_the_minority_is_named_and_of_two_halves_the_one_without_the_first_rank(
     with pytest.raises(RankError, match="torch is 1 on rank 1"):
         require_equal(dict(enumerate(facts[:2])))
     require_equal(dict(enumerate(facts[1:])))
-
-
-def test_loading_a_plan_loads_no_tuner(tmp_path):
-    program = """if True:
-        import sys
-        from ucudnn import Config, Plan, distributed
-        from ucudnn.backends.registry import identify
-        from ucudnn.measurement import Conditions
-
-        Plan((), *identify("torch_cpu"), Conditions(), Config(), "torch_cpu").save("plan.json")
-        distributed.load("plan.json")
-        print(*(name for name in sys.modules if name.partition(".")[0] == "ucudnn"))
-    """
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-    loaded = ended.stdout.split()
-    assert not [one for one in loaded if one.startswith(("ucudnn.tuning", "ucudnn.benchmark"))]
-    assert len(loaded) <= 35

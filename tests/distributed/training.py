@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from by_hand import in_chunks
+from by_hand import in_chunks, where_it_can
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import cross_entropy
@@ -51,7 +51,8 @@ def planned(
     dtype = next(model.parameters()).dtype
     traced = copy.deepcopy(model).to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
     layers = trace_layers(traced, torch.empty(batch, 3, 9, 9, dtype=dtype)).layers
-    plan = in_chunks(open_backend("torch_cpu"), layers, 2, lambda _: "im2col_gemm")
+    backend = open_backend("torch_cpu")
+    plan = in_chunks(backend, layers, 2, where_it_can(backend, "im2col_gemm", 2))
     plan = replace(plan, memory_format="channels_last" if last else "keep")
     converted = copy.deepcopy(model)
     agreed = distributed.agree(plan, timeout_s=100)

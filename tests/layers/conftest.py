@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from by_hand import in_chunks
+from by_hand import in_chunks, where_it_can
 from torch import nn
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.execution.execute import Call
 from ucudnn.plan import Plan
-from ucudnn.problem import Problem
 from ucudnn.tracing import trace_layers
 
 
@@ -28,13 +27,7 @@ def plan_by_hand() -> Callable[..., Plan]:
         config: Config | None = None,
     ) -> Plan:
         backend = open_backend("torch_cpu")
-
-        def algorithm_of(problem: Problem) -> str:
-            # Some algorithms compute a whole batch and refuse a single sample of it.
-            sizes = {min(chunk, n) for n in range(1, problem.batch + 1)}
-            refusals = [backend.refusal(problem.with_batch(size), algorithm) for size in sizes]
-            return "torch_default" if any(refusals) else algorithm
-
+        algorithm_of = where_it_can(backend, algorithm, chunk)
         return in_chunks(backend, trace_layers(model, inputs).layers, chunk, algorithm_of, config)
 
     return plan

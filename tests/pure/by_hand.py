@@ -112,6 +112,18 @@ def plan_of(*kernels: KernelPlan, config: Config | None = None, **more: Any) -> 
     return Plan(kernels, *made_on, config or Config(), **more)
 
 
+def where_it_can(backend: AbstractBackend, algorithm: str, chunk: int) -> Callable[[Problem], str]:
+    """This algorithm for problems whose chunks of this size it computes, else torch's own."""
+
+    def algorithm_of(problem: Problem) -> str:
+        # Some algorithms compute a whole batch and refuse a single sample of it.
+        sizes = {min(chunk, n) for n in range(1, problem.batch + 1)}
+        refusals = [backend.refusal(problem.with_batch(size), algorithm) for size in sizes]
+        return "torch_default" if any(refusals) else algorithm
+
+    return algorithm_of
+
+
 def in_chunks(
     backend: AbstractBackend,
     layers: Iterable[tuple[str, Problem]],
