@@ -1,6 +1,6 @@
 """Does `distributed.advise` name the fastest way to exchange gradients? On links of all kinds.
 
-    python benchmarks/communication.py --out communication.json           # all cells, 32 minutes
+    python benchmarks/communication.py --out communication.json           # all cells, 40 minutes
     python benchmarks/communication.py --ranks 2 --links loopback --networks small
 
 Every cell is a job of its own, on a link of `delayed_link.py`. Its ranks ask for advice, then run
@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from provenance import provenance
@@ -41,7 +42,7 @@ from ucudnn.distributed.exchange_advice import (
 )
 from ucudnn.distributed.exchange_times import replica_by
 from ucudnn.execution.stepping import run_step
-from ucudnn.solvers import Line, Link, collectives
+from ucudnn.solvers import Curve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import resnet18
@@ -49,6 +50,7 @@ from models import resnet18
 # Two of them without a rate: what the processors of this machine let through.
 LINKS = ("loopback", "5ms,100GB/s", "1ms,200Mbit/s", "0.1ms,1Gbit/s")
 RANKS = (2, 4)
+LEAST_ROUNDS = 7
 
 
 def small() -> nn.Module:
@@ -115,7 +117,7 @@ def runner(model: nn.Module, x: torch.Tensor, way: ExchangeWay) -> tuple[Callabl
     return partial(stepped, replica, batch), 1
 
 
-def cell(network: str, rounds: int, path: str) -> None:
+def cell(network: str, seconds: float, path: str) -> None:
     """In a rank: ask for advice, run all ways, and write both."""
     torch.manual_seed(0)
     job = distributed.init()
@@ -124,18 +126,22 @@ def cell(network: str, rounds: int, path: str) -> None:
     advice = distributed.advise(model, x)
     contestants = [runner(model, x, way) for way in advice.ways]
     samples: list[list[int]] = [[] for _ in advice.ways]
-    for number in range(rounds + 2):
+    began, elapsed_s = time.monotonic(), 0.0
+    while len(samples[0]) < LEAST_ROUNDS or elapsed_s < seconds:
         for (run, count), taken in zip(contestants, samples, strict=True):
             dist.barrier()
             start = time.perf_counter_ns()
             run()
-            own = torch.tensor([(time.perf_counter_ns() - start) / count], dtype=torch.float64)
+            own = torch.tensor(
+                [(time.perf_counter_ns() - start) / count, time.monotonic() - began],
+                dtype=torch.float64,
+            )
             dist.all_reduce(own, dist.ReduceOp.MAX)
-            if number >= 2:  # DDP arranges its buckets anew after the first step
-                taken.append(int(own))
+            taken.append(int(own[0]))
+            elapsed_s = float(own[1])
     if job.rank == 0:
         found = [
-            {**asdict(way), "samples_ns": taken}
+            {**asdict(way), "samples_ns": taken[2:]}  # DDP arranges its buckets anew after a step
             for way, taken in zip(advice.ways, samples, strict=True)
         ]
         own = advice.to_dict()
@@ -156,11 +162,7 @@ def cell(network: str, rounds: int, path: str) -> None:
 
 def chosen(one: dict[str, Any]) -> str:
     """The way that is advised by what the ranks of a cell have measured."""
-    profile = Profile(**{**one["profile"], "coded": ()})
-    found = tuple(
-        ExchangeWay(**{name: way[name] for name in ExchangeWay.__slots__}) for way in one["ways"]
-    )
-    return ExchangeAdvice(profile, found).chosen.name
+    return msgspec.convert(one, ExchangeAdvice).chosen.name
 
 
 def held_out(cells: list[dict[str, Any]]) -> None:
@@ -173,12 +175,13 @@ def held_out(cells: list[dict[str, Any]]) -> None:
         ]
         if one["ranks"] == 2 or not of_two:
             continue
-        line = Line(**of_two[0]["profile"]["reduce"])
-        values = {**one["profile"], "coded": (), "gather": line}
-        values["reduce"] = collectives.line(
-            collectives.ring, one["ranks"], Link(line.fixed_ns / 2, line.per_byte_ns)
+        profile, two = (msgspec.convert(cell["profile"], Profile) for cell in (one, of_two[0]))
+        # In a ring, each of n ranks sends 2 (n - 1) messages of 1/n of the bytes.
+        curve = Curve(
+            tuple(size * one["ranks"] // 2 for size in two.reduce.sizes),
+            tuple(time_ns * (one["ranks"] - 1) for time_ns in two.reduce.times_ns),
         )
-        profile = Profile(**values)
+        profile = replace(profile, reduce=curve, contention=two.contention)
         one["held_out_ns"] = profile.step_ns(capped(profile.sizes, DEFAULT_CAPS))
 
 
@@ -190,12 +193,12 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[*RANKS])
     parser.add_argument("--links", nargs="+", default=[*LINKS])
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS], choices=[*NETWORKS])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20, help="at least, for steps of a job")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
-        cell(arguments.cell[0], arguments.rounds, arguments.cell[1])
+        cell(arguments.cell[0], arguments.seconds, arguments.cell[1])
     found: list[dict[str, Any]] = []
     began, made = time.monotonic(), provenance()
     for link in arguments.links:
@@ -203,7 +206,7 @@ def main() -> None:
             for ranks in arguments.ranks:
                 with tempfile.TemporaryDirectory() as folder:
                     path = Path(folder) / "cell.json"
-                    own = ["--rounds", f"{arguments.rounds}", "--cell", network, str(path)]
+                    own = ["--seconds", f"{arguments.seconds}", "--cell", network, str(path)]
                     place = ["--ranks", f"{ranks}", "--link", link, "--"]
                     launcher = str(Path(__file__).parent / "delayed_link.py")
                     command = [sys.executable, launcher, *place, sys.executable, __file__, *own]

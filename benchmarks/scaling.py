@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -29,7 +30,7 @@ from rich.table import Table
 from ucudnn import distributed
 from ucudnn.distributed.codecs import Codec, OneBit, TopK
 from ucudnn.distributed.exchange_advice import DEFAULT_CAPS, Coded, Profile, capped, parse_link
-from ucudnn.solvers import Line, Link, collectives
+from ucudnn.solvers import Link, collectives
 from ucudnn.units import format_ns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -165,11 +166,7 @@ def measure(path: str, batch: int, image: int) -> None:
 
 def read(document: dict[str, Any]) -> Profile:
     """The profile of an advice."""
-    values = document["profile"]
-    lines = {name: Line(**values[name]) for name in ("reduce", "gather")}
-    coded = tuple(Coded(**one) for one in values["coded"])
-    numbers = {name: tuple(values[name]) for name in ("sizes", "ready_ns")}
-    return Profile(**(values | lines | numbers | {"coded": coded}))
+    return msgspec.convert(document["profile"], Profile)
 
 
 def main() -> None:

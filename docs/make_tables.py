@@ -265,7 +265,7 @@ def linked() -> list[Row]:
         "averages, times as fast as torch's",
     ]
     rows = [heading]
-    for cell in (cell for run in results("communication.json") for cell in run["cells"]):
+    for cell in results("communication.json")["cells"]:
         own = cell["ways"][0]
         times = {way["name"]: median_ns(way["samples_ns"]) for way in cell["ways"]}
         advised = chosen(cell)

@@ -6,16 +6,17 @@ from ucudnn.solvers._base import Division, Item
 from ucudnn.solvers.collectives import Link
 from ucudnn.solvers.division import divide
 from ucudnn.solvers.load_balancing import balance
-from ucudnn.solvers.overlap import Buckets, Line, bucket, finish, fit
+from ucudnn.solvers.overlap import Buckets, Contention, Curve, bucket, overlap
 from ucudnn.solvers.reuse import reuse
 from ucudnn.solvers.reuse_table import ReuseTable, WalkEntry
 from ucudnn.solvers.segments import Node, Option, SegmentTable, segment
 
 __all__ = [
     "Buckets",
+    "Contention",
+    "Curve",
     "Division",
     "Item",
-    "Line",
     "Link",
     "Node",
     "Option",
@@ -25,8 +26,7 @@ __all__ = [
     "balance",
     "bucket",
     "divide",
-    "finish",
-    "fit",
+    "overlap",
     "reuse",
     "segment",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.solvers._base import require_int
-from ucudnn.solvers.overlap import Line
+from ucudnn.solvers.overlap import Curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ def gather(ranks: int, size_bytes: float, link: Link) -> float:
     return (ranks - 1) * link.message_ns(size_bytes)
 
 
-def line(collective: Collective, ranks: int, link: Link) -> Line:
+def line(collective: Collective, ranks: int, link: Link) -> Curve:
     """The time of a collective, as a straight line over its bytes.
 
-    >>> line(ring, 4, Link(1000, 1.0))
-    Line(fixed_ns=6000.0, per_byte_ns=1.5)
+    >>> line(ring, 4, Link(1000, 1.0)).time_ns(4000)
+    12000
 
     Args:
         collective: `ring`, or another formula of this module.
@@ -83,4 +83,4 @@ def line(collective: Collective, ranks: int, link: Link) -> Line:
     """
     require_int("ranks", ranks, 1)
     fixed = collective(ranks, 0, link)
-    return Line(fixed, collective(ranks, 1, link) - fixed)
+    return Curve.line(fixed, collective(ranks, 1, link) - fixed)

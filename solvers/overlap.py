@@ -12,82 +12,162 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.solvers._base import require_int
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Time of an exchange as a straight line over its bytes.
+class Curve:
+    """Time of an exchange over its bytes: straight lines between the sizes that are known.
 
-    >>> Line(fixed_ns=1000, per_byte_ns=0.5).time_ns(4096)
-    3048
+    Beyond the largest size the last line goes on; below the smallest the time stays the same.
+
+    >>> Curve((1000, 3000), (500, 1500)).time_ns(4000)
+    2000
 
     Args:
-        fixed_ns: time in ns of an exchange of no bytes.
-        per_byte_ns: additional time in ns for each byte.
+        sizes: bytes, rising.
+        times_ns: time in ns for each size, not falling.
+
+    Raises:
+        ConfigError: there is no size, or the numbers are not as above.
     """
 
-    fixed_ns: float
-    per_byte_ns: float
+    sizes: tuple[int, ...]
+    times_ns: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        is_rising = all(a < b for a, b in pairwise(self.sizes))
+        if not (
+            len(self.sizes) == len(self.times_ns) > 0
+            and is_rising
+            and list(self.times_ns) == sorted(self.times_ns)
+            and min(self.times_ns) >= 0
+        ):
+            raise ConfigError(
+                "a curve must have a time of at least 0 for each size, with rising sizes and no "
+                f"falling times, got {quoted(self)}"
+            )
+
+    @classmethod
+    def line(cls, fixed_ns: float, per_byte_ns: float) -> Curve:
+        """A fixed time, and an additional time for each byte.
+
+        >>> Curve.line(1000, 0.5).time_ns(4096)
+        3048
+        """
+        return cls((0, 1 << 30), (fixed_ns, fixed_ns + (1 << 30) * per_byte_ns))
+
+    def times(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Times in ns of exchanges of these sizes in bytes, of any shape."""
+        found = np.interp(sizes, self.sizes, self.times_ns)
+        if len(self.sizes) > 1:
+            slope = (self.times_ns[-1] - self.times_ns[-2]) / (self.sizes[-1] - self.sizes[-2])
+            found = found + slope * np.maximum(sizes - self.sizes[-1], 0)
+        return found
 
     def time_ns(self, size_bytes: int) -> int:
         """Time of one exchange, to the nearest ns."""
-        return round(self.fixed_ns + self.per_byte_ns * size_bytes)
-
-    def error(self, samples: Sequence[tuple[int, int]]) -> float:
-        """The largest relative difference between samples (bytes, ns) and the line."""
-        return max(abs(self.time_ns(size) - time_ns) / time_ns for size, time_ns in samples)
+        return round(float(self.times(np.asarray(size_bytes))))
 
 
-def fit(samples: Sequence[tuple[int, int]]) -> Line:
-    """Fit a line to measured exchanges by least squares of the relative errors.
-
-    Neither part of the line is negative.
-
-    >>> fit([(1000, 1500), (2000, 2000), (4000, 3000)])
-    Line(fixed_ns=1000.0, per_byte_ns=0.5)
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How much longer exchanges and computing take if they run at once.
 
     Args:
-        samples: size in bytes and time in ns, at least 1, of each exchange.
-
-    Raises:
-        ConfigError: there is no sample.
+        pair: time of two exchanges at once over the time of one: 1 to 2, in turn.
+        computing: time of computing during exchanges over its time without them.
+        exchanging: time of an exchange during computing over its time without it.
     """
-    if not samples:
-        raise ConfigError("samples must not be empty; pass (bytes, ns) of at least one exchange")
-    sizes, times = np.asarray(samples, float).T
-    # This solves (a + b * size) / time = 1 for all samples, by least squares. If a or b were
-    # negative, it is set to 0.
-    columns = np.stack([1 / times, sizes / times], axis=1)
-    found = np.linalg.lstsq(columns, np.ones(len(times)))[0]
-    for kept in (0, 1):
-        if found[1 - kept] < 0:
-            column = columns[:, kept]
-            found = np.zeros(2)
-            found[kept] = column.sum() / (column @ column)
-    fixed, per_byte = (round(float(value), 9) for value in found)
-    return Line(fixed, per_byte)
+
+    pair: float = 2.0
+    computing: float = 1.0
+    exchanging: float = 1.0
+
+    @classmethod
+    def measured(
+        cls, one_ns: int, pair_ns: int, computing_ns: int, computed_ns: int, exchanged_ns: int
+    ) -> Contention:
+        """From times of exchanges and of computing, each by itself, and all of them at once.
+
+        >>> Contention.measured(100, 150, 120, 150, 180)
+        Contention(pair=1.5, computing=1.25, exchanging=1.25)
+
+        Args:
+            one_ns: time of an exchange by itself.
+            pair_ns: time of two such exchanges that begin at once.
+            computing_ns: time of computing by itself.
+            computed_ns: time until computing has ended if it begins with both exchanges.
+            exchanged_ns: time until both exchanges have ended then.
+        """
+        # All are under way until the first of the two has ended; the rest of the other one takes
+        # as long as it would by itself. Noise may leave nothing for the time before.
+        both_ns = min(computed_ns, exchanged_ns)
+        computing_ns -= computed_ns - both_ns
+        exchanging_ns = pair_ns - (exchanged_ns - both_ns)
+        return cls(
+            pair=min(2.0, max(1.0, pair_ns / one_ns)),
+            computing=max(1.0, both_ns / max(computing_ns, both_ns / 10)),
+            exchanging=max(1.0, both_ns / max(exchanging_ns, both_ns / 10)),
+        )
 
 
-def finish(ready_ns: Sequence[int], costs_ns: Sequence[int]) -> list[int]:
-    """End of each exchange in ns, if exchanges use one link one after the other, in this order.
+def overlap(
+    ready_ns: Sequence[int], costs_ns: Sequence[int], computing_ns: int, contention: Contention
+) -> tuple[list[int], int]:
+    """End of each exchange and of computing in ns, if exchanges begin while computing goes on.
 
-    >>> finish([10, 20, 60], [30, 5, 5])
-    [40, 45, 65]
+    Exchanges begin in this order. At most two are under way at once.
+
+    >>> overlap([10, 20, 60], [30, 5, 5], 60, Contention())
+    ([40, 45, 65], 60)
+    >>> overlap([10, 20, 60], [30, 5, 5], 60, Contention(pair=1))
+    ([40, 25, 65], 60)
+    >>> overlap([10, 20, 60], [30, 5, 5], 60, Contention(computing=2, exchanging=1.5))
+    ([55, 62, 91], 86)
 
     Args:
-        ready_ns: earliest start of each exchange in ns.
-        costs_ns: duration of each exchange in ns.
+        ready_ns: time of computing after which each exchange may begin, not falling.
+        costs_ns: duration in ns of each exchange by itself.
+        computing_ns: duration of computing by itself, at least the last of `ready_ns`.
+        contention: how much they slow each other down.
     """
-    ends, free = [], 0
-    for ready, cost in zip(ready_ns, costs_ns, strict=True):
-        free = max(ready, free) + cost
-        ends.append(free)
-    return ends
+    now = done = 0.0
+    left = [float(cost) for cost in costs_ns]
+    ends = [0] * len(left)
+    begun, computed_ns = 0, 0
+    pending: list[int] = []
+    while pending or done < computing_ns or begun < len(left):
+        while begun < len(left) and ready_ns[begun] <= done:
+            pending.append(begun)
+            begun += 1
+        running = pending[: 1 if contention.pair >= 2 else 2]
+        is_computing = done < computing_ns
+        slower = contention.computing if running else 1.0
+        slowest = contention.exchanging if is_computing else 1.0
+        slowest *= contention.pair if len(running) == 2 else 1.0
+        # The next event: an exchange ends, a gradient is ready, or computing ends.
+        event = ready_ns[begun] if begun < len(left) else computing_ns
+        spans = [left[one] * slowest for one in running]
+        if is_computing:
+            spans.append((event - done) * slower)
+        span = min(spans)
+        now += span
+        if is_computing:
+            done = event if spans[-1] == span else done + span / slower
+            computed_ns = round(now)
+        for one, whole in zip(running, spans, strict=False):
+            left[one] -= span / slowest
+            if whole == span:
+                ends[one] = round(now)
+                pending.remove(one)
+    return ends, computed_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +188,21 @@ class Buckets:
     end_ns: int
 
 
-def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: int = 0) -> Buckets:
+def bucket(
+    ready_ns: Sequence[int], sizes: Sequence[int], curve: Curve, slack_ns: int = 0
+) -> Buckets:
     """Cut gradients into contiguous buckets so that the last exchange ends as early as possible.
 
     Of all such cuts, the result has the fewest buckets. It is exact, and found in O(n^2) operations
     for n gradients and each bucket.
 
-    >>> bucket([10, 20, 500], [1000, 1000, 10], Line(fixed_ns=100, per_byte_ns=0.1))
+    >>> bucket([10, 20, 500], [1000, 1000, 10], Curve.line(100, 0.1))
     Buckets(counts=(2, 1), sizes=(2000, 10), end_ns=601)
 
     Args:
         ready_ns: time in ns at which each gradient is ready, in the order in which they are sent.
         sizes: bytes of each gradient.
-        line: time of an exchange over its bytes.
+        curve: time of an exchange over its bytes.
         slack_ns: time in ns by which the last exchange may end later if that saves buckets.
 
     Raises:
@@ -136,13 +218,11 @@ def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: 
         require_int("ready_ns", time_ns, 0)
         require_int("a size in bytes", size, 0)
     require_int("slack_ns", slack_ns, 0)
-    if line.fixed_ns < 0 or line.per_byte_ns < 0:
-        raise ConfigError(f"a line must have no negative part, got {quoted(line)}")
     ready = np.maximum.accumulate(np.asarray([0, *ready_ns], np.int64))
     until = np.cumsum(np.asarray([0, *sizes], np.int64))
     # The entry in row n and column i is the time of exchanging the gradients i to n - 1 as one
     # bucket; entries with i >= n are not used.
-    costs = np.rint(line.fixed_ns + line.per_byte_ns * (until[:, None] - until)).astype(np.int64)
+    costs = np.rint(curve.times(until[:, None] - until)).astype(np.int64)
     places = np.arange(len(until))
     is_bucket = places[:, None] > places
     ends = np.zeros(len(until), np.int64)

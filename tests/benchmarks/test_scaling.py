@@ -10,7 +10,7 @@ import pytest
 from messages import LINK, RANKS, Ranks, ring_by_messages
 
 from ucudnn.distributed.exchange_advice import ExchangeAdvice, Profile, ways
-from ucudnn.solvers import Line, Link
+from ucudnn.solvers import Curve, Link
 
 MS, MIB = 1_000_000, 1 << 20
 
@@ -21,7 +21,12 @@ def scaling(repository):
 
 
 PROFILE = Profile(
-    1, (4 * MIB,) * 4, (25 * MS, 50 * MS, 75 * MS, 100 * MS), 100 * MS, Line(0, 0), Line(0, 0)
+    1,
+    (4 * MIB,) * 4,
+    (25 * MS, 50 * MS, 75 * MS, 100 * MS),
+    100 * MS,
+    Curve.line(0, 0),
+    Curve.line(0, 0),
 )
 
 

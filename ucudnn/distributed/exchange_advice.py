@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from ucudnn.errors import ConfigError, quoted
-from ucudnn.solvers import Line, Link, bucket, finish
+from ucudnn.solvers import Contention, Curve, Link, bucket, overlap
 from ucudnn.units import format_bytes, format_ns
 
 HARM = ("as it is", "same gradients", "rounded gradients", "other gradients", "other training")
@@ -23,6 +23,8 @@ HARM = ("as it is", "same gradients", "rounded gradients", "other gradients", "o
 # later ones.
 DEFAULT_CAPS = (1.0, 25.0)
 _MIB = 1 << 20
+# The smallest message whose time is measured.
+SMALLEST_BYTES = 4096
 # Gains are mentioned only above these fractions of a step: the first if steps were measured,
 # because smaller gains are noise; the second if all steps are predicted, because smaller gains are
 # too uncertain.
@@ -84,7 +86,7 @@ class Coded:
     is_gathered: bool = True
 
 
-_AS_IT_IS = Coded("", "", 0, 1.0, 0, 0, is_gathered=False)
+_NONE = Contention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Profile:
         compute_ns: time of a step without any exchange.
         reduce: time of an all-reduce over its bytes.
         gather: time of an all-gather over the bytes of one rank's message.
-        link_error: the largest relative error of the two lines; 0 if they were not measured.
+        contention: how much exchanges and computing slow each other down.
         coded: the compressions to choose from.
         can_cut: True if torch has `bucket_cap_mb_list`, and all gradients are of one dtype.
     """
@@ -107,9 +109,9 @@ class Profile:
     sizes: tuple[int, ...]
     ready_ns: tuple[int, ...]
     compute_ns: int
-    reduce: Line
-    gather: Line
-    link_error: float = 0.0
+    reduce: Curve
+    gather: Curve
+    contention: Contention = _NONE
     coded: tuple[Coded, ...] = ()
     can_cut: bool = True
 
@@ -135,17 +137,24 @@ class Profile:
         sizes = [
             sum(self.sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)
         ]
-        line = self.gather if coded and coded.is_gathered else self.reduce
+        curve = self.gather if coded and coded.is_gathered else self.reduce
         ratio, encode, decode = (
             (coded.ratio, coded.encode_ns, coded.decode_ns) if coded else (1, 0, 0)
         )
         parts = [size / self.total_bytes for size in sizes]
         # Encoding a bucket delays everything that backward computes after it.
         delayed = [time_ns + round(encode * sum(parts[: n + 1])) for n, time_ns in enumerate(ready)]
-        arrived = finish(delayed, [line.time_ns(round(ratio * size)) for size in sizes])
+        arrived, computed = overlap(
+            delayed,
+            [curve.time_ns(round(ratio * size)) for size in sizes],
+            self.compute_ns + encode,
+            self.contention,
+        )
         # The messages of a bucket are added up when they have arrived and backward has ended.
-        costs = [round(decode * part) for part in parts]
-        return finish([max(self.compute_ns + encode, one) for one in arrived], costs)[-1]
+        end = computed
+        for time_ns, part in zip(arrived, parts, strict=True):
+            end = max(end, time_ns) + round(decode * part)
+        return end
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,13 +352,16 @@ class ExchangeAdvice:
             f"On {profile.ranks} ranks a step {kind} {format_ns(step_ns)}{predicted}; "
             f"{format_ns(waited)} of it wait for gradients, {waited / step_ns:.0%}."
         )
-        error = f"; the line is at worst {profile.link_error:.0%} off" if profile.link_error else ""
-        line = (
-            f"An all-reduce takes {format_ns(profile.reduce.fixed_ns)} and "
-            f"{profile.reduce.per_byte_ns:.3g} ns per byte; gradients have "
-            f"{format_bytes(profile.total_bytes)}{error}."
+        link = " and ".join(
+            f"{format_ns(profile.reduce.time_ns(size))} for {what}"
+            for size, what in (
+                (SMALLEST_BYTES, format_bytes(SMALLEST_BYTES)),
+                (profile.total_bytes, f"all gradients, {format_bytes(profile.total_bytes)}"),
+            )
         )
-        found = [step, line]
+        slower = profile.contention.computing
+        link += f"; computing takes {slower:.2f} times as long meanwhile" if slower > 1 else ""
+        found = [step, f"An all-reduce takes {link}."]
         if own.measured_ns:
             found.append(
                 f"The model predicts {format_ns(own.predicted_ns)} for this step; it cannot tell "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -24,6 +25,7 @@ from ucudnn.distributed.agreement import raise_errors, require_equal
 from ucudnn.distributed.codecs import Codec, Half, OneBit, Stochastic, TopK
 from ucudnn.distributed.compression import compress
 from ucudnn.distributed.exchange_advice import (
+    SMALLEST_BYTES,
     Coded,
     ExchangeAdvice,
     ExchangeWay,
@@ -41,19 +43,19 @@ from ucudnn.execution.stepping import (
     run_step,
     undisturbed,
 )
-from ucudnn.solvers import Line, fit
+from ucudnn.solvers import Contention, Curve
 from ucudnn.solvers._base import require_int
 from ucudnn.solvers.collectives import gather, line, ring
 
 # Seconds for the steps without exchange, and for the steps by several ways. Below them the smallest
 # and the largest number of rounds.
 _COMPUTING_S, _RACING_S = 10.0, 30.0
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
-# Number of sizes at which the link is timed, the smallest size, and the timings per size.
-_SIZES, _SMALLEST_BYTES = 6, 4096
-_REPEATS = 5
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
+# Number of sizes at which the link is timed, and the timings per size.
+_SIZES, _REPEATS = 6, 5
 # All-gathers are timed up to 1/32 of the gradients' bytes, because messages are smaller.
 _CODED_PART = 32
+_FREE = Curve((0,), (0,))
 _CODECS: dict[str, tuple[Codec | Half, int]] = {
     "gradients in bfloat16": (Half(), 2),
     "top-k, 1 %": (TopK(0.01), 3),
@@ -107,12 +109,17 @@ def advise(
         model = model.module
     model = original_of(model)
     with Rendezvous("advise", None, timeout_s) as meeting, undisturbed(model):
-        profile = _computing(meeting, model, example_inputs)
+        # Of this rank alone, so that steps wait for no other.
+        alone = dist.new_subgroups(group_size=1)[0] if dist.is_initialized() else None
+        profile, watched = _computing(meeting, model, example_inputs, alone)
         if ranks is not None and given is not None:
-            lines = [line(one, ranks, given) for one in (ring, gather)]
-            profile = replace(profile, ranks=ranks, reduce=lines[0], gather=lines[1])
+            curves = [line(one, ranks, given) for one in (ring, gather)]
+            profile = replace(profile, ranks=ranks, reduce=curves[0], gather=curves[1])
         else:
-            profile = _with_link(meeting, profile, next(model.parameters()).device)
+            profile = _with_link(meeting, profile, watched)
+        if alone is not None:
+            del watched
+            dist.destroy_process_group(alone)
         profile = replace(profile, coded=_coded(meeting, model, profile))
         advice = ExchangeAdvice(profile, tuple(ways(profile)))
         if is_live:
@@ -157,7 +164,7 @@ class _Watched:
         if alone is not None:
             self._model = DistributedDataParallel(twin, process_group=alone)
         self._moments: dict[str, Moment] = {}
-        self._device_type = next(model.parameters()).device.type
+        self.device = next(model.parameters()).device
         for name, parameter in twin.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note(name))
@@ -165,19 +172,23 @@ class _Watched:
     def _note(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             del parameter
-            self._moments[name] = Moment(self._device_type)
+            self._moments[name] = Moment(self.device.type)
 
         return note
+
+    def run(self) -> None:
+        """Run a step."""
+        run_step(self._model, self._inputs)
+        self._model.zero_grad()
 
     def step(self) -> tuple[dict[str, int], int]:
         """Run a step; return ns from its beginning to each gradient in order, and to its end."""
         self._moments.clear()
-        _wait(self._device_type)
-        start = Moment(self._device_type)
-        run_step(self._model, self._inputs)
-        end = Moment(self._device_type)
-        _wait(self._device_type)
-        self._model.zero_grad()
+        _wait(self.device.type)
+        start = Moment(self.device.type)
+        self.run()
+        end = Moment(self.device.type)
+        _wait(self.device.type)
         ready = {name: moment.since_ns(start) for name, moment in self._moments.items()}
         return ready, end.since_ns(start)
 
@@ -193,7 +204,9 @@ def _aligned(meeting: Rendezvous) -> None:
         dist.barrier()
 
 
-def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
+def _computing(
+    meeting: Rendezvous, model: nn.Module, inputs: Any, alone: dist.ProcessGroup | None
+) -> tuple[Profile, _Watched]:
     """Measure when gradients are ready, in steps of all ranks without an exchange.
 
     Raises:
@@ -202,7 +215,6 @@ def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
     error: str | None = "the model has no gradient"
     watched, first = None, (dict[str, int](), 0)
     trained = [one for one in model.parameters() if one.requires_grad]
-    alone = dist.new_subgroups(group_size=1)[0] if dist.is_initialized() else None
     try:
         if trained:
             error = reason_against_steps(model, inputs, trained[0].device.type) or None
@@ -219,36 +231,36 @@ def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
     facts = {"number of gradients": str(len(sizes)), "bytes of gradients": str(sum(sizes.values()))}
     require_equal(meeting.exchange("gradients", facts))
     slowest = max(meeting.exchange("first", first[1]).values())
-    steps = []
+    mine = []
     for _ in range(_rounds(_COMPUTING_S, slowest)):
         _aligned(meeting)
-        steps.append(watched.step())
-    if alone is not None:
-        del watched
-        dist.destroy_process_group(alone)
-    ready = {name: median_ns([one[0][name] for one in steps]) for name in steps[0][0]}
-    received = meeting.exchange("steps", (ready, median_ns([one[1] for one in steps])))
+        mine.append(watched.step())
+    # The steps of all ranks, by rounds; the first rank is the first of each round.
+    rounds = list(zip(*meeting.exchange("steps", mine).values(), strict=True))
     # DDP uses the order of gradients on the first rank.
-    order = list(received[meeting.ranks[0]][0])
-    latest = [max(one[0][name] for one in received.values()) for name in order]
+    middle = {name: median_ns([one[0][0][name] for one in rounds]) for name in rounds[0][0][0]}
+    order = sorted(middle, key=middle.__getitem__)
+    ready = [median_ns([max(step[0][name] for step in one) for one in rounds]) for name in order]
     can_cut = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters
-    return Profile(
+    profile = Profile(
         len(meeting.ranks),
         tuple(sizes[name] for name in order),
-        tuple(accumulate(latest, max)),
-        max(one[1] for one in received.values()),
-        Line(0, 0),
-        Line(0, 0),
+        tuple(accumulate(ready, max)),
+        median_ns([max(step[1] for step in one) for one in rounds]),
+        _FREE,
+        _FREE,
         can_cut=can_cut and len(dtypes) == 1,
     )
+    return profile, watched
 
 
 def _rounds(budget_s: float, step_ns: int) -> int:
     return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget_s * 1e9 / max(1, step_ns))))
 
 
-def _with_link(meeting: Rendezvous, profile: Profile, device: torch.device) -> Profile:
-    """The profile with a line for each collective: its time over the sizes that occur."""
+def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Profile:
+    """The profile with the times of exchanges over their bytes, alone and beside computing."""
+    device = watched.device
 
     def reduce(size: int) -> Callable[[], object]:
         data = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float32)
@@ -259,18 +271,58 @@ def _with_link(meeting: Rendezvous, profile: Profile, device: torch.device) -> P
         messages = [torch.empty_like(data) for _ in meeting.ranks]
         return lambda: dist.all_gather(messages, data)
 
-    lines, errors = [], []
+    curves = []
     for collective, part in ((reduce, 1), (gather, _CODED_PART)):
         # Sizes in equal ratios.
-        most = max(profile.total_bytes // part, 2 * _SMALLEST_BYTES)
-        ratio = (most / _SMALLEST_BYTES) ** (1 / (_SIZES - 1))
-        sizes = [int(_SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
+        most = max(profile.total_bytes // part, 2 * SMALLEST_BYTES)
+        ratio = (most / SMALLEST_BYTES) ** (1 / (_SIZES - 1))
+        sizes = [int(SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
         timers = [partial(_timed, collective(size), device.type) for size in sizes]
         times = _slowest(meeting, f"times from {collective.__name__}", timers, _REPEATS)
-        samples = [(size, median_ns(taken)) for size, taken in zip(sizes, times, strict=True)]
-        lines.append(fit(samples))
-        errors.append(lines[-1].error(samples))
-    return replace(profile, reduce=lines[0], gather=lines[1], link_error=max(errors))
+        # If a message seems to take less time than a smaller one, that is noise.
+        curves.append(Curve(tuple(sizes), tuple(accumulate(map(median_ns, times), max))))
+    profile = replace(profile, reduce=curves[0], gather=curves[1])
+    return replace(profile, contention=_contention(meeting, profile, watched))
+
+
+def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Contention:
+    """Measure how much exchanges and computing slow each other down."""
+    device, curve = watched.device, profile.reduce
+    # An exchange that takes as long as computing, or else the longest that was measured.
+    enough = [size for size in curve.sizes if curve.time_ns(size) >= profile.compute_ns]
+    size = min(enough, default=curve.sizes[-1])
+    messages = [torch.zeros(size // 4, device=device) for _ in range(2)]
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    ended: list[int] = []
+
+    def exchange(count: int) -> Moment:
+        works = [dist.all_reduce(one, async_op=True) for one in messages[:count]]
+        # In this stream nothing else is waited for.
+        with torch.cuda.stream(stream):
+            for work in works:
+                work.wait()
+            return Moment(device.type)
+
+    def exchange_beside() -> int:
+        _wait(device.type)
+        start = Moment(device.type)
+        with ThreadPoolExecutor(1) as thread:
+            exchanged = thread.submit(exchange, 2)
+            watched.run()
+            computed = Moment(device.type)
+        _wait(device.type)
+        ended.append(exchanged.result().since_ns(start))
+        return computed.since_ns(start)
+
+    timers: list[Callable[[], int]] = [
+        partial(_timed, partial(exchange, 1), device.type),
+        partial(_timed, partial(exchange, 2), device.type),
+        partial(_timed, watched.run, device.type),
+        exchange_beside,
+        ended.pop,
+    ]
+    times = _slowest(meeting, "contention", timers, _REPEATS)
+    return Contention.measured(*map(median_ns, times))
 
 
 def _timed(run: Callable[[], object], device_type: str) -> int:
