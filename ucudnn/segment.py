@@ -16,6 +16,8 @@ class Segment:
 
     >>> print(Segment("layers.0", 4))
     layers.0 in micro-batches of 4, recomputed
+    >>> print(Segment("layers.0", 4, kept=1))
+    layers.0 in micro-batches of 4, recomputed but for the last
 
     Args:
         module: its name in the model; "" is the model itself.
@@ -28,9 +30,12 @@ class Segment:
         training: number of modules, itself and those inside it, that were in training mode when
             tuning found that its samples do not depend on each other. If more of them are in
             training mode, it runs undivided. None: it runs in micro-batches in every mode.
+        kept: number of micro-batches that are not recomputed, but keep all that backward needs;
+            these are the last ones, because backward begins with them.
 
     Raises:
-        PlanError: a field is out of range, or `recompute` and `offload` are both true.
+        PlanError: a field is out of range, `recompute` and `offload` are both true, or `kept` is
+            given without micro-batches that are recomputed.
     """
 
     module: str
@@ -39,6 +44,7 @@ class Segment:
     offload: bool = False
     shared: tuple[Count, ...] = ()
     training: Count | None = None
+    kept: Count = 0
 
     def __post_init__(self) -> None:
         size = self.micro_batch
@@ -51,6 +57,11 @@ class Segment:
             raise PlanError(
                 f"segment {self.module!r} recomputes, which leaves nothing to offload; choose one"
             )
+        if self.kept and (size is None or not self.recompute):
+            raise PlanError(
+                f"segment {self.module!r} keeps {self.kept} micro-batches, and has none that are "
+                f"recomputed; leave out kept"
+            )
 
     def __str__(self) -> str:
         name = self.module or "the model"
@@ -60,8 +71,10 @@ class Segment:
     def manner(self) -> str:
         """How the module runs, in words."""
         size = "whole" if self.micro_batch is None else f"in micro-batches of {self.micro_batch}"
-        kept = ", offloaded" if self.offload else ", recomputed" if self.recompute else ""
-        return f"{size}{kept}"
+        if self.recompute:
+            last = "the last" if self.kept == 1 else f"the last {self.kept}"
+            return f"{size}, recomputed{f' but for {last}' if self.kept else ''}"
+        return f"{size}, offloaded" if self.offload else size
 
 
 def is_size(value: object) -> bool:

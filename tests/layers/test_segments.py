@@ -26,6 +26,7 @@ from ucudnn.segment import Segment
 
 WAYS = {
     **{f"{n} recomputed": Segment("body", n) for n in (1, 2, 3)},
+    "last kept": Segment("body", 2, kept=1),
     "kept": Segment("body", 2, recompute=False),
     "whole": Segment("body", None),
     "offloaded": Segment("body", 2, recompute=False, offload=True),
@@ -472,7 +473,7 @@ def test_compiled_from_outside(way):
         ran.clear()
         assert_equal(gradients(ours, x, call=code), gradients(model, x))
         # Each micro-batch runs by compiled code, in recomputation too.
-        assert len(ran) == -(-5 // size) * (1 + way.recompute)
+        assert len(ran) == -(-5 // size) * (1 + way.recompute) - way.kept
     ran.clear()
     with torch.no_grad():
         assert_equal([code(x)], [model(x)])
@@ -583,6 +584,9 @@ def test_memory_of_a_segment_is_what_is_counted_by_hand():
         # Forward has all results twice when they are joined; backward the result, its gradient,
         # and the gradients of the argument, as parts and joined.
         (Segment("1", 1), 1, 2, 4),
+        # The last micro-batch keeps all, and is gone when backward needs most.
+        (Segment("1", 1, kept=1), 1.5, 2.375, 4),
+        (Segment("1", 1, kept=8), 5, 5, 6.125),
         # The results of micro-batches stay beside the one; of a micro-batch there is a gradient.
         (Segment("1", 2, recompute=False), 5, 5, 6.25),
     ]:
@@ -655,7 +659,7 @@ def test_a_plan_of_another_model_changes_nothing(plan):
 
 def test_a_file_keeps_segments(plan, tmp_path):
     described = Segment("1", 1, recompute=False, offload=True, shared=(1, 4), training=0)
-    plan = replace(plan, segments=(Segment("0", None), described))
+    plan = replace(plan, segments=(Segment("0", 2, kept=1), described))
     plan.save(tmp_path / "plan.json")
     again = ucudnn.Plan.load(tmp_path / "plan.json")
     assert again == plan
@@ -663,7 +667,7 @@ def test_a_file_keeps_segments(plan, tmp_path):
     others = [
         replace(plan, segments=()),
         replace(plan, segments=(Segment("0", 2), described)),
-        replace(plan, segments=(Segment("0", None), replace(described, shared=(1,)))),
+        replace(plan, segments=(Segment("0", 2, kept=1), replace(described, shared=(1,)))),
         replace(plan, micro_batch=2),
         replace(plan, micro_batch=None),
     ]
@@ -673,6 +677,8 @@ def test_a_file_keeps_segments(plan, tmp_path):
 BAD = {
     "no samples": (lambda _: Segment("0", 0), "segment '0' must be an int of at least 1.*got 0"),
     "no int": (lambda _: Segment("0", True), "or None for all samples, got True"),
+    "nothing to keep": (lambda _: Segment("0", None, kept=2), "'0' keeps 2 .*leave out kept"),
+    "keeps less": (lambda _: Segment("0", 2, False, kept=1), "'0' keeps 1 .*leave out kept"),
     "both": (lambda _: Segment("0", 2, offload=True), "'0' recomputes.*choose one"),
     "too large": (
         lambda p: replace(p, segments=(Segment("0", 5),)),

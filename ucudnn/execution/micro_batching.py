@@ -55,7 +55,8 @@ class SegmentForward:
         count = len(next(iter(split.values()), ()))
         size = segment.micro_batch
         if size is None or count <= size or self._is_mixing(segment):
-            return self._once(segment, run, leaves, is_whole=True)
+            is_kept = segment.kept > 0 and size is not None and count <= size
+            return run(*leaves) if is_kept else self._once(segment, run, leaves, is_whole=True)
         # The micro-batches of a tensor are views, all made by one call of `split`, so that backward
         # writes their gradients into one tensor. If two arguments are the same tensor, both get the
         # same views, because attention modules test whether their arguments are the same tensor.
@@ -69,7 +70,11 @@ class SegmentForward:
             for place in range(-(-count // size))
         )
         if torch.is_grad_enabled():
-            parts = [self._once(segment, run, chunk) for chunk in chunks]
+            recomputed = -(-count // size) - segment.kept
+            parts = [
+                self._once(segment, run, chunk) if place < recomputed else run(*chunk)
+                for place, chunk in enumerate(chunks)
+            ]
             return _joined(segment, parts)
         return _written(segment, starmap(run, chunks), size, count)
 

@@ -137,8 +137,9 @@ class SegmentSearch:
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
         self.findings: dict[str, Independence] = {}
         self._known: dict[Segment, _Known] = {}
-        # For each number of micro-batches the ratios of measured to estimated times.
-        self._ratios: dict[int, list[float]] = {}
+        # Ratios of measured to estimated times, for each module in micro-batches of a size, and for
+        # each number of micro-batches.
+        self._ratios: dict[tuple[str, int | None] | int, list[float]] = {}
         # Modules without children are no candidates for segments, because they keep their result
         # and little else.
         names = [name for name, one in self._modules.items() if any(one.children())]
@@ -212,16 +213,16 @@ class SegmentSearch:
         for size in sizes:
             part = size / call.samples
             if self._is_training:
-                one = Segment(name, size if part < 1 else None)
-                option = _recomputed(call, cost, part, gradients, one)
+                count = -(-call.samples // size)
+                for kept in _kept_of(count):
+                    one = Segment(name, size if count > 1 else None, kept=kept)
+                    option = _recomputed(call, cost, part, gradients, one)
+                    self._known[one] = _Known(one, option)
             elif part < 1:
                 one = Segment(name, size, recompute=False)
                 peak = call.result_bytes + round(part * cost.forward_bytes)
                 time_ns = round(cost.forward_ns * part**-_SLOWER)
-                option = Option(cost.kept_bytes, peak, time_ns, one)
-            else:
-                continue
-            self._known[one] = _Known(one, option)
+                self._known[one] = _Known(one, Option(cost.kept_bytes, peak, time_ns, one))
         if self._is_training and self._backend.device().type == "cuda":
             one = Segment(name, None, recompute=False, offload=True)
             moved = cost.kept_bytes - call.result_bytes
@@ -258,7 +259,10 @@ class SegmentSearch:
     def _option(self, known: _Known) -> Option:
         if known.measured is not None:
             return known.measured
-        ratios = self._ratios.get(self._count(known.segment))
+        one = known.segment
+        ratios = self._ratios.get((one.module, one.micro_batch)) or self._ratios.get(
+            self._count(one)
+        )
         if not ratios:
             return known.foreseen
         return replace(known.foreseen, time_ns=round(known.foreseen.time_ns * median(ratios)))
@@ -445,7 +449,8 @@ class SegmentSearch:
                     continue
                 known.measured = profile.cost(call).option(plain)
                 ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
-                self._ratios.setdefault(self._count(plain), []).append(ratio)
+                for key in (self._count(plain), (plain.module, plain.micro_batch)):
+                    self._ratios.setdefault(key, []).append(ratio)
         return self.seen[-1]
 
     def try_sizes(self, loop: bool = False) -> None:
@@ -482,6 +487,11 @@ class SegmentSearch:
         self._examine({one.module: 1 for one in segments})
         segments = [self._described(one) for one in segments if self._may_be(one)]
         return self.try_(StepDivision(tuple(segments))) if segments else None
+
+
+def _kept_of(count: int) -> list[int]:
+    """Numbers of micro-batches, out of so many, that are tried to be kept and not recomputed."""
+    return sorted({0, 1, count // 4, count // 2, 3 * count // 4}) if count > 1 else [0]
 
 
 def faster_division(
@@ -549,7 +559,7 @@ def half_of(config: Config, began: float) -> float | None:
 def _recomputed(
     call: ModuleCall, cost: ModuleCost, part: float, gradients: int, one: Segment
 ) -> Option:
-    """The estimated cost of a call that is recomputed in micro-batches.
+    """The estimated cost of a call that is recomputed in micro-batches, but for those it keeps.
 
     Args:
         call: the call in the undivided step.
@@ -559,14 +569,18 @@ def _recomputed(
         one: the segment.
     """
     result = call.result_bytes
-    inside = cost.kept_bytes - result
+    inside = round(part * (cost.kept_bytes - result))
     beside = min(cost.beside_bytes + gradients, cost.backward_bytes)
     transient = max(0, cost.backward_bytes - cost.kept_bytes - beside)
     # In forward, the results of all micro-batches and the whole result that they are copied into
     # are in memory at once.
     forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
-    backward = result + beside + call.argument_bytes + round(part * (inside + transient))
+    forward += max(0, one.kept - 1) * inside
+    # The micro-batches that are kept go first, and the others find their memory free again.
+    backward = result + beside + call.argument_bytes + max(1, one.kept) * inside
+    backward += round(part * transient)
     # Smaller micro-batches are assumed to be slower. So of the sizes whose times may be equal, the
     # largest is run first.
-    time_ns = round((2 * cost.forward_ns + cost.backward_ns) * part**-_SLOWER)
-    return Option(result, max(forward, backward), time_ns, one)
+    forwards = 2 - one.kept * part
+    time_ns = round((forwards * cost.forward_ns + cost.backward_ns) * part**-_SLOWER)
+    return Option(result + one.kept * inside, max(forward, backward), time_ns, one)
