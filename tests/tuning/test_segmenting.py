@@ -144,6 +144,16 @@ def test_a_budget_is_kept_by_real_steps_or_refused(name, share, loop, tmp_path):
     assert peak_of_steps(twin, x, plan) <= budget + (64 << 10)
 
 
+def test_micro_batches_are_kept_where_there_is_memory():
+    search = SegmentSearch(blocks(groups), torch.randn(IMAGES), open_backend("torch_cpu"), True)
+    found = search.within(search.seen[0].peak_bytes // 2)
+    assert found.peak_bytes <= search.seen[0].peak_bytes // 2
+    assert any(one.kept for one in found.division.segments)
+    # The fewer micro-batches keep their activations, the smaller is the estimate of the peak.
+    peaks = [one for one in search.table().front() if one[0] < found.peak_bytes]
+    assert peaks, "smaller peaks take longer"
+
+
 def test_segments_keep_half_of_the_peak_and_the_gradients(tmp_path):
     model, x = blocks(groups), torch.randn(IMAGES)
     config = Config(memory_budget="50%", cache=str(tmp_path), **QUICK)
