@@ -8,7 +8,6 @@ pool is divided before any kernel is planned.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from time import monotonic
 
 import torch
@@ -45,7 +44,6 @@ class TuningScheduler:
         limits: Limits,
         on_progress: Callable[[Progress], None] | None = None,
         biased: Collection[Problem] = (),
-        is_whole_step: bool = True,
         reserved_steps: int = 0,
         remeasure: bool = False,
         budget_s: float | None = None,
@@ -73,13 +71,6 @@ class TuningScheduler:
             remeasure=remeasure,
             deadline=deadline,
         )
-        # Replaying a recording costs no time, so that kernels need not be ranked by their share of
-        # the step.
-        self._by_share = is_whole_step and not self.session.is_recorded
-        if not self._by_share:
-            # If kernels are not ranked by their share of a step, none is too small to be tuned, and
-            # no roofline may rule an algorithm out.
-            self.session.effort = replace(self._effort, ignored_share=0)
         self._shares = StepShares(self.session, layers_by_problem, limits)
         self.results = Results(
             layers_by_problem, limits, self._shares.defaults, self.session.kernel_of, config
@@ -147,7 +138,7 @@ class TuningScheduler:
         seconds = self._budget.seconds
         self._total_ns = self._shares.cost_ns(self._layers)
         self._step_s = _LONGER * self._total_ns / 1e9
-        if seconds is None and self._by_share:
+        if seconds is None and not self.session.is_recorded:
             seconds = self._default_budget_s
         reserved_s = self._reserved_steps * self._step_s
         self._budget.begin_tuning(seconds, reserved_s, self.session.started_s)
@@ -159,23 +150,25 @@ class TuningScheduler:
     def _tune_all(self) -> None:
         if self.results.pool is not None:
             self._tune_within(self.results.pool)
-        elif self._by_share:
+        elif self.session.is_recorded:
+            # Replaying costs no time, so kernels need not be ranked by their share of the step.
+            self._tune_each(self._shares.by_geometry())
+        else:
             self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
-        else:
-            self._tune_each(self._shares.by_geometry())
         self._tune_missing()
         self.results.require_plans()
+        if self.session.is_recorded:
+            return
         # If the user set a time budget, what is left of it is used for kernels whose plan was not
         # raced. A default budget is not used up for small gains. If two layouts are tuned, the
         # second one needs the rest.
         race_s = LEAST_RACE_STEPS * self._step_s
-        if self._by_share and self._config.layout == "keep" and self._budget.go_on(race_s):
+        if self._config.layout == "keep" and self._budget.go_on(race_s):
             self._tune_by_gain(self.results.unraced)
-        if not self.session.is_recorded:
-            self.session.stop_at(self._budget.last_moment)
-            for plan in self.results.kernels:
-                self._complete(plan)
+        self.session.stop_at(self._budget.last_moment)
+        for plan in self.results.kernels:
+            self._complete(plan)
 
     def _tune_within(self, pool: WorkspacePool) -> None:
         """Divide a pool, and plan kernels within their parts of it."""
@@ -252,7 +245,7 @@ class TuningScheduler:
                     self.results.plans[plan.problem] = self._completed(plan)
 
     def _allot(self, problems: Sequence[Problem]) -> None:
-        if self._by_share:
+        if not self.session.is_recorded:
             shares, waiting = self._shares, list(self._left)
             self._left.difference_update(problems)
             part, forced = shares.part(problems, waiting), shares.forced(problems)
@@ -295,7 +288,7 @@ class TuningScheduler:
         """The source of a kernel within a limit; None: within its present limit."""
         limit = self.results.limit_of(problem) if limit is None else limit
         default, tolerance = self._shares.defaults.get(problem), 0.0
-        if self._by_share and self._total_ns and default is not None:
+        if not self.session.is_recorded and self._total_ns and default is not None:
             tolerance = self._shares.stakes[problem].tolerance(self._total_ns, self._effort)
         source = self._source_within(problem, Bounds(limit, limit, tolerance), default)
         # A recording already has the time of torch's own convolution, without a first run.

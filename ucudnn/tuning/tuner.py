@@ -53,13 +53,14 @@ def tune_problems(
     measurements: AbstractCache | None = None,
     backend: AbstractBackend | None = None,
     biased: Collection[Problem] = (),
-    is_whole_step: bool = True,
     reserved_steps: int = 0,
     remeasure: bool = False,
     limits: Limits | None = None,
     budget_s: float | None = None,
 ) -> Plan:
-    """Measure and plan a list of problems; equal ones are measured once.
+    """Measure and plan the convolutions of a training step; equal ones are measured once.
+
+    Problems with a larger part of the step are measured more carefully.
 
     Args:
         layers: the name of a layer and its problem, once per call. All of them are planned;
@@ -69,9 +70,6 @@ def tune_problems(
         measurements: an open cache to use, which stays open; None: the cache of the config.
         backend: backend of the device; None: the one that the settings name.
         biased: problems to whose result a layer adds a bias, which is timed with them.
-        is_whole_step: True: the problems are all convolutions of a training step. Then problems
-            with a larger part of the step are measured more carefully. If no time budget is set,
-            the default budget of the effort applies.
         reserved_steps: time of the budget to leave unused, in steps.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
@@ -105,7 +103,6 @@ def tune_problems(
             limits,
             on_progress=on_progress,
             biased=biased,
-            is_whole_step=is_whole_step,
             reserved_steps=reserved_steps,
             remeasure=remeasure,
             budget_s=budget_s,
