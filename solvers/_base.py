@@ -168,11 +168,6 @@ class Division:
         """Upper bound of the time that another division could save; 0 if none can be faster."""
         return self.time_ns - self.lower_bound_ns
 
-    @property
-    def is_optimal(self) -> bool:
-        """True if the lower bound proves that no division is faster."""
-        return self.gap_ns == 0
-
 
 class AbstractDivider(ABC):
     """A solver of the division problem, a multiple-choice knapsack.

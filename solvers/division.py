@@ -10,53 +10,17 @@ after the other (reuse), which is never slower.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError
 from ucudnn.solvers._base import AbstractDivider, Division, Pool
 from ucudnn.solvers.exact import Exact
 from ucudnn.solvers.integer import IntegerProgram
 
-
-@dataclass(frozen=True, slots=True)
-class Auto(AbstractDivider):
-    """Divides a pool with the solver that this table names.
-
-    | instance | solver | why |
-    |---|---|---|
-    | `exact` proves its division | exact | it does so for every known network, faster than HiGHS |
-    | `exact` dropped states, HiGHS's division is no slower | highs | it may close the gap |
-    | `exact` dropped states, HiGHS's is slower or none | exact | its gap is still certified |
-
-    >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
-    >>> Auto().divide(pool).solver
-    'exact'
-    """
-
-    time_limit_s: float = 10.0  # for HiGHS
-    state_limit: int = 1 << 18
-
-    def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap; `Division.solver` is the solver taken."""
-        own = Exact(self.state_limit).divide(pool)
-        # A proven division cannot be improved, so HiGHS is asked only if `exact` leaves a gap.
-        if own.is_optimal:
-            return own
-        try:
-            other = IntegerProgram("highs", self.time_limit_s).divide(pool)
-        # Both errors are expected: HiGHS is optional, and may prove nothing within its time limit.
-        except (ConfigError, PlanError):
-            return own
-        # Both are lower bounds for the same pool, so the higher bound holds for either division.
-        bound = max(own.lower_bound_ns, other.lower_bound_ns)
-        faster = other if other.time_ns <= own.time_ns else own
-        return replace(faster, lower_bound_ns=bound)
-
-
-# Solvers by name; `ucudnn.config.Solver` lists the same names.
+# Solvers by name; `ucudnn.config.Solver` lists the same names. `auto` is `exact`, which is faster
+# than the others on every known network, and needs no other package.
 _DIVIDERS: dict[str, AbstractDivider] = {
-    "auto": Auto(),
+    "auto": Exact(),
     "exact": Exact(),
     "highs": IntegerProgram("highs"),
     "cbc": IntegerProgram("cbc"),

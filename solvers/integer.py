@@ -40,7 +40,6 @@ class IntegerProgram(AbstractDivider):
     """
 
     solver: str
-    time_limit_s: float | None = None  # None: the solver has no time limit
 
     def divide(self, pool: Pool) -> Division:
         """Divide one pool among the kernels that overlap; optimal within the solver's tolerance."""
@@ -82,17 +81,15 @@ class IntegerProgram(AbstractDivider):
             raise PlanError(f"{self.solver} failed ({error}); use solver='exact'") from error
         status = getattr(problem, "sol_status", getattr(outcome, "status", None))
         if status not in _PROVEN:
-            within = "" if self.time_limit_s is None else f" within {self.time_limit_s:g} s"
             raise PlanError(
-                f"{self.solver} proved no division of {len(choices.places)} choices optimal"
-                f"{within}; raise time_limit_s or use solver='exact'"
+                f"{self.solver} proved no division of {len(choices.places)} choices optimal; use "
+                f"solver='exact'"
             )
         return np.array([use.value() or 0 for use in uses])
 
     def _backend(self, pulp: Any) -> Any:
         """The solver, with a gap of 0, and one thread so that equal inputs give equal answers."""
         options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "threads": 1}
-        options["timeLimit"] = self.time_limit_s
         if self.solver == "highs":
             backend = pulp.HiGHS(**options)
         else:
