@@ -33,7 +33,6 @@ import torch
 from ucudnn.axis import BatchAxis
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.benchmark.accuracy import Accuracy
 from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look, Whole
 from ucudnn.benchmark.protocol import FINALS, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
@@ -123,7 +122,7 @@ class ReplayBench(AbstractBench):
             raise RuntimeError(entry.reason)
         workspace = entry.workspace_bytes or 0
         over = limit is not None and workspace > limit
-        return Look(workspace, Accuracy(0.0, 0.0), None if over else _samples(entry)[0])
+        return Look(workspace, 0.0, None if over else _samples(entry)[0])
 
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
@@ -256,7 +255,7 @@ def exhaustive(session: Session, problem: Problem) -> list[Measurement]:
                     "screened",
                     look.time_ns,
                     workspace_bytes=look.workspace_bytes,
-                    error=look.accuracy.error,
+                    error=look.error,
                     notes=candidate.notes,
                     implementation=candidate.implementation,
                     is_deterministic=candidate.is_deterministic,

@@ -246,7 +246,7 @@ class Measurement:
             if the candidate failed.
         error: relative error (L2) against a float64 reference; None if it was not measured.
         reason: why the candidate failed, for people; "" if it did not fail.
-        notes: further remarks, for people, such as "max_ulp=2".
+        notes: further remarks, for people, such as "throttled=power".
         failure: kind of the failure; None if the candidate did not fail, or if the kind is not
             known.
         lost_to: the algorithm that it lost its race against, if it was eliminated; else "".

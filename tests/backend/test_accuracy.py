@@ -66,7 +66,7 @@ def error_of(
     """What the check says of a result."""
     check = Check(Ring(problem, problem.batch, a, b, None), Returns(result), problem, role)
     check.run()
-    return check.accuracy(Reference(problem, a, b)).error
+    return check.error(Reference(problem, a, b))
 
 
 @pytest.fixture(params=LARGE.values(), ids=LARGE.keys())

@@ -119,15 +119,14 @@ def test_a_default_over_the_limit_is_no_plan_to_fall_back_to(scripted, clock):
 def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):
     """A candidate that is right, but not as exact as asked for."""
     from ucudnn.benchmark import bench
-    from ucudnn.benchmark.accuracy import Accuracy
 
     scripted(torch_default=linear(2.0), fast=linear(1.0))
 
-    def accuracy(check, reference):
+    def error(check, reference):
         del reference
-        return Accuracy(1e-4 if check._executable._algorithm == "fast" else 1e-7, 1.0)
+        return 1e-4 if check._executable._algorithm == "fast" else 1e-7
 
-    monkeypatch.setattr(bench.Check, "accuracy", accuracy)
+    monkeypatch.setattr(bench.Check, "error", error)
     assert not is_default(tune_problems([("a", NARROW)], Config()), NARROW)
     exact = tune_problems([("a", NARROW)], Config(max_error=1e-5))
     assert is_default(exact, NARROW)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.accuracy import Accuracy, Check, Reference
+from ucudnn.benchmark.accuracy import Check, Reference
 from ucudnn.benchmark.failures import failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
@@ -35,7 +35,7 @@ class Look(NamedTuple):
     """Result of the first run of a candidate."""
 
     workspace_bytes: int  # the most that a chunk of this size needs, at an end or inside
-    accuracy: Accuracy  # the largest error of a chunk of this size, at an end or inside
+    error: float  # the largest relative error (L2) of a chunk of this size, at an end or inside
     # Shortest time of the runs after the first one. For torch's own convolution on a CPU it is the
     # time of the first run if that took long. None if the workspace exceeds the limit.
     time_ns: int | None
@@ -131,25 +131,24 @@ class LocalBench(AbstractBench):
             raise RuntimeError(str(error)) from error
 
     def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
-        accuracy, workspace = Accuracy(0.0, 0.0), 0
+        error, workspace = 0.0, 0
         firsts_ns = list[int]()
         # For slabs, those at both ends are run, too, because their padding may take workspace or be
         # handled wrongly.
         for part in (self._axis.part(arm.size), *self._axis.ends(arm.size)):
             reference = self._reference(ring, part)
             check, part_workspace = self._checked(ring, part, arm.algorithm, arm.role, firsts_ns)
-            # The accuracies are compared as tuples, by the error first.
-            accuracy = max(accuracy, check.accuracy(reference))
+            error = max(error, check.error(reference))
             workspace = max(workspace, part_workspace)
         # No plan within this limit can use the candidate, so it is timed only if the limit is
         # raised.
         if limit is not None and workspace > limit:
-            return Look(workspace, accuracy, None)
+            return Look(workspace, error, None)
         # The time of the first run is used only for torch's own convolution on a CPU. On a GPU the
         # first run also loads kernels; with other algorithms it also fills memory with NaN.
         is_plain = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
         first_ns = firsts_ns[0] if firsts_ns and is_plain else 0
-        return Look(workspace, accuracy, self._sampler(arm).shortest_ns(first_ns))
+        return Look(workspace, error, self._sampler(arm).shortest_ns(first_ns))
 
     def _reference(self, ring: Ring, part: Problem) -> Reference:
         """Float64 values of a part's result, computed once for all algorithms and roles."""

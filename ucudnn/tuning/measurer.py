@@ -322,10 +322,8 @@ def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:
 
 
 def _looked_at(before: Measurement, look: Look) -> Measurement:
-    key, error = before.key, look.accuracy.error
-    allowed, workspace = allowed_error(key.problem), look.workspace_bytes
-    notes = (*before.notes, f"max_ulp={look.accuracy.ulp:.3g}")
-    seen = replace(before, workspace_bytes=workspace, error=error, notes=notes)
+    key, error, allowed = before.key, look.error, allowed_error(before.key.problem)
+    seen = replace(before, workspace_bytes=look.workspace_bytes, error=error)
     if not error <= allowed:
         what = (
             "left elements unwritten, or computed some that are not finite"
