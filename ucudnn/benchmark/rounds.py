@@ -36,20 +36,12 @@ class Result:
     samples: list[int] = field(default_factory=list)
     beaten_by: int | None = None  # the entrant that eliminated it; -1: a rival timed before
     failure: Failure | None = None  # why it could not be run any more
-    repeated: int = 0  # perturbed rounds that were repeated
-    switches: int = 0  # how often the process was interrupted in the rounds that count
     state: DeviceState = field(default_factory=DeviceState)  # after the rounds
 
     @property
     def is_racing(self) -> bool:
         """True if the entrant was not eliminated and has not failed."""
         return self.beaten_by is None and not self.failure
-
-    def add(self, reading: _Reading, repeated: int) -> None:
-        """Add the sample of a round that is not repeated."""
-        self.samples.append(reading.time_ns)
-        self.switches += reading.switches
-        self.repeated = repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ def run_rounds(
             continue
         rounds += 1
         for number, reading in readings.items():
-            results[number].add(reading, repeated)
+            results[number].samples.append(reading.time_ns)
         _drop_beaten(entrants, results, protocol, rounds, known or {})
     state = backend.state()
     for result in results:

@@ -267,7 +267,6 @@ class KernelMeasurer:
         lost_to = ""
         if result.beaten_by is not None:
             lost_to = (winner or self._records.fastest(arm)).algorithm
-        disturbed = f"{result.repeated} rounds repeated, {result.switches} switches in the others"
         timed = replace(
             entry,
             status="screened" if lost_to else "ok",
@@ -275,11 +274,7 @@ class KernelMeasurer:
             time_ns=median_ns(result.samples),
             spread_ns=spread_ns(result.samples),
             samples=tuple(result.samples),
-            notes=(
-                *entry.notes,
-                *((disturbed,) if result.repeated else ()),
-                *result.state.notes,
-            ),
+            notes=entry.notes + result.state.notes,
             load=result.state.load,
         )
         self._records.keep(arm, timed)
