@@ -129,7 +129,7 @@ def outlook(
 
 
 def bound_front(
-    options: Iterable[ChunkOption], batch: int, *, tolerance: float = 0.0, least_ns: int = 0
+    options: Iterable[ChunkOption], batch: int, *, tolerance: float = 0.0
 ) -> list[tuple[int, int]]:
     """A lower bound of the front of a batch: (workspace in bytes, least time in ns of any split).
 
@@ -140,7 +140,7 @@ def bound_front(
     The workspace of each option must be a lower bound of what it needs.
     """
     items: dict[str, list[Item]] = {name: [] for name in Role}
-    bounds = _lower_bounds(_by_curve(tuple(options)).values(), tolerance, least_ns)
+    bounds = _lower_bounds(_by_curve(tuple(options)).values(), tolerance, least_ns=0)
     for option, time_ns in bounds.items():
         for name in option.lists:
             items[name].append(

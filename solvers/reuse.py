@@ -84,7 +84,7 @@ def reuse(
     # its first chunk.
     rows = _ONE_LIST if ANY in lists else _THREE_LISTS
     costs = order(lists, batch, launch_ns)
-    return ReuseTable(batch, launch_ns, rows, costs, Sweep(rows, costs, batch).run())
+    return ReuseTable(batch, rows, costs, Sweep(rows, costs, batch).run())
 
 
 def reuse_by_position(

@@ -41,14 +41,12 @@ class ReuseTable:
 
     Args:
         batch: the largest batch N.
-        launch_ns: fixed cost of each chunk, in addition to its time.
         rows: the states of the problem's variant.
         costs: the items in the order of the sweep.
         history: every cost that each batch had in each state during the sweep.
     """
 
     batch: int
-    launch_ns: int
     rows: Rows
     costs: Costs
     history: History

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from time import monotonic
 
 import torch
@@ -70,19 +69,6 @@ class KernelChoices:
         """The least workspace in bytes that all calls need together."""
         return self.calls * self.points[0][0]
 
-    def part(self, size: int, left: int) -> int:
-        """Bytes that a call owns: those of its split within `size`, and usable ones of `left`."""
-        point = max(
-            (point for point in self.front if point.workspace_bytes + self.surplus <= size),
-            key=attrgetter("workspace_bytes"),
-        )
-        least = point.workspace_bytes + self.surplus
-        left += size - least
-        # From `below` bytes on, the kernel would take a split into longer chunks, which is slower.
-        if point.below is not None:
-            left = min(left, point.below - 1 - point.workspace_bytes)
-        return min(least + left, self.most)
-
 
 def divided(
     choices: Mapping[Problem, KernelChoices], total_bytes: int, solver: str
@@ -123,8 +109,8 @@ def divided(
     calls = sum(one.calls for one in named.values())
     left = (total_bytes - division.workspace_bytes) // calls
     return {
-        problem: one.part(front[place][0] // one.calls, left)
-        for (problem, one), front, place in zip(named.items(), fronts, division.choice, strict=True)
+        problem: min(one.points[place][0] + left, one.most)
+        for (problem, one), place in zip(named.items(), division.choice, strict=True)
     }
 
 

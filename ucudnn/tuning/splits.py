@@ -170,10 +170,6 @@ class Point(NamedTuple):
 
     workspace_bytes: int
     time_ns: int
-    # The split is used only within a workspace of less than this many bytes. Within a larger
-    # workspace, a split into longer chunks is preferred, even if it is slower. None: there is no
-    # such limit.
-    below: int | None = None
 
 
 # Points in the order of rising workspace and falling time.
@@ -183,12 +179,11 @@ Front = tuple[Point, ...]
 def pareto(points: Iterable[Point]) -> Front:
     """The points that no other point beats in both workspace and time, workspace rising.
 
-    >>> front = pareto([Point(4, 9), Point(0, 20), Point(8, 9), Point(2, 20)])
-    >>> [point[:2] for point in front]
+    >>> [tuple(point) for point in pareto([Point(4, 9), Point(0, 20), Point(8, 9), Point(2, 20)])]
     [(0, 20), (4, 9)]
     """
     listed = tuple(points)
-    return tuple(listed[place] for place in undominated([point[:2] for point in listed]))
+    return tuple(listed[place] for place in undominated(listed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,12 +231,12 @@ class AbstractSplitTable(ABC):
         """
         points: list[Point] = []
         for choice in (worthwhile(self.items), self.items):
-            below = points[0].workspace_bytes if points else None
+            least = points[0].workspace_bytes if points else None
             table = reuse_by_position(choice, self.axis.extent)
             points += [
-                Point(workspace, time_ns, below)
+                Point(workspace, time_ns)
                 for workspace, time_ns in (table.front(self.axis.extent) if table else ())
-                if below is None or workspace < below
+                if least is None or workspace < least
             ]
         return pareto(points)
 
