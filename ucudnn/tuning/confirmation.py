@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Subject
-from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
+from ucudnn.measurement import FailureKind, Measurement, MeasurementKey, Subject
+from ucudnn.plan import Split, Timing
 
 if TYPE_CHECKING:
     from ucudnn.benchmark.bench import Whole
@@ -53,10 +53,15 @@ def race(
     if recalled is not None:
         return recalled
     keys = _keys(session, problem, splits, has_bias)
-    facts = [replace(fact, adds_bias=has_bias) for fact in _facts(session, problem, splits)]
     wholes = measurer.bench.whole(splits, has_bias)
+    listed = session.backend.candidates(problem)
+    varying = {one.algorithm for one in listed if not one.is_deterministic}
     found = [
-        _measured(key, whole, fact) for key, whole, fact in zip(keys, wholes, facts, strict=True)
+        # One nondeterministic chunk makes the whole call nondeterministic.
+        _measured(
+            key, whole, has_bias, varying.isdisjoint(chunk.algorithm for chunk in split.chunks)
+        )
+        for key, whole, split in zip(keys, wholes, splits, strict=True)
     ]
     for entry in found:
         # A call that ran out of memory is not kept as failed, because there may be more memory at
@@ -95,42 +100,21 @@ def _keys(
 
 def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Finalist]:
     return [
-        _finalist(split, entry)
+        Finalist(split, entry.timing, entry.samples, entry.is_deterministic, entry.is_perturbed)
         for split, entry in zip(splits, found, strict=True)
-        if entry.status == "ok"
+        if entry.status == "ok" and entry.timing is not None
     ]
 
 
-def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[Candidate]:
-    """The properties of each split as a candidate.
-
-    For torch's default they are all that the backend lists. For any other split it is only known
-    whether it is deterministic.
-    """
-    by_name = {entry.algorithm: entry for entry in session.backend.candidates(problem)}
-    random = {name for name, entry in by_name.items() if not entry.is_deterministic}
-    return [
-        # One nondeterministic chunk makes the whole call nondeterministic.
-        by_name[DEFAULT_ALGORITHM]
-        if split.is_default and DEFAULT_ALGORITHM in by_name
-        else Candidate(
-            problem,
-            str(split),
-            is_deterministic=random.isdisjoint(chunk.algorithm for chunk in split.chunks),
-        )
-        for split in splits
-    ]
-
-
-def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measurement:
-    samples = whole.result.samples
+def _measured(
+    key: MeasurementKey, whole: Whole, has_bias: bool, is_deterministic: bool
+) -> Measurement:
     # A failure is cached like a time, so that a second tune takes the race from the cache instead
     # of running it.
     if whole.result.failure:
         kind, reason = whole.result.failure
-        adds_bias = facts.adds_bias
-        return Measurement(key, "failed", reason=reason, failure=kind, adds_bias=adds_bias)
-    state = whole.result.state
+        return Measurement(key, "failed", reason=reason, failure=kind, adds_bias=has_bias)
+    samples, state = whole.result.samples, whole.result.state
     return Measurement(
         key,
         "ok",
@@ -138,22 +122,10 @@ def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measuremen
         spread_ns(samples),
         tuple(samples),
         whole.workspace_bytes,
-        notes=facts.notes + state.notes,
-        implementation=facts.implementation,
-        is_deterministic=facts.is_deterministic,
-        adds_bias=facts.adds_bias,
+        notes=state.notes,
+        is_deterministic=is_deterministic,
+        adds_bias=has_bias,
         load=state.load,
-    )
-
-
-def _finalist(split: Split, entry: Measurement) -> Finalist:
-    assert entry.timing is not None
-    return Finalist(
-        split,
-        entry.timing,
-        entry.samples,
-        is_deterministic=entry.is_deterministic,
-        is_perturbed=entry.is_perturbed,
     )
 
 
