@@ -101,10 +101,6 @@ class _Replayed(RecordedBackend):
     def memory_bytes(self) -> int:
         return 1 << 62
 
-    def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
-        threads = max(1, self.conditions().threads)
-        return tuple(range(threads, problem.batch + 1, threads))
-
 
 class ReplayBench(AbstractBench):
     """Answers from a table."""

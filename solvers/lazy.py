@@ -53,7 +53,6 @@ class ChunkOption:
     is_timed: bool = False  # True if the time is precise enough to plan with
     workspace_bytes: int = 0  # breaks ties
     rank: int = 0  # breaks ties between equal workspaces
-    is_seed: bool = False  # True if its size is likely to be efficient
     role: Role = Role.ALONE  # role in which the caller times the chunk
     least_ns: int = 0  # the caller's lower bound of the chunk's time, if the chunk never ran
 
@@ -284,8 +283,9 @@ def _middle(option: ChunkOption, curve: Sequence[ChunkOption]) -> ChunkOption:
     below, top = timed[place - 1], (*timed, option.batch + 1)[place]
     between = [other for other in curve if below < other.batch < top]
     within = [other for other in between if other.lists == option.lists]
-    seeds = [other for other in within if other.is_seed]
-    return min(seeds or within, key=lambda other: _imbalance(other.batch, below, top))
+    # Powers of two are preferred: they often load all processors equally.
+    powers = [other for other in within if other.batch.bit_count() == 1]
+    return min(powers or within, key=lambda other: _imbalance(other.batch, below, top))
 
 
 def _imbalance(size: int, below: int, above: int) -> float:

@@ -296,12 +296,6 @@ class AbstractBackend(ABC):
         """CPU time of this process so far; None if times on the device do not depend on it."""
         return None
 
-    # If a batch between two timed ones is to be timed, tuning prefers one of this list.
-    def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
-        """Batches up to the problem's that load all processors equally; () if not known."""
-        del problem
-        return ()
-
     @abstractmethod
     def cache_bytes(self) -> int:
         """Size of the last-level cache; the operands of a benchmark must be larger."""

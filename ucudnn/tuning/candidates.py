@@ -112,14 +112,5 @@ class KernelCandidates:
                 found.setdefault(curve, []).append(arm)
         return found
 
-    @cached_property
-    def even_sizes(self) -> frozenset[int]:
-        """Sizes that keep all processors equally busy; if they are not known, powers of two."""
-        # A backend names such sizes in samples, so they say nothing about slabs, whose sizes are in
-        # rows.
-        powers = (1 << k for k in range(self.axis.extent.bit_length()))
-        waves = self.axis.name == "batch" and self._session.backend.wave_sizes(self.problem)
-        return frozenset(waves or powers)
-
     def _cost(self, size: int, algorithm: str) -> Cost | None:
         return self._session.cost(self.part(size), algorithm)

@@ -295,7 +295,6 @@ class Requests:
             entry is not None and entry.status == "ok",
             self.records.workspaces.expected(arm) or 0,
             rank_of(arm.algorithm, self.listed.by_arm[arm].is_deterministic),
-            arm.size in self.listed.even_sizes,
             arm.role,
             self.elimination.least_ns(arm) if entry is None else 0,
         )

@@ -191,11 +191,6 @@ class TorchCpuBackend(AbstractBackend):
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)
 
-    def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
-        """Multiples of the number of threads, because many kernels compute a sample per thread."""
-        threads = torch.get_num_threads()
-        return tuple(range(threads, problem.batch + 1, threads))
-
     def cache_bytes(self) -> int:
         return processor.usable_cache_bytes()
 
