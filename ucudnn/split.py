@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from ucudnn.errors import PlanError
@@ -61,12 +62,7 @@ class Split:
     def __str__(self) -> str:
         # Equal chunks in a row are written once with their count, because a split may have
         # hundreds.
-        runs: list[tuple[Chunk, int]] = []
-        for chunk in self.chunks:
-            if runs and runs[-1][0] == chunk:
-                runs[-1] = (chunk, runs[-1][1] + 1)
-            else:
-                runs.append((chunk, 1))
+        runs = ((chunk, len(list(equal))) for chunk, equal in groupby(self.chunks))
         described = " + ".join(
             f"{count}x{chunk.size} {chunk.algorithm}"
             if count > 1

@@ -62,8 +62,7 @@ class Rationale:
     front: tuple[tuple[int, int], ...] = ()
     # Fastest first.
     alternatives: tuple[Alternative, ...] = ()
-    # Timing of Timing of Timing of Timing of torch's own convolution of the same sizes in
-    # channels_last; None if it is not known.
+    # Timing of torch's own convolution of the same sizes in channels_last; None if it is not known.
     channels_last: Timing | None = None
 
 
