@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, product
+from itertools import product
 
-from ucudnn.errors import ConfigError
 from ucudnn.solvers._base import AbstractDivider, Division, Item, Pool
-
-# Splits or divisions to enumerate at most; instances with more are for `reuse` and `exact`.
-_MOST = 1 << 16
 
 
 def exhaustive(
@@ -33,9 +29,6 @@ def exhaustive(
     [1, 2]
 
     Takes the arguments of `reuse`, and a workspace limit in bytes.
-
-    Raises:
-        ConfigError: there are too many splits to try.
     """
     # As in `reuse`: one list for all positions, or three by position in the split.
     if first is None or accumulate is None:
@@ -43,10 +36,7 @@ def exhaustive(
     else:
         alone, begins, later = (_fitting(some, limit) for some in (items, first, accumulate))
         splits = _by_position(alone, begins, later, n)
-    tried = list(islice(splits, _MOST + 1))
-    if len(tried) > _MOST:
-        raise ConfigError(f"batch {n} has over {_MOST} splits to try; use reuse")
-    return min(tried, default=None, key=partial(_cost, launch_ns))
+    return min(splits, default=None, key=partial(_cost, launch_ns))
 
 
 def _by_position(
@@ -96,17 +86,10 @@ class Exhaustive(AbstractDivider):
     """
 
     def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap.
-
-        Raises:
-            ConfigError: there are too many divisions to try.
-        """
-        # One more than allowed is enough to know that there are too many.
-        tried = islice(product(*(range(len(front)) for front in pool.fronts)), _MOST + 1)
+        """Divide one pool among the kernels that overlap."""
+        tried = product(*(range(len(front)) for front in pool.fronts))
         # A lower bound of 0 for now: the true one is known when all were compared.
-        divisions = [pool.divided(choice, 0, "exhaustive") for choice in tried]
-        if len(divisions) > _MOST:
-            raise ConfigError(f"a pool of over {_MOST} divisions is too large to try; use exact")
+        divisions = (pool.divided(choice, 0, "exhaustive") for choice in tried)
         best = min(
             (one for one in divisions if one.workspace_bytes <= pool.total_bytes),
             key=lambda one: one.time_ns,

@@ -125,22 +125,17 @@ def test_a_mistyped_variable_is_warned_of_once_and_after_a_change_again(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [("undivided", "undivided"), ("powerOfTwo", "powers-of-two"), ("all", "all")],
-)
-def test_mucudnn_policy_is_mapped(old: str, new: str) -> None:
-    assert read_environment({"UCUDNN_BATCH_SIZE_POLICY": old}) == {"policy": new}
-
-
-@pytest.mark.parametrize(
-    ("variable", "name"),
+    ("variable", "text", "values"),
     [
-        ("UCUDNN_DEFAULT_WORKSPACE_LIMIT", "workspace_limit"),
-        ("UCUDNN_TOTAL_WORKSPACE_SIZE", "total_workspace"),
+        ("UCUDNN_BATCH_SIZE_POLICY", "undivided", {"policy": "undivided"}),
+        ("UCUDNN_BATCH_SIZE_POLICY", "powerOfTwo", {"policy": "powers-of-two"}),
+        ("UCUDNN_BATCH_SIZE_POLICY", "all", {"policy": "all"}),
+        ("UCUDNN_DEFAULT_WORKSPACE_LIMIT", "67108864", {"workspace_limit": 64 << 20}),
+        ("UCUDNN_TOTAL_WORKSPACE_SIZE", "67108864", {"total_workspace": 64 << 20}),
     ],
 )
-def test_mucudnn_sizes_are_mapped_in_bytes(variable: str, name: str) -> None:
-    assert read_environment({variable: "67108864"}) == {name: 64 << 20}
+def test_mucudnn_variables_are_mapped(variable: str, text: str, values: dict[str, Any]) -> None:
+    assert read_environment({variable: text}) == values
 
 
 def test_the_new_variable_goes_before_the_old() -> None:
@@ -192,14 +187,6 @@ def test_a_file_holds_all_settings_of_a_plan() -> None:
     del values["policy"]
     with pytest.raises(ConfigError, match="policy"):
         Config.from_dict(values)
-
-
-@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False)])
-def test_a_switch_is_read_from_text(
-    text: str, value: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UCUDNN_STEP_RACE", text)
-    assert Config().step_race is value
 
 
 def test_a_value_from_the_environment_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

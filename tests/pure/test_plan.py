@@ -373,7 +373,6 @@ NOT_PLANS = [
     (b"null", "is not a plan: it has no field format"),
     (b"[" * 100_000, "is not a plan: it is not valid JSON"),
     (b'{"format": "ucudnn-plan", "deep": ' + b"[" * 50 + b"]" * 50 + b"}", "deeper than 32 levels"),
-    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1;"),
 ]
 
 
@@ -466,16 +465,6 @@ def test_a_long_value_of_a_signed_file_makes_a_short_sentence(tmp_path: Path) ->
     with pytest.raises(PlanFileError, match="is a damaged plan: Invalid enum value") as caught:
         Plan.load(path)
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
-
-
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.plan.json"
-    plan(kernel(layers=(), notes=())).save(path)
-    content = path.read_bytes().rstrip()
-    for length in range(len(content)):
-        path.write_bytes(content[:length])
-        with pytest.raises(PlanError):
-            Plan.load(path)
 
 
 def test_the_environment_gives_the_cache_and_nothing_that_the_plan_says(

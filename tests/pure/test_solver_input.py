@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from exhaustive import exhaustive
 
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers import Item, Node, Option, balance, divide, reuse, segment
@@ -31,7 +30,6 @@ LEAF = Node((Option(0, 0, 0, None),))
         (lambda: reuse([ONE], 4).time_ns(0), "n must be an int of at least 1, got 0"),
         (lambda: reuse([ONE], 4).split(2, -1), "limit, .* at least 0, got -1"),
         (lambda: reuse([ONE], 4).split(2, 1e9), "limit, .* at least 0, got 1000000000.0"),
-        (lambda: exhaustive([Item(1, 0, 1, "a")] * 9, 40), "batch 40 has over .* use reuse"),
         (lambda: divide([], 9), "fronts must not be empty"),
         (lambda: divide([[]], 9), "front 0 must have at least one"),
         (lambda: divide([[(0, 1)], [7]], 9), "front 1 must hold .* pairs, got 7"),

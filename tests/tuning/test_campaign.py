@@ -7,7 +7,7 @@ import warnings
 
 import by_hand
 import pytest
-from by_hand import chunks_of, front, least_ns, linear
+from by_hand import linear
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
@@ -109,13 +109,6 @@ def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
         assert finished.split(problem) == fresh.split(problem)
 
 
-def test_a_default_over_the_limit_is_no_plan_to_fall_back_to(scripted, clock):
-    scripted(torch_default=linear(2.0, 1.0), fast=linear(1.0, 0.5))
-    with pytest.warns(UntunedWarning):
-        plan = tune_problems([("a", NARROW)], Config(workspace_limit="4MiB", time_budget_s=3.5))
-    assert plan.kernels == ()
-
-
 def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):
     """A candidate that is right, but not as exact as asked for."""
     from ucudnn.benchmark import bench
@@ -132,27 +125,6 @@ def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):
     assert is_default(exact, NARROW)
     with pytest.raises(PlanError, match="within max_error=1e-09; the most exact one has 1e-07"):
         tune_problems([("a", NARROW)], Config(max_error=1e-9))
-
-
-@pytest.mark.slow
-def test_lazy_measuring_leaves_most_out_and_misses_nothing(scripted):
-    costs = {
-        "torch_default": linear(2.0, 0.1, fixed_ms=1.0),
-        "greedy": linear(1.0, 4.0, fixed_ms=0.5),
-        "frugal": linear(1.6, 1.0, fixed_ms=0.2),
-        "slow": linear(4.0),
-        "slower": linear(9.0),
-    }
-    problem = WIDE.with_batch(64)
-    for limit, share in ((None, 0.05), ("33MiB", 0.15), ("5MiB", 0.15)):
-        backend = scripted(**costs)
-        config = Config(policy="all", workspace_limit=limit, cache=f"{Config().cache}-{limit}")
-        plan = tune_problems([("layer", problem)], config)
-        timed = {(name, size) for name, size in backend.runs}
-        assert len(timed) <= share * 64 * len(costs)
-        best = least_ns(front(chunks_of(costs, range(1, 65)), 64), config.limit_bytes)
-        assert plan.kernels[0].timing.time_ns <= 1.02 * best
-        assert any("no split along the batch axis" in note for note in plan.kernels[0].notes)
 
 
 def test_a_busy_process_in_the_middle_of_tuning_changes_no_plan(scripted):

@@ -22,7 +22,6 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import memory_budget
-from ucudnn.tuning.budget import EFFORTS
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.step_profile import StepProfiler
 from ucudnn.tuning.tuner import tune_problems
@@ -389,20 +388,3 @@ def test_the_worst_of_all_kernels_is_named_with_the_least_budget(scripted):
     assert caught.value.smallest_bytes == 29 * MIB
     assert f"2 MiB are missing at {WIDE} (b), where 27 MiB are allocated" in str(caught.value)
     assert "its smallest plan needs 2 MiB (micro-batch 1, torch_default)" in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-def test_no_default_time_budget_breaks_a_memory_budget(scripted, monkeypatch):
-    scripted(torch_default=lambda size: (size * MS, 2 * size * MIB))
-    hurried = replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)
-    monkeypatch.setitem(EFFORTS, "quick", hurried)
-    # torch's own convolution of all samples fits the one and not the other
-    limits = Limits(None, 30 * MIB, {NARROW: 0, WIDE: 26 * MIB})
-    config = Config(memory_budget=30 * MIB, effort="quick")
-    plan = tune_problems(NAMED, config, limits=limits)
-    workspaces = {kernel.problem: kernel.timing.workspace_bytes for kernel in plan.kernels}
-    assert workspaces == {NARROW: 16 * MIB, WIDE: 4 * MIB}
-    # a time that the user sets holds
-    config = Config(memory_budget=30 * MIB, effort="quick", time_budget_s=1e-9)
-    plan = tune_problems(NAMED, config, limits=limits)
-    assert WIDE not in {kernel.problem for kernel in plan.kernels}

@@ -306,19 +306,6 @@ def test_smaller_batches_stay_within_the_parts(timed):
             assert needs <= total
 
 
-@pytest.mark.parametrize("budget", [*range(1, 40, 6), *range(40, 400, 90)])
-def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkeypatch, budget):
-    """Every look at the clock takes a second."""
-    ticks = itertools.count()
-    for module in ("tuning.budget", "tuning.session", "tuning.pool"):
-        monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
-    scripted(torch_default=linear(4, 1), fast=linear(1, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UntunedWarning)
-        plan = tune_problems(LAYERS, Config(total_workspace="9MiB", time_budget_s=budget))
-    assert plan.workspace_bytes <= 9 * MIB
-
-
 def test_a_missing_solver_is_named_before_anything_is_measured(scripted, monkeypatch):
     backend = scripted(torch_default=linear(4, 1))
     monkeypatch.setitem(sys.modules, "pulp", None)

@@ -268,18 +268,6 @@ def test_a_split_is_offered_for_every_penalty_of_a_chunk(known_of, seed):
         assert min(time_of(split, launch_ns) for split in offered) == expected
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_best_undivided_call_within_the_limit_is_offered(seed):
-    known = batch_of(seed)
-    for limit in (None, 1500, 500):
-        undivided = [one for one in known.fitting(N, limit) if len(one) == 1]
-        found = [split for split in table_of(known, limit).splits() if len(split.chunks) == 1]
-        assert bool(found) == bool(undivided)
-        if found:
-            least = min(map(time_of, undivided))
-            assert least in [time_of(chunks_by_truth(known, split)) for split in found]
-
-
 @of_any_axis
 @pytest.mark.parametrize("seed", SEEDS)
 def test_short_chunks_are_used_only_where_nothing_else_fits(known_of, seed):
