@@ -491,18 +491,17 @@ def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
             Split("batch", (Chunk(32, "broken"),)), None, None, None, False, "does not work"
         ),
     )
-    first = Rationale(((0, 40 * MS), (2 << 20, 15 * MS)), rejected, Timing(25 * MS, 0, 1 << 20, 3))
+    first = Rationale(((0, 40 * MS), (2 << 20, 15 * MS)), rejected)
     page = Page(report(mixed, [first, *[Rationale()] * 3]))
     data, layout, _ = page.figures["Fronts"]
     figure = ([one for one in data if one["visible"]], layout)
     front = trace(figure, "front, predicted")
     assert front["y"] == [0.040, 0.015, 0.015]
     assert front["x"][1] == 2 << 20
-    # the plan's point, torch's in both layouts, and what was not too slow to draw
+    # the plan's point, torch's, and what was not too slow to draw
     points = {one["name"]: one["y"] for one in figure[0] if one["mode"] == "markers"}
     assert points == {
         "rejected, predicted": [0.009],
-        "torch in channels_last": [0.025],
         "torch's default": [0.030],
         "plan": [0.020],
     }

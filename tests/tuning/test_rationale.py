@@ -9,7 +9,6 @@ from by_hand import front, linear
 
 from ucudnn import cache as caches
 from ucudnn.config import Config
-from ucudnn.measurement import Measurement
 from ucudnn.outcomes import StepRace
 from ucudnn.problem import Problem
 from ucudnn.tuning.rationale import rationales
@@ -116,20 +115,5 @@ def test_a_front_is_that_of_all_splits_of_what_was_timed(planned):
 def test_without_measurements_there_is_what_the_plan_knows(planned):
     plan, _ = planned
     for one in rationales(plan, []):
-        assert (one.front, one.channels_last) == ((), None)
+        assert one.front == ()
         assert [str(other.split) for other in one.alternatives] == ["8 torch_default"]
-
-
-def test_torch_in_channels_last_is_found(planned):
-    plan, config = planned
-    entries = known(plan, config)[1]
-    own = next(
-        entry
-        for entry in entries
-        if (entry.key.problem, entry.key.algorithm) == (PROBLEM, "torch_default")
-        and (entry.key.subject, str(entry.key.conditions.role)) == ("chunk", "alone")
-    )
-    there = replace(own.key, problem=replace(PROBLEM, layout="nhwc"))
-    entry = Measurement(there, "ok", 7 * MS, 1 * MS, (7 * MS,) * 3, workspace_bytes=MIB)
-    found = rationales(plan, [entry])[plan.kernels.index(plan.kernel(PROBLEM))].channels_last
-    assert (found.time_ns, found.workspace_bytes, found.samples) == (7 * MS, MIB, 3)

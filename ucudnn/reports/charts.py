@@ -47,7 +47,6 @@ _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
 # Symbol and colour of each series of marks in the chart of a front, in the order of the legend.
 _LOOKS = {
     "rejected": ("circle", "#e69f00"),
-    "torch in channels_last": ("square", "#009e73"),
     "torch's default": ("circle", "#8c8c8c"),
     "plan": ("diamond", "#0072b2"),
 }
@@ -564,7 +563,6 @@ def _near_marks(kernel: KernelPlan, rationale: Rationale) -> list[_Mark]:
     ]
     known = kernel.timing.time_ns, kernel.default.time_ns if kernel.default else 0
     for series, text, timing in (
-        ("torch in channels_last", "undivided", rationale.channels_last),
         ("torch's default", "undivided", kernel.default),
         ("plan", str(kernel.split(kernel.problem.batch)), kernel.timing),
     ):

@@ -87,7 +87,7 @@ class KernelMeasurer:
     @property
     def usable(self) -> list[Measurement]:
         """Complete measurements of candidates that fit and are exact enough."""
-        return self._records.usable
+        return [one for arm, one in self._records.by_size() if self._records.is_usable(arm, one)]
 
     @property
     def timed(self) -> list[Measurement]:

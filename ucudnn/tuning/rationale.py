@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ucudnn.axis import BatchAxis, RowAxis
-from ucudnn.measurement import Measurement, Role, Subject
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split, Timing
+from ucudnn.measurement import Measurement, Subject
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
 from ucudnn.problem import Problem
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
@@ -62,8 +62,6 @@ class Rationale:
     front: tuple[tuple[int, int], ...] = ()
     # Fastest first.
     alternatives: tuple[Alternative, ...] = ()
-    # Timing of torch's own convolution of the same sizes in channels_last; None if it is not known.
-    channels_last: Timing | None = None
 
 
 def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationale, ...]:
@@ -84,14 +82,13 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
         there = (key.device, key.software, replace(key.conditions, role=plan.conditions.role))
         if there == (plan.device, plan.software, plan.conditions):
             known.setdefault(key.problem.with_batch(1), []).append(entry)
-    return tuple(_rationale(plan, kernel, known) for kernel in plan.kernels)
-
-
-def _rationale(plan: Plan, kernel: KernelPlan, known: _Known) -> Rationale:
-    problem = kernel.problem
-    own = known.get(problem.with_batch(1), [])
-    rejected = _alternatives(plan, kernel, own)
-    return Rationale(_front(problem, known), rejected, _channels_last(problem, known))
+    return tuple(
+        Rationale(
+            _front(kernel.problem, known),
+            _alternatives(plan, kernel, known.get(kernel.problem.with_batch(1), [])),
+        )
+        for kernel in plan.kernels
+    )
 
 
 def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
@@ -125,24 +122,6 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
 def _as_timed(problem: Problem, algorithm: str) -> str:
     """A name of an implementation for each batch, so that no time is used for another one."""
     return f"{algorithm} at {problem.batch}"
-
-
-def _channels_last(problem: Problem, known: _Known) -> Timing | None:
-    if problem.rank == 1 or problem.layout == "nhwc":
-        return None
-    there = replace(problem, layout="nhwc")
-    return next(filter(None, (entry.timing for entry in _default_of(there, known))), None)
-
-
-def _default_of(problem: Problem, known: _Known) -> Sequence[Measurement]:
-    return [
-        entry
-        for entry in known.get(problem.with_batch(1), [])
-        if entry.key.subject == Subject.CHUNK
-        and entry.key.problem == problem
-        and entry.key.algorithm == DEFAULT_ALGORITHM
-        and entry.key.conditions.role == Role.ALONE
-    ]
 
 
 def _alternatives(

@@ -69,11 +69,6 @@ class KernelRecords:
         """All known measurements, the smallest chunks first."""
         return ((arm, self.by_arm[arm]) for arm in self.listed.by_arm if arm in self.by_arm)
 
-    @property
-    def usable(self) -> list[Measurement]:
-        """Complete measurements of candidates that fit and are exact enough."""
-        return [entry for arm, entry in self.by_size() if self.is_usable(arm, entry)]
-
     def is_usable(self, arm: Arm, entry: Measurement) -> bool:
         """True for a complete measurement of a candidate that may be part of a plan."""
         return entry.status == "ok" and self.is_allowed(arm, entry)
