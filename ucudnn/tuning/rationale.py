@@ -69,6 +69,7 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
 
     >>> from ucudnn import Config
     >>> from ucudnn.measurement import Conditions, Device, Software
+    >>> from ucudnn.split import Timing
     >>> made = Timing(90, 0, 0, 9), Timing(100, 0, 64, 9)
     >>> problem = Problem("fprop", 1, 4, 4, (9,), (1,))
     >>> kernel = KernelPlan(problem, ("a",), ("gemm",), (0,), ((0, -1),), 90, *made)
