@@ -275,11 +275,8 @@ def test_more_time_is_never_slower_and_ends_at_the_best_division(timed, costs):
     assert best <= times[-1] <= 1.02 * best
 
 
-def test_progress_tells_the_best_division_so_far(timed):
+def test_progress_counts_the_kernels_that_have_a_part(timed):
     _, events, _ = timed(LEAN, 3, 17 * MIB)
-    told = [event.division_ns for event in events if event.division_ns is not None]
-    assert told == sorted(told, reverse=True)
-    assert len(set(told)) > 2
     assert [event.done for event in events][-1] == 3
     assert all(event.seconds_left is not None for event in events if event.budget_s)
 

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ucudnn.system.markup import printable
-from ucudnn.units import format_ns
 
 # Exit statuses, described in `main`. Shells report 130 = 128 + 2 for a process ended by SIGINT (2).
 SAYS_NO, USAGE, ENVIRONMENT, CRASHED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -208,8 +207,6 @@ def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
                     say_error(f"tuning for at most {event.budget_s:.0f} s")
             counts.update(measured=event.measured, reused=event.reused)
             left = f"{event.measured} measured, {event.reused} from cache"
-            if event.division_ns is not None:
-                left += f", best division so far {format_ns(event.division_ns)}"
             if event.seconds_left is not None:
                 left += f", {event.seconds_left:.0f} s left"
             update(event.done, event.total, event.kernel, left)

@@ -34,8 +34,6 @@ class Progress:
         reused: candidates found in the cache so far.
         seconds_left: estimated seconds until tuning ends; None: not known.
         budget_s: the time budget in seconds; None: there is none, or it is not known yet.
-        division_ns: measured time of the convolutions of a step by the best division of a pool so
-            far; None: there is no division.
     """
 
     kernel: str
@@ -45,7 +43,6 @@ class Progress:
     reused: int
     seconds_left: float | None = None
     budget_s: float | None = None
-    division_ns: int | None = None
 
 
 def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = False) -> None:

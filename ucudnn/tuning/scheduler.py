@@ -329,6 +329,5 @@ class TuningScheduler:
                     self.session.reused,
                     self._budget.seconds_left(self._shares.cost_ns(plans), self._total_ns),
                     self.budget_s,
-                    None if pool is None else pool.time_ns,
                 )
             )
