@@ -24,7 +24,6 @@ from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.segment import WHOLE
-from ucudnn.system.markup import html_table
 
 Model = TypeVar("Model", bound=nn.Module)
 # To swap a layer is to change its class to the planned class of the same name. Only layers of
@@ -70,21 +69,6 @@ class Conversion:
     def __repr__(self) -> str:
         # The generated `repr` would print the whole model and the whole plan.
         return f"<Conversion of {type(self.model).__name__}: {self}>"
-
-    def _repr_html_(self) -> str:
-        """A table of the layers, for notebooks."""
-        rows = {
-            "follow the plan": self.swapped,
-            "torch's own by plan": self.left,
-            "not planned": self.unplanned,
-            "planned, but not swappable": self.not_swappable,
-            "in micro-batches or recomputed": self.segments,
-        }
-        return html_table(
-            f"Conversion of {type(self.model).__name__}",
-            ("", "layers", "names"),
-            [(what, str(len(names)), ", ".join(names)) for what, names in rows.items()],
-        )
 
     def __str__(self) -> str:
         text = (

@@ -29,7 +29,6 @@ from ucudnn.problem import Problem
 from ucudnn.segment import MicroBatch, Segment, StepDivision, is_size, micro_batches
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.files import parse_json, write
-from ucudnn.system.markup import html_table
 from ucudnn.system.processes import cached_property
 from ucudnn.units import Positive, format_bytes
 
@@ -159,14 +158,6 @@ class Plan:
             f"{len(self.kernels)} kernels{partial}, {changed} not torch's own, up to "
             f"{format_bytes(self.workspace_bytes)} of workspace, for {self.device}"
         )
-
-    def _repr_html_(self) -> str:
-        """A table of the kernels, for notebooks."""
-        rows = [
-            (str(kernel.problem), ", ".join(kernel.layers), str(kernel.split(kernel.problem.batch)))
-            for kernel in self.kernels
-        ]
-        return html_table(repr(self), ("kernel", "layers", "split"), rows)
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -262,7 +262,6 @@ def test_a_plan_by_the_path_of_its_file_and_what_can_be_seen_of_it(plan_by_hand,
     assert repr(model).count(f"plan {plan.hash[:8]}") == 2
     assert "BatchNorm2d" not in repr(conversion)
     assert repr(conversion).startswith("<Conversion of Sequential: 2 layers follow the plan")
-    assert "<td>0, 3</td>" in conversion._repr_html_()
     assert repr(ucudnn.revert_(model)) == before
     with ucudnn.installed(str(tmp_path / "plan.json")):
         pass

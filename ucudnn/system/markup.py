@@ -1,10 +1,9 @@
-"""Small tables as text: in HTML for notebooks, and in CSV for spreadsheets."""
+"""Texts that terminals and spreadsheets show as they are, and tables of them as CSV."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from html import escape
 from io import StringIO
 
 
@@ -19,20 +18,6 @@ def printable(text: str) -> str:
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
     )
-
-
-def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as HTML; special characters in its texts are escaped.
-
-    >>> html_table("a", ("b",), [("<1>",)])
-    '<p>a</p><table><tr><th>b</th></tr><tr><td>&lt;1&gt;</td></tr></table>'
-    """
-    lines = [_html_row(head, "th"), *(_html_row(row, "td") for row in rows)]
-    return f"<p>{escape(title)}</p><table>{''.join(lines)}</table>"
-
-
-def _html_row(cells: Iterable[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
