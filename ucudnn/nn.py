@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ucudnn.config import Config
-from ucudnn.errors import warn
 from ucudnn.execution.autograd import Geometry, convolution
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.runner import Layer, Runner
@@ -47,15 +46,6 @@ class AbstractPlanned(_Convolution):
             kwargs["device"] = device
         super().__init__(*args, **kwargs)
         follow(self, Runner(None, config))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Setting this attribute is the first thing that torch's quantisation does with a layer.
-        if name == "qconfig" and value is not None:
-            warn(
-                "torch.ao.quantization looks layers up by their type and leaves those that follow "
-                "a plan as they are; call ucudnn.revert_(model) before it"
-            )
-        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """torch's own `extra_repr`, and the plan that the layer follows."""

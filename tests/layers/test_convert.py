@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.ao import quantization
 from torch.nn.utils import parametrizations
 
 import ucudnn
-from ucudnn.errors import MismatchWarning, PlanError, UcudnnWarning
+from ucudnn.errors import MismatchWarning, PlanError
 from ucudnn.measurement import Device
 
 
@@ -267,19 +265,3 @@ def test_a_plan_by_the_path_of_its_file_and_what_can_be_seen_of_it(plan_by_hand,
         pass
     with pytest.raises(PlanError, match="No such file"):
         ucudnn.convert_(model, "none.json")
-
-
-@pytest.mark.filterwarnings("ignore:(?s).*torch.ao.quantization is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
-def test_quantisation_that_passes_planned_layers_by_is_said_and_reverted_ones_take_part(
-    plan_by_hand,
-):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    ucudnn.convert_(model, plan_by_hand(model, torch.empty(INPUT)))
-    model.train().qconfig = quantization.get_default_qat_qconfig("x86")
-    with pytest.warns(UcudnnWarning, match=r"leaves those .* as they are; call ucudnn.revert_"):
-        assert type(quantization.prepare_qat(model)[0]) is ucudnn.nn.Conv2d
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UcudnnWarning)
-        prepared = quantization.prepare_qat(ucudnn.revert_(model))
-    assert type(prepared[0]) is torch.ao.nn.qat.Conv2d
