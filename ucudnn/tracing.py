@@ -40,7 +40,6 @@ from ucudnn.execution.stepping import (
     parts_of,
     run_step,
     same_random_states,
-    same_settings,
     tensors_of,
 )
 from ucudnn.execution.strays import Watched, without_strays
@@ -183,7 +182,6 @@ def _trace_one(
             # Anomaly detection reads the values of gradients, which fake tensors do not have.
             torch.autograd.set_detect_anomaly(False),
             same_random_states(on_devices=real),
-            same_settings(),
             _without_log(),
         ):
             twin, own_inputs = copied(model, inputs, fake_mode)

@@ -30,7 +30,6 @@ from ucudnn.execution.micro_batching import segment_
 from ucudnn.segment import WHOLE, StepDivision
 
 _SEED = 0
-_CUDNN_FLAGS = ("enabled", "benchmark", "deterministic")
 # Errors that a model's own code may raise for an input that it does not accept.
 MODEL_ERRORS = (
     ArithmeticError,
@@ -229,13 +228,12 @@ def _nudge_(model: nn.Module, nudge: float) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context in which to run steps of a model; it restores random states and settings."""
+    """Context in which to run steps of a model; it restores random states."""
     with (
         # Inference mode is left, because tensors made inside it could not take part in autograd.
         torch.inference_mode(False),
         torch.enable_grad(),
         same_random_states(),
-        same_settings(),
         room_to_compile(model),
     ):
         yield
@@ -282,8 +280,6 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return []
 
 
-# The functions below restore state of the process that steps of a model may change: random states,
-# and settings of torch.
 @contextmanager
 def same_random_states(on_devices: bool = True) -> Iterator[None]:
     """Restore the random states of torch, Python and NumPy when the context ends.
@@ -301,39 +297,6 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
     finally:
         random.setstate(pythons)
         np.random.set_state(numpys)
-
-
-# Settings of torch that the code of models may change. For each, a function that reads it and one
-# that sets it.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-)
-
-
-@contextmanager
-def same_settings() -> Iterator[None]:
-    """Restore settings of torch when the context ends: default dtype, threads, precision, cuDNN's.
-
-    >>> with same_settings():
-    ...     torch.set_default_dtype(torch.float64)
-    >>> torch.get_default_dtype()
-    torch.float32
-    """
-    before = [read() for read, _ in _SETTINGS]
-    cudnn = torch.backends.cudnn
-    flags = {name: getattr(cudnn, name) for name in _CUDNN_FLAGS}
-    try:
-        yield
-    finally:
-        for (read, write), value in zip(_SETTINGS, before, strict=True):
-            if read() != value:
-                write(value)
-        for name, value in flags.items():
-            if getattr(cudnn, name) != value:
-                setattr(cudnn, name, value)
 
 
 def seed_all() -> None:
