@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,7 @@ class Plan:
         micro_batch: samples that a training loop should run at once; None: the whole batch.
 
     Raises:
-        PlanError: a module is a segment twice, or a micro-batch is not an int of at least 1, or is
-            larger than the batches of all kernels.
+        PlanError: a module is a segment twice, or a micro-batch is not an int of at least 1.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -109,17 +107,6 @@ class Plan:
             raise PlanError(
                 f"a module can be a segment once, got {twice} more often; leave one out"
             )
-        most = max((kernel.problem.batch for kernel in self.kernels), default=None)
-        # Segments that tuning found (their `training` is not None) are not checked, because they
-        # may have more samples than any convolution: for example, their samples may be windows of
-        # images.
-        sizes = {one.module: one.micro_batch for one in self.segments if one.training is None}
-        for name, size in [*sizes.items(), ("of a loop", self.micro_batch)]:
-            if most is not None and size is not None and size > most:
-                raise PlanError(
-                    f"micro_batch {name!r} must be at most {most}, the largest batch of the plan's "
-                    f"kernels, got {size}"
-                )
 
     @property
     def division(self) -> StepDivision:
@@ -287,7 +274,7 @@ class Plan:
         # as damage of the file.
         check_environment()
         document = _read_document(path)
-        with _damage_named(path):
+        try:
             # The settings are built from the file alone, so that no variable of the environment
             # replaces a field.
             config = Config.from_dict(document["config"])
@@ -296,6 +283,12 @@ class Plan:
             # file although it has a default, and a field that plans do not have.
             if _canonical(plan.to_dict()) != _canonical(document):
                 raise PlanError("its checksum does not agree with its contents")
+        # A file that was cut or edited may raise any of these while its values are built.
+        except (KeyError, TypeError, ValueError, ValidationError, UcudnnError) as error:
+            detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise PlanFileError(
+                f"{path} is a damaged plan: {shortened(detail)}; make it anew"
+            ) from error
         return plan
 
 
@@ -319,19 +312,6 @@ def _read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{_VERSION}; make it anew with `ucudnn tune` or use the ucudnn that wrote it"
         )
     return document
-
-
-@contextmanager
-def _damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Context in which errors of a file's values become one PlanFileError that names the file."""
-    try:
-        yield
-    # A file that was cut or edited may raise any of these while its values are built.
-    except (KeyError, TypeError, ValueError, ValidationError, UcudnnError) as error:
-        detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise PlanFileError(
-            f"{path} is a damaged plan: {shortened(detail)}; make it anew"
-        ) from error
 
 
 def _sha256_of(value: Any) -> str:
