@@ -36,6 +36,12 @@ def quoted(value: object) -> str:
     return shortened(" ".join(repr(value).split()), 120)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error, or its class if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class UcudnnError(Exception):
     """Base of every error that ucudnn raises on purpose."""
 

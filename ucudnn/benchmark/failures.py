@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ucudnn.errors import first_line
 from ucudnn.measurement import FailureKind
 
 # Texts of errors for lack of memory. torch's CPU allocator, CUDA and cuDNN (status 4003 and 4004)
@@ -53,12 +54,6 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.kind, reason)
     kind = FailureKind.OUT_OF_MEMORY if is_out_of_memory(error) else FailureKind.ERROR
     return Failure(kind, reason)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, or its class if it has no text."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.distributed.agreement import raise_errors, require_equal
 from ucudnn.distributed.codecs import Codec, Half, OneBit, Stochastic, TopK
@@ -34,7 +33,7 @@ from ucudnn.distributed.exchange_advice import (
     ways,
 )
 from ucudnn.distributed.rendezvous import Rendezvous
-from ucudnn.errors import ConfigError, UcudnnError
+from ucudnn.errors import ConfigError, UcudnnError, first_line
 from ucudnn.execution.compiling import original_of
 from ucudnn.execution.copying import copied
 from ucudnn.execution.stepping import (

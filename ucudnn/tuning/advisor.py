@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
 from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, filling
-from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config, require_config
-from ucudnn.errors import ConfigError, UnsupportedError, warn
+from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.stepping import (
     STEP_ERRORS,

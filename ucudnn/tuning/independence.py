@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from ucudnn.benchmark.failures import first_line
+from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import has_samples
 from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
 

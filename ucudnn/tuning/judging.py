@@ -14,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import TuningInterruptedError, UnplannedWarning
+from ucudnn.errors import TuningInterruptedError, UnplannedWarning, first_line
 from ucudnn.execution.compiling import is_compiled, replays_graphs
 from ucudnn.execution.observers import KernelTimer, Watcher
 from ucudnn.execution.override import Installation

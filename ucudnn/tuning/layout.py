@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.benchmark.failures import first_line, is_out_of_memory
+from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.errors import first_line
 from ucudnn.execution.stepping import STEP_ERRORS, StepResults, Steps
 from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace, StepRace
 from ucudnn.plan import Plan

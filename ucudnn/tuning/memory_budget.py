@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, first_line
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps, undisturbed
 from ucudnn.outcomes import StepMemory, Way

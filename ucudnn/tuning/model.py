@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config, require_config
-from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import original_of
 from ucudnn.execution.stepping import tensors_of
