@@ -192,7 +192,7 @@ def test_no_verdict_contradicts_what_is_known():
 
 
 def test_the_verdict_comes_first_and_all_fits_a_screen():
-    names = ["channels_last, loop of 16", *(f"segments, {n}% of the peak" for n in range(11))]
+    names = ["channels_last", *(f"segments, {n}% of the peak" for n in range(11))]
     found = advice(
         *(way(name, 500, 1.0) for name in names),
         kernels=[kernel(2)] * 400,

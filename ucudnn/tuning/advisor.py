@@ -61,20 +61,12 @@ _SEARCH_STEPS, _TRIAL_STEPS = 6, 4
 _FIRST_STEPS = 9
 # The most steps that are run to check the largest batch.
 _MOST_CHECKS = 3
-# The search for the largest batch ends if the next estimate is larger by at most this factor.
-_CLOSE = 1.02
 # A way is too slow to be of use for its time if a step takes more than this many times as long as
 # by its rival: the step as it is, or the fastest micro-batches.
 _SLOWER = 1.1
 # A kernel is timed until its samples add up to `_ENOUGH_NS` or there are `_MOST_SAMPLES`. A slow
 # kernel is timed only once, because it must not use up the time of all others.
-_LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_NS = 1, 7, 150_000_000
-
-OnKernel = Callable[[int, int], None]
-
-
-def _silent(done: int, total: int) -> None:
-    del done, total
+_MOST_SAMPLES, _ENOUGH_NS = 7, 150_000_000
 
 
 def advise(
@@ -83,7 +75,7 @@ def advise(
     config: Config | None = None,
     *,
     real: bool = False,
-    on_kernel: OnKernel = _silent,
+    on_kernel: Callable[[int, int], None] | None = None,
 ) -> Advice:
     """Run a step in several ways, report what fills its memory, and give a verdict.
 
@@ -126,15 +118,16 @@ def advise(
     # torch has no channels-last layout in 1-D, and "nhwc" problems are in that layout already.
     has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in names)
     advice = _Trials(model, example_inputs, backend, config, began).advice(has_other)
-    watch = _Watch(backend, max(began + _MOST_S, monotonic() + _LEAST_S))
+    until = max(began + _MOST_S, monotonic() + _LEAST_S)
     found: dict[Problem, KernelAdvice] = {}
     # Function modes of the caller, such as `with torch.device(...)`, would change where operands
     # are allocated.
     with torch.no_grad(), torch._C.DisableTorchFunction():
         # The kernels that probably take longest come first: time may run out.
         for problem in sorted(names, key=lambda p: -p.flops * len(names[p])):
-            found[problem] = watch.kernel(problem, names[problem])
-            on_kernel(len(found), len(names))
+            found[problem] = _timed_kernel(backend, problem, names[problem], until)
+            if on_kernel is not None:
+                on_kernel(len(found), len(names))
     return replace(advice, kernels=tuple(found[problem] for problem in names)).with_plan()
 
 
@@ -175,8 +168,6 @@ class _Trials:
     search: SegmentSearch | None = None
     plain: Steps | None = None
     last: Steps | None = None
-    parts: list[WayAdvice] = field(default_factory=list)
-    fits: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -351,7 +342,6 @@ class _Trials:
             if self.is_training:
                 how = f"train in a loop of micro-batches of {size} (tune it with loop=True)"
             self._add(f"{name} of {size}", how, seen)
-        self.parts = self.ways[1:]
 
     def _try_segments(self, search: SegmentSearch, share: float) -> None:
         """Try segments with a peak of at most this share of the peak of the step as it is."""
@@ -377,26 +367,13 @@ class _Trials:
             self._add(f"segments, {peak / own:.0%} of the peak", how, seen)
 
     def _try_channels_last(self) -> None:
-        """Try channels_last for the whole step, then for the fastest micro-batches if any help."""
-        how = "use channels_last"
-        if not self._has_time("channels_last", _TRIAL_STEPS, _STEPS_PART):
-            return
-        self.last = Steps(self.model, self.inputs, self.is_training, "channels_last")
-        peak, time_ns = self._run(self.last)
-        way = WayAdvice("channels_last", how, peak + self._held, time_ns)
-        self.ways.append(replace(way, memory_format="channels_last"))
-        best = min(self.parts, key=lambda one: one.time_ns, default=None)
-        if best is None or best.time_ns > self.own_ns:
-            return
-        name = f"channels_last, {best.name}"
+        """Try the step in channels_last."""
+        name = "channels_last"
         if self._has_time(name, _TRIAL_STEPS, _STEPS_PART):
-            self.last.divide(best.division)
+            self.last = Steps(self.model, self.inputs, self.is_training, name)
             peak, time_ns = self._run(self.last)
-            way = replace(way, name=name, how=f"{how} and {best.how}", division=best.division)
-            peak += self._held
-            self.ways.append(
-                replace(way, peak_bytes=peak, time_ns=time_ns, memory_format="channels_last")
-            )
+            way = WayAdvice(name, f"use {name}", peak + self._held, time_ns, memory_format=name)
+            self.ways.append(way)
 
     def _elapsed_ns(self, way: WayAdvice) -> int:
         """Time of one more step by a way."""
@@ -405,7 +382,6 @@ class _Trials:
             return self.search.elapsed_ns(way.division)
         steps = self.last if is_last else self.plain
         assert steps is not None
-        steps.divide(way.division)
         with gradient_mode(self.is_training):
             return self.backend.elapsed_ns(steps)
 
@@ -495,9 +471,6 @@ class _Trials:
             with self._trying("a step of the largest batch"):
                 if not self._check(answer, points[answer.name], budget):
                     break
-        for place, way in enumerate(self.ways):
-            if way.name in self.fits:
-                self._set_largest(place, *self.fits[way.name])
 
     def _set_largest(self, place: int, batch: int, peak: int, time_ns: int | None = None) -> None:
         way = self.ways[place]
@@ -520,13 +493,11 @@ class _Trials:
             return False
         peak, time_ns = self._step_at(way, largest.batch)
         points.append((largest.batch, peak))
-        batch, foreseen = largest_batch(points, budget)
         if peak <= budget:
-            self.fits[way.name] = largest.batch, peak, time_ns
-        if way.name in self.fits and (peak > budget or batch <= _CLOSE * largest.batch):
-            self._set_largest(place, *self.fits[way.name])
+            self._set_largest(place, largest.batch, peak, time_ns)
         else:
-            self._set_largest(place, min(batch, largest.batch - (peak > budget)), foreseen)
+            batch, foreseen = largest_batch(points, budget)
+            self._set_largest(place, min(batch, largest.batch - 1), foreseen)
         return True
 
     def _step_at(self, way: WayAdvice, batch: int) -> tuple[int, int]:
@@ -569,65 +540,47 @@ def _resized(inputs: Any, count: int, batch: int) -> Any:
     return tree_map_only(Tensor, resized, inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """Times kernels until a deadline.
+def _timed_kernel(
+    backend: AbstractBackend, problem: Problem, layers: tuple[str, ...], until: float
+) -> KernelAdvice:
+    """Time one kernel by torch's own convolution, in both layouts, until a `time.monotonic`."""
+    others = []
+    if problem.rank > 1 and problem.layout == "nchw":
+        others.append(replace(problem, layout="nhwc"))
+    roofline = backend.roofline(problem.dtype)
+    elements = sum(map(prod, (*problem.operand_shapes, problem.result_shape)))
+    # A direct convolution reads both operands and writes the result once, without workspace.
+    direct = Cost(problem.flops, elements * problem.bytes_per_element, 0)
+    bounds = [
+        least_ns((backend.cost(one, c.algorithm) for c in backend.candidates(one)), roofline)
+        for one in (problem, *others)
+    ]
+    timing, *last = (_timed(backend, one, until) for one in (problem, *others))
+    # A measured time below the lower bound shows that the bound is wrong: the machine was busy
+    # when its peak rates were measured.
+    seen = min((each.time_ns for each in (timing, *last) if each), default=0)
+    return KernelAdvice(
+        problem,
+        layers,
+        timing,
+        last[0] if last else None,
+        0 if roofline is None else roofline.time_ns(direct),
+        min(bounds) if min(bounds) <= seen else 0,
+    )
 
-    Args:
-        backend: backend of the device.
-        until: the `time.monotonic` after which no kernel is begun.
-    """
 
-    backend: AbstractBackend
-    until: float
-
-    def kernel(self, problem: Problem, layers: tuple[str, ...]) -> KernelAdvice:
-        """Time one kernel by torch's own convolution, in both layouts."""
-        others = []
-        if problem.rank > 1 and problem.layout == "nchw":
-            others.append(replace(problem, layout="nhwc"))
-        roofline = self.backend.roofline(problem.dtype)
-        elements = sum(map(prod, (*problem.operand_shapes, problem.result_shape)))
-        # A direct convolution reads both operands and writes the result once, without workspace.
-        direct = Cost(problem.flops, elements * problem.bytes_per_element, 0)
-        bounds = [
-            least_ns(
-                (self.backend.cost(one, c.algorithm) for c in self.backend.candidates(one)),
-                roofline,
-            )
-            for one in (problem, *others)
-        ]
-        timing, *last = (self._timed(one) for one in (problem, *others))
-        # A measured time below the lower bound shows that the bound is wrong: the machine was busy
-        # when its peak rates were measured.
-        seen = min((each.time_ns for each in (timing, *last) if each), default=0)
-        return KernelAdvice(
-            problem,
-            layers,
-            timing,
-            last[0] if last else None,
-            0 if roofline is None else roofline.time_ns(direct),
-            min(bounds) if min(bounds) <= seen else 0,
-        )
-
-    def _timed(self, problem: Problem) -> Timing | None:
-        if monotonic() >= self.until:
-            return None
-        backend = self.backend
-        try:
-            run = backend.executable(problem, DEFAULT_ALGORITHM).alone
-            operands = backend.operands(problem, problem.batch)
-            call = partial(run, *operands)
-            # This run warms the kernel up, too.
-            workspace = backend.workspace_bytes(call, [(problem, DEFAULT_ALGORITHM)])
-            samples: list[int] = []
-            while len(samples) < _LEAST_SAMPLES or (
-                len(samples) < _MOST_SAMPLES
-                and sum(samples) < _ENOUGH_NS
-                and monotonic() < self.until
-            ):
-                samples.append(backend.elapsed_ns(call))
-        # A kernel that cannot run, for example for lack of memory, is shown as not timed.
-        except (RuntimeError, MemoryError, UnsupportedError):
-            return None
-        return Timing(median_ns(samples), spread_ns(samples), workspace, len(samples))
+def _timed(backend: AbstractBackend, problem: Problem, until: float) -> Timing | None:
+    if monotonic() >= until:
+        return None
+    try:
+        run = backend.executable(problem, DEFAULT_ALGORITHM).alone
+        call = partial(run, *backend.operands(problem, problem.batch))
+        # This run warms the kernel up, too.
+        workspace = backend.workspace_bytes(call, [(problem, DEFAULT_ALGORITHM)])
+        samples = [backend.elapsed_ns(call)]
+        while len(samples) < _MOST_SAMPLES and sum(samples) < _ENOUGH_NS and monotonic() < until:
+            samples.append(backend.elapsed_ns(call))
+    # A kernel that cannot run, for example for lack of memory, is shown as not timed.
+    except (RuntimeError, MemoryError, UnsupportedError):
+        return None
+    return Timing(median_ns(samples), spread_ns(samples), workspace, len(samples))
