@@ -159,7 +159,9 @@ def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]
         for name, module in modules.items()
         if type(module) in _SWAPPABLE and wanted(module, name)
     }
-    matched = _planned_layers(convolutions, plan)
+    planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
+    layers = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
+    matched = {name: layer for name, layer in layers.items() if layer in planned}
     unplanned = tuple(name for name in convolutions if name not in matched)
     # Layers that were left out by `filter_fn` were left out on purpose, so they are not reported.
     otherwise = tuple(
@@ -170,12 +172,6 @@ def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]
 
 def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
     return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
-
-
-def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, Layer]:
-    planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
-    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
-    return {name: layer for name, layer in layer_by_name.items() if layer in planned}
 
 
 def _changed_layers(plan: Plan, config: Config) -> set[Layer]:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
-from ucudnn.errors import ConfigError, UnsupportedError, warn
+from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
 from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
@@ -200,11 +200,10 @@ def _trace_one(
         raise ConfigError(f"no step can be traced: {error}") from error
     except MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
-        # Only the first line of the message is kept: torch may add hints and C++ frames below it.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "" if real else "; if it needs values and not shapes alone, use real=True"
         raise ConfigError(
-            f"the model does not accept example inputs of shapes {shapes}: {reason}{remedy}"
+            f"the model does not accept example inputs of shapes {shapes}: {first_line(error)}"
+            f"{remedy}"
         ) from error
 
 
@@ -212,15 +211,12 @@ def _trace_one(
 def _without_log() -> Iterator[None]:
     """Context in which torch does not log errors of fake tensors, because it also raises them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def is_no_error(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
-
-    logger.addFilter(is_no_error)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.removeFilter(is_no_error)
+        logger.setLevel(level)
 
 
 def _let_hooks_fail(model: nn.Module) -> None:

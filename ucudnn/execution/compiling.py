@@ -56,13 +56,15 @@ def is_compiled(model: nn.Module) -> bool:
     >>> is_compiled(layer), is_compiled(nn.Sequential(torch.compile(layer, backend="eager")))
     (False, True)
     """
-    return any(is_wrapped(one) or _own_call(one) is not None for one in model.modules())
+    # `_compiled_call_impl` is the call of a module that `module.compile()` compiled in place.
+    modules = model.modules()
+    return any(is_wrapped(one) or one._compiled_call_impl is not None for one in modules)
 
 
 def replays_graphs(model: nn.Module) -> bool:
     """True if compiled code of a model records CUDA graphs, as by `mode="reduce-overhead"`."""
     for module in model.modules():
-        compiled = module if is_wrapped(module) else _own_call(module)
+        compiled = module if is_wrapped(module) else module._compiled_call_impl
         settings_of = getattr(compiled, "get_compiler_config", None)
         settings = settings_of() if settings_of is not None else None
         if settings and settings.get("triton.cudagraphs"):
@@ -124,11 +126,6 @@ def contexts_apart(model: nn.Module) -> dict[int, Any]:
     return {id(context): _apart(context) for context in wrapped}
 
 
-def original_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function that a compiled function was made from; None for any other function."""
-    return getattr(function, "_torchdynamo_orig_callable", None)
-
-
 def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` with the settings of `compiled`; the two share no compiled code.
 
@@ -166,11 +163,6 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     # would compile a model for inputs of any size because another model had inputs of another size.
     call.__code__ = call.__code__.replace(co_name=f"step_{next(_numbers)}")
     return call
-
-
-def _own_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The compiled call of a module that `module.compile()` compiled in place; None for others."""
-    return module._compiled_call_impl
 
 
 # After a graph break Dynamo inspects every Python frame that the thread enters while the compiled

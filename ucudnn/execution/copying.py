@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import io
 from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
 from operator import is_
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
@@ -20,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ucudnn.errors import UnsupportedError
-from ucudnn.execution.compiling import contexts_apart, original_function, recompiled
+from ucudnn.errors import UnsupportedError, first_line
+from ucudnn.execution.compiling import contexts_apart, recompiled
 
 # A tensor may be a small part of larger memory, such as a batch of a data set. If the memory is
 # more than this many times as large as the tensor, only the tensor's part of the memory is copied.
@@ -80,7 +81,7 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
                 fake_mode is not None and not isinstance(part, (nn.Module, Tensor))
             )
             if part is None or id(part) in shared or not is_kept:
-                raise _refusal(f"{error}".strip() or type(error).__name__) from error
+                raise _refusal(first_line(error)) from error
             shared[id(part)] = _Unavailable(part) if _is_consumed(part) else part
     for module in model.modules():
         if module._compiled_call_impl is not None:
@@ -92,7 +93,7 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
 
 
 def _refusal(reason: str) -> UnsupportedError:
-    return UnsupportedError(f"the model cannot be copied: {reason.splitlines()[0]}")
+    return UnsupportedError(f"the model cannot be copied: {reason}")
 
 
 def _memory(model: nn.Module) -> set[int]:
@@ -221,19 +222,15 @@ class _Values:
                 base.__setitem__(holder, place, renewed)
 
     def _renew_slots(self, holder: Any) -> None:
-        for kind in type(holder).__mro__:
-            names = vars(kind).get("__slots__", ())
-            for name in [names] if isinstance(names, str) else names:
-                place = vars(kind).get(name)
-                if type(place) is not MemberDescriptorType:
-                    continue
-                try:
-                    value = place.__get__(holder)
-                except AttributeError:  # not assigned yet
-                    continue
-                renewed = self._renewed(value)
-                if renewed is not value:
-                    place.__set__(holder, renewed)
+        # The methods of `object` are called, because those of a class may refuse changes.
+        for name in copyreg._slotnames(type(holder)):  # type: ignore[attr-defined]
+            try:
+                value = object.__getattribute__(holder, name)
+            except AttributeError:  # not assigned yet
+                continue
+            renewed = self._renewed(value)
+            if renewed is not value:
+                object.__setattr__(holder, name, renewed)
 
     def _renew_weak(self, holder: Any) -> None:
         if not isinstance(holder, (WeakKeyDictionary, WeakValueDictionary)):
@@ -284,7 +281,8 @@ class _Values:
         found = self._memo.get(id(function))
         if found is not None:
             return found
-        original = original_function(function)
+        # A compiled function has the one that it was made from as this attribute.
+        original = getattr(function, "_torchdynamo_orig_callable", None)
         if original is not None:
             again = recompiled(function, self._copy(original))
         elif function.__closure__ or self._has_state(function):
