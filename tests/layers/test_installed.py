@@ -198,15 +198,6 @@ def test_tuning_inside_times_torchs_own_convolution(plan_by_hand, monkeypatch):
             model(x)
 
 
-def test_an_algorithm_that_is_torchs_own_does_not_recurse(plan_by_hand, computed):
-    model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
-    before = step(model, x)
-    plan = plan_by_hand(model, x.clone().requires_grad_(), algorithm="torch_default")
-    with ucudnn.installed(plan):
-        assert_close(step(model, x), before)
-    assert computed == ["fprop", "dgrad", "wgrad"]
-
-
 def test_a_converted_model_inside_follows_its_own_plan(plan_by_hand, computed):
     model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
     before = step(model, x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import warnings
 from dataclasses import replace
 
@@ -291,37 +290,28 @@ def test_a_weight_of_another_shape_put_there_since_is_left_alone_by_reverting(pl
     assert model[0].weight.is_contiguous()
 
 
-_LITTLE_MEMORY = """
-import resource, torch
-from torch import nn
-from ucudnn.execution.channels_last import lay_out_, restore_layout_, why_not_channels_last
-model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(1024, 1024, 5))
-def layout():
-    places = [(one.stride(), one.data_ptr()) for one in model.parameters()]
-    return places, len(model._forward_pre_hooks)
-def limited(change):
-    before = layout()
-    pages = int(open("/proc/self/statm").read().split()[0])
-    limit = pages * resource.getpagesize() + (50 << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    try:
-        change(model)
-    except RuntimeError as error:
-        assert "memory" in str(error), error
-        assert layout() == before
-        print("refused")
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-limited(lay_out_)
-lay_out_(model)
-limited(restore_layout_)
-"""
+def test_without_memory_for_another_layout_nothing_changes(monkeypatch):
+    model, allocate = Small(), torch.empty_strided
 
+    def require_unchanged_by(change):
+        before, hooks, made = memory(model), len(model._forward_pre_hooks), []
 
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
-def test_without_memory_for_another_layout_nothing_changes(python):
-    assert python("-c", _LITTLE_MEMORY).stdout.split() == ["refused", "refused"]
+        def full(*arguments, **settings):
+            if made:
+                raise RuntimeError("not enough memory")
+            made.append(allocate(*arguments, **settings))
+            return made[-1]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty_strided", full)
+            with pytest.raises(RuntimeError, match="not enough memory"):
+                change(model)
+        assert made
+        assert (memory(model), len(model._forward_pre_hooks)) == (before, hooks)
+
+    require_unchanged_by(lay_out_)
+    lay_out_(model)
+    require_unchanged_by(restore_layout_)
 
 
 class Mixed(nn.Module):

@@ -303,7 +303,7 @@ _steps: list[str] = []
 class Interrupting(nn.Conv2d):
     """Presses Ctrl-C while its step is traced."""
 
-    presses = 1
+    presses = 0
 
     def forward(self, x):
         _steps.append("begun")
@@ -314,26 +314,18 @@ class Interrupting(nn.Conv2d):
         return result
 
 
-def test_an_interrupt_takes_effect_when_the_trace_is_over():
+@pytest.mark.parametrize(("presses", "steps"), [(1, ["begun", "computed"]), (2, ["begun"])])
+def test_an_interrupt_takes_effect_when_the_trace_is_over_and_a_second_one_at_once(presses, steps):
     """Torch ends the process where one arrives in some of its calls of Python."""
     before, model = signal.getsignal(signal.SIGINT), Interrupting(3, 4, 3)
+    model.presses = presses
     _steps.clear()
     with pytest.raises(KeyboardInterrupt):
         ucudnn.trace(model, torch.ones(1, 3, 9, 9))
-    assert _steps == ["begun", "computed"]
+    assert _steps == steps
     assert signal.getsignal(signal.SIGINT) is before
     model.presses = 0
     assert len(ucudnn.trace(model, torch.ones(1, 3, 9, 9))) == 2
-
-
-def test_a_second_interrupt_ends_a_trace_at_once():
-    before, model = signal.getsignal(signal.SIGINT), Interrupting(3, 4, 3)
-    model.presses = 2
-    _steps.clear()
-    with pytest.raises(KeyboardInterrupt):
-        ucudnn.trace(model, torch.ones(1, 3, 9, 9))
-    assert _steps == ["begun"]
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow

@@ -173,15 +173,6 @@ class Unregistered(Momentum):
         return self.hidden[0]
 
 
-class Averaged(Model):
-    def make(self):
-        self.average = torch.optim.swa_utils.AveragedModel(self.conv)
-
-    def use(self, y):
-        self.average.update_parameters(self.conv)
-        return y
-
-
 class Normalised(Model):
     """Writes to its gradient and its weights through NumPy."""
 
@@ -313,11 +304,6 @@ class Tied(Model):
         return self.conv(x) + self.second(x) + self.third(x)
 
 
-class Parametrized(Model):
-    def make(self):
-        parametrizations.weight_norm(self.conv)
-
-
 class Spectral(Model):
     """Its power iteration writes to buffers in each forward."""
 
@@ -391,16 +377,6 @@ class Norms(Model):
 
     def use(self, y):
         return self.momentless(self.norm(y))
-
-
-class Fake8(Model):
-    """Quantised during training: observers write their ranges."""
-
-    def make(self):
-        self.fake = torch.ao.quantization.FakeQuantize()
-
-    def use(self, y):
-        return self.fake(y)
 
 
 class Quantised(Model):
@@ -522,7 +498,7 @@ ADVISED = dict.fromkeys((Written, Momentum, Closures, Norms), "")
 ADVISED |= dict.fromkeys(KEPT - UNTRACED, "the model cannot be copied")
 ADVISED |= {LazyLayer: "no plain tensors"}
 # Their own code needs values, or runs where torch's fake tensors cannot.
-REAL = {Averaged, Norms, Fake8, Scripted, Quantised}
+REAL = {Norms, Scripted, Quantised}
 
 
 def eval_mode(model):
