@@ -198,27 +198,20 @@ class Runner(AbstractRunner):
                 f"{problem} has no plan and unplanned='error'; tune with an example input of this "
                 f"shape and at least this batch, or set unplanned='torch'"
             )
+        why = "has no plan"
         if self.plan is None:
-            self._warn(
-                problem,
-                f"{problem} has no plan: torch's own convolution computes it; tune the model, and "
-                f"convert it by that plan",
-            )
+            remedy = "tune the model, and convert it by that plan"
         elif other_layout or Layer.of(problem) not in self._layers:
             return  # a warning was given already, or the plan was not made for this layer
         elif _is_left_out(problem, self.plan):
-            self._warn(
-                problem,
-                f"{problem} was left out of the plan, because the time was over or nothing fits "
-                f"the workspace limit: torch's own convolution computes it; tune again, which goes "
-                f"on from what is in the cache, or with a larger limit",
+            why = (
+                "was left out of the plan, because the time was over or nothing fits the workspace "
+                "limit"
             )
+            remedy = "tune again, which goes on from what is in the cache, or with a larger limit"
         else:
-            self._warn(
-                problem,
-                f"{problem} has no plan: torch's own convolution computes it; tune with an example "
-                f"input of this shape and at least this batch",
-            )
+            remedy = "tune with an example input of this shape and at least this batch"
+        self._warn(problem, f"{problem} {why}: torch's own convolution computes it; {remedy}")
 
     def _is_in_the_other_layout(self, plan: Plan, problem: Problem) -> bool:
         if plan.memory_format == "keep" or problem.rank == 1 or problem.layout == "nhwc":
