@@ -61,14 +61,9 @@ class KernelAdvice:
     direct_ns: int
     least_ns: int
 
-    def best(self, is_last: bool) -> Timing | None:
-        """The timing in channels_last if `is_last` and if known, else in the problem's layout."""
-        return self.channels_last if is_last and self.channels_last else self.timing
-
-    def time_ns(self, is_last: bool = False) -> int:
+    def time_ns(self) -> int:
         """Time of all calls; 0 if it is not known."""
-        timing = self.best(is_last)
-        return 0 if timing is None else timing.time_ns * len(self.layers)
+        return 0 if self.timing is None else self.timing.time_ns * len(self.layers)
 
     def gain_ns(self) -> int:
         """Upper bound of the time that any algorithm could save in all calls; 0 if not known."""
@@ -78,24 +73,22 @@ class KernelAdvice:
         # A kernel that was not timed counts as 0 ns, and its gain as 0.
         return max(0, self.time_ns() - self.least_ns * len(self.layers))
 
-    def excess_ns(self, is_last: bool = False) -> int:
+    def excess_ns(self) -> int:
         """Time that all calls lose because the kernel is on a cliff; 0 if it is not."""
-        if not self.is_cliff(is_last):
+        if not self.is_cliff():
             return 0
         # The kernel is compared with the slower of its two references (the roofline and
         # channels_last), so that the loss is not overstated.
-        other = self.channels_last
-        in_other_layout = 0 if other is None or is_last else other.time_ns
+        in_other_layout = 0 if self.channels_last is None else self.channels_last.time_ns
         least = max(self.direct_ns, in_other_layout) * len(self.layers)
-        return max(0, self.time_ns(is_last) - least)
+        return max(0, self.time_ns() - least)
 
-    def is_cliff(self, is_last: bool = False) -> bool:
+    def is_cliff(self) -> bool:
         """True if torch's own kernel is far slower than it should be."""
-        timing, other = self.best(is_last), self.channels_last
+        timing, other = self.timing, self.channels_last
         if timing is None:
             return False
-        # A kernel that is judged in channels_last has no other layout to be compared with.
-        if other is not None and not is_last and timing.time_ns >= _LAYOUT_CLIFF * other.time_ns:
+        if other is not None and timing.time_ns >= _LAYOUT_CLIFF * other.time_ns:
             return True
         return bool(self.direct_ns) and timing.time_ns >= _CLIFF * self.direct_ns
 
@@ -316,20 +309,24 @@ class Advice:
 
     def _on_time(self) -> Iterator[str]:
         """Clauses of the verdict on time: what makes steps shorter, or what noise may hide."""
-        own, best = self.step_ns, self.fastest
-        is_last = best is not None and best.memory_format == "channels_last"
+        best = self.fastest
+        # Another layout, micro-batches and segments change what kernels compute. So with a faster
+        # way the cliffs of the step as it is are not mentioned.
         if best is not None:
             yield (
-                f"{best.how}: a step then takes {best.price(own)} times as long and "
+                f"{best.how}: a step then takes {best.price(self.step_ns)} times as long and "
                 f"{format_bytes(best.peak_bytes)} instead of {format_bytes(self.step_peak_bytes)}"
             )
-        cliffs = [kernel for kernel in self.kernels if kernel.is_cliff(is_last)]
-        gain = self.share(sum(kernel.excess_ns(is_last) for kernel in cliffs))
-        # Micro-batches and segments change what kernels compute, so these cliffs would not apply.
-        if gain >= _WORTHWHILE and (best is None or best.division == WHOLE):
-            tune = "then tune it so" if is_last else "tune it without a limit"
-            yield f"{tune}: {_count(cliffs)} on a cliff, which costs up to {gain:.0%} of the step"
-        elif best is None:
+            return
+        cliffs = [kernel for kernel in self.kernels if kernel.is_cliff()]
+        gain = self.share(sum(kernel.excess_ns() for kernel in cliffs))
+        if gain >= _WORTHWHILE:
+            what = "1 kernel is" if len(cliffs) == 1 else f"{len(cliffs)} kernels are"
+            yield (
+                f"tune it without a limit: {what} on a cliff, which costs up to {gain:.0%} of the "
+                f"step"
+            )
+        else:
             yield from self._on_noise()
 
     def _on_noise(self) -> Iterator[str]:
@@ -536,7 +533,3 @@ def _limit_for(known: Iterable[tuple[int, int]]) -> int:
             # Kernels may need no workspace at all, and a limit of 0 would be no useful setting.
             return max(1, ceil(size / _MIB)) * _MIB
     return 0
-
-
-def _count(kernels: Sequence[KernelAdvice]) -> str:
-    return "1 kernel is" if len(kernels) == 1 else f"{len(kernels)} kernels are"
