@@ -29,10 +29,6 @@ class SegmentForward:
     """A forward that runs a module in micro-batches; as an attribute it hides the module's own one.
 
     The class of the module stays the same, and so do its name, hooks, parameters and `state_dict`.
-
-    Args:
-        module: the module.
-        segment: how the module runs, until `remove` is called.
     """
 
     def __init__(self, module: nn.Module, segment: Segment) -> None:
@@ -321,11 +317,7 @@ def _require_alike(
 
 
 def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
-    """Raise an error if a segment names a module that the model does not have.
-
-    Raises:
-        PlanError: the model lacks a module.
-    """
+    """Raise a PlanError if a segment names a module that the model does not have."""
     names = {name for name, _ in model.named_modules()}
     for one in segments:
         if one.module not in names:
@@ -338,10 +330,7 @@ def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
 def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
     """Let modules of a model run as their segments say, in place; earlier segments are removed.
 
-    Args:
-        model: the model, which has the modules of all segments.
-        segments: how modules run; a segment inside another segment runs in each micro-batch of the
-            outer segment.
+    A segment inside another segment runs in each micro-batch of the outer segment.
     """
     unsegment_(model)
     modules = dict(model.named_modules())

@@ -520,8 +520,7 @@ def _setting(size: int) -> str:
 def _limit_for(known: Iterable[tuple[int, int]]) -> int:
     """The least limit, a multiple of 1 MiB, that is enough for the kernels with most of the time.
 
-    Args:
-        known: workspace in bytes and time in ns of each kernel.
+    `known` has the workspace in bytes and the time in ns of each kernel.
     """
     known = sorted(known)
     total, taken = sum(time_ns for _, time_ns in known), 0

@@ -146,15 +146,7 @@ def require_live(config: Config) -> None:
 
 @dataclass
 class _Trials:
-    """Runs a step in every way that there is time for.
-
-    Args:
-        model: any module.
-        inputs: the inputs that the model was traced with.
-        backend: backend of the device.
-        config: the settings.
-        began: the `time.monotonic` from which `_MOST_S` counts.
-    """
+    """Runs a step in every way that there is time for: `_MOST_S` from `began` on."""
 
     model: nn.Module
     inputs: Any

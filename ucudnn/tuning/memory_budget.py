@@ -77,12 +77,7 @@ class Limits:
     def refusal(
         self, errors: Mapping[Problem, PlanError], layers: Mapping[Problem, tuple[str, ...]]
     ) -> PlanError:
-        """The error for kernels without a plan: it names the kernel that needs most memory.
-
-        Args:
-            errors: each kernel's error, with the workspace of its smallest plan if that is known.
-            layers: names of the layers that run each kernel.
-        """
+        """The error for kernels without a plan: it names the kernel that needs most memory."""
         assert self.budget_bytes is not None
         needs = {
             problem: self.live(problem) + error.smallest_bytes
@@ -372,12 +367,7 @@ def _computed(run: Callable[[], Result]) -> Result:
 
 
 def _too_small(memory: StepMemory, loop: bool) -> PlanError:
-    """The error for a budget that is too small; it lists the ways to run a step and their peaks.
-
-    Args:
-        memory: memory of a step, with the ways that were run.
-        loop: whether the training loop may be asked to run micro-batches.
-    """
+    """The error for a budget that is too small; it lists the ways to run a step and their peaks."""
     budget = memory.budget_bytes
     ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
     ways = tuple(way for way in ways if not way.is_estimated)

@@ -272,13 +272,7 @@ class ModuleProfile:
 
 
 def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> ModuleProfile:
-    """Run a step twice, once for memory and once for times, and note the calls of modules.
-
-    Args:
-        steps: the step.
-        names: names of the modules whose calls are noted.
-        backend: backend of the step's device, one that can say what is allocated.
-    """
+    """Run a step twice, once for memory and once for times, and note the calls of named modules."""
     watchers: list[ModuleWatcher] = []
 
     def watched(mark: Callable[[], None]) -> None:

@@ -77,11 +77,7 @@ class Seen(NamedTuple):
         return max(0, self.peak_bytes - limit), self.time_ns
 
     def way(self, held_bytes: int) -> Way:
-        """This step in the form in which a plan keeps it.
-
-        Args:
-            held_bytes: bytes that are allocated all through a step.
-        """
+        """This step as a plan keeps it; `held_bytes` are allocated all through a step."""
         segments, size = self.division
         peak = self.peak_bytes + held_bytes
         if size is not None:
@@ -547,12 +543,7 @@ def faster_division(
 
 
 def half_of(config: Config, began: float) -> float | None:
-    """The `time.monotonic` at which half of the time budget is over; None if no budget was set.
-
-    Args:
-        config: the settings.
-        began: the `time.monotonic` from which the budget counts.
-    """
+    """The `time.monotonic` at which half of the time budget is over; None if no budget was set."""
     return None if config.time_budget_s is None else began + config.time_budget_s / 2
 
 
@@ -561,12 +552,8 @@ def _recomputed(
 ) -> Option:
     """The estimated cost of a call that is recomputed in micro-batches, but for those it keeps.
 
-    Args:
-        call: the call in the undivided step.
-        cost: its cost there.
-        part: samples of a micro-batch over those of the batch.
-        gradients: bytes of the gradients of its parameters.
-        one: the segment.
+    `cost` is that of the call in the undivided step, `part` the fraction of the batch that a
+    micro-batch has, and `gradients` the bytes of the gradients of the call's parameters.
     """
     result = call.result_bytes
     inside = round(part * (cost.kept_bytes - result))
