@@ -65,13 +65,6 @@ def test_revert_gives_back_torchs_layers_bit_for_bit(plan_by_hand):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_a_root_convolution_is_swapped_in_place(plan_by_hand):
-    layer = nn.Conv1d(4, 4, 3)
-    conversion = ucudnn.convert_(layer, plan_by_hand(layer, torch.empty(4, 4, 9)))
-    assert conversion.swapped == ("",)
-    assert type(layer) is ucudnn.nn.Conv1d
-
-
 def test_a_layer_whose_plan_is_the_default_is_left_alone(plan_by_hand):
     model = small_model()
     plan = plan_by_hand(model, torch.empty(INPUT), chunk=6, algorithm="torch_default")

@@ -119,22 +119,6 @@ def test_an_input_without_a_batch_follows_the_plan_of_one_sample(plan_by_hand):
     assert torch.equal(planned(x[0]), planned(x[:1])[0])
 
 
-def test_one_sample_whose_strides_hide_that_it_is_channels_last(plan_by_hand):
-    layer = nn.Conv2d(8, 6, 4, stride=4)
-    sequences = torch.randn(3, 64, 8)
-
-    def images(count):  # as in a transformer
-        return sequences[:count].transpose(1, 2).reshape(count, 8, 8, 8)
-
-    assert not images(1).is_contiguous()
-    plan = plan_by_hand(layer, images(3).requires_grad_(), config=Config(unplanned="error"))
-    assert {kernel.problem.layout for kernel in plan.kernels} == {"nhwc"}
-    truths = [gradients(layer, images(count)) for count in (3, 1)]
-    ucudnn.convert_(layer, plan)
-    for count, truth in zip((3, 1), truths, strict=True):
-        assert_close(gradients(layer, images(count)), truth)
-
-
 def test_double_backward_equals_torchs(plan_by_hand):
     results = []
     layer, planned, x = plain_pair(plan_by_hand)

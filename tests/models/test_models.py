@@ -107,28 +107,24 @@ def train(model: nn.Module, network: Network) -> list[Tensor]:
     return losses
 
 
-@of(SWAPPABLE)
+@pytest.mark.parametrize(
+    ("network", "way"),
+    [
+        *((network, "converted") for network in SWAPPABLE),
+        *((network, "installed") for network in (*SWAPPABLE, BIT)),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
 @pytest.mark.parametrize("seed", range(2))
-def test_converted_it_trains_as_the_original(network, seed, random_plan):
-    model = network.make()
-    conversion = ucudnn.convert_(model, random_plan(model, network.input(), random.Random(seed)))
-    assert conversion.swapped
-    assert not conversion.unplanned
-    assert_as_the_original(model, network, train(model, network))
-
-
-@of([*SWAPPABLE, BIT])
-@pytest.mark.parametrize("seed", range(2))
-def test_untouched_it_trains_as_the_original(network, seed, random_plan):
-    model = network.make()
-    with ucudnn.installed(random_plan(model, network.input(), random.Random(seed))):
+def test_it_trains_as_the_original(network, seed, way, random_plan):
+    model, original = network.make(), network.make()
+    plan = random_plan(model, network.input(), random.Random(seed))
+    if way == "converted":
+        conversion = ucudnn.convert_(model, plan)
+        assert conversion.swapped
+        assert not conversion.unplanned
+    with ucudnn.installed(plan) if way == "installed" else nullcontext():
         losses = train(model, network)
-    assert_as_the_original(model, network, losses)
-
-
-def assert_as_the_original(model: nn.Module, network: Network, losses: list[Tensor]):
-    """Losses and weights after training are those of torch's own convolutions."""
-    original = network.make()
     torch.testing.assert_close(losses, train(original, network), rtol=1e-4, atol=1e-6)
     for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

@@ -106,11 +106,6 @@ def test_gradients_and_the_state_of_optimisers_are_named():
     assert profile(copy.deepcopy(model), x).held.optimizers == 0
 
 
-def test_a_profile_is_the_same_twice():
-    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), torch.randn(2, 3, 9, 9)
-    assert profile(model, x) == profile(model, x)
-
-
 EARLY, LATE = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
 
 

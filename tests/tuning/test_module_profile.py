@@ -140,27 +140,6 @@ def test_backward_is_nested_where_it_runs_in_the_reverse_order():
     assert by_name["1"].backward[1] <= by_name["0"].backward[0]
 
 
-class Branches(nn.Module):
-    """Modules side by side, of which the first to run leads to a third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Tanh(), nn.Tanh(), nn.Tanh()
-
-    def forward(self, x):
-        early, late = self.a(x), self.b(x)
-        return late + self.c(early).sin()
-
-
-def test_branches_run_backward_in_the_reverse_order():
-    found = profile(Branches(), example())
-    by_name = calls(found)
-    assert found.root.is_nested
-    times = [time for name in "cba" for time in by_name[name].backward]
-    assert len(times) == 6
-    assert times == sorted(times)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "is_nested"),
     [
