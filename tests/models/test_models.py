@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import runpy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -74,11 +74,6 @@ DYNUNET = medical(
 )
 # Those with convolutions that convert_ can swap.
 SWAPPABLE = (RESNET, CONVNEXT, SEGFORMER, UNET, SEGRESNET, DYNUNET)
-
-
-def of(networks: Iterable[Network]) -> pytest.MarkDecorator:
-    """A test of each of these networks."""
-    return pytest.mark.parametrize("network", networks, ids=lambda network: network.name)
 
 
 # Libraries that warn of themselves; what ucudnn warns of is still an error.
@@ -151,7 +146,7 @@ def test_subclasses_that_call_functionals_are_named(random_plan):
         ucudnn.convert_(model, plan)
 
 
-@of([RESNET, CONVNEXT, UNET])
+@pytest.mark.parametrize("network", [RESNET, CONVNEXT, UNET], ids=lambda network: network.name)
 @pytest.mark.parametrize("way", ["converted", "installed"])
 def test_channels_last_under_autocast(network, way, random_plan):
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(network.shape)]

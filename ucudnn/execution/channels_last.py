@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last
 from ucudnn.errors import warn
@@ -247,22 +247,26 @@ def _that_follow(changed: dict[int, _Change]) -> Iterator[_Change]:
     """The changes of the gradients and of the optimiser state of changed tensors.
 
     torch's fused optimisers read a parameter and its state in the order of memory, and compute
-    wrong values if the two orders differ (torch 2.13, CPU). All live optimisers are searched,
-    because a parameter has no reference to its optimiser.
+    wrong values if the two orders differ (torch 2.13, CPU).
     """
     for name, tensor, strides in changed.values():
         if tensor.grad is not None:
             yield _Change(f"the gradient of {name}", tensor.grad, strides)
+    for parameter, state in optimizer_states(changed):
+        name, _, strides = changed[id(parameter)]
+        for value in tree_leaves(state):
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                yield _Change(f"the optimiser's state of {name}", value, strides)
+
+
+def optimizer_states(parameters: Container[int]) -> Iterator[tuple[Tensor, Any]]:
+    """Parameters with these ids, each with its state in an optimiser; of all live optimisers."""
+    # A parameter has no reference to its optimiser, so all objects of the process are searched for
+    # optimisers. `isinstance` would read `__class__`, which lazy proxies among these objects may
+    # implement.
     for one in gc.get_objects():
-        # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
-        if not issubclass(type(one), torch.optim.Optimizer):
-            continue
-        for parameter, state in one.state.items():
-            if id(parameter) in changed and isinstance(state, dict):
-                name, _, strides = changed[id(parameter)]
-                for value in state.values():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        yield _Change(f"the optimiser's state of {name}", value, strides)
+        if issubclass(type(one), torch.optim.Optimizer):
+            yield from ((key, state) for key, state in one.state.items() if id(key) in parameters)
 
 
 def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:

@@ -282,7 +282,7 @@ class Advice:
         excess = self.share(sum(kernel.excess_ns() for kernel in self.kernels))
         setting = ""
         if limit is not None:
-            setting = f" with workspace_limit='{_setting(limit)}'"
+            setting = f" with workspace_limit='{format_bytes(limit).replace(' ', '')}'"
             peak = min(peak, self.own_peak_bytes + limit)
         plan = WayAdvice(
             "plan for the convolutions",
@@ -511,10 +511,6 @@ def _room(way: WayAdvice) -> tuple[int, int]:
     """Sort key: greater for a larger batch, then for less time per sample."""
     assert way.largest is not None
     return way.largest.batch, -way.largest.sample_ns
-
-
-def _setting(size: int) -> str:
-    return format_bytes(size).replace(" ", "")
 
 
 def _limit_for(known: Iterable[tuple[int, int]]) -> int:

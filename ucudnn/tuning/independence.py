@@ -200,7 +200,9 @@ class _Trial:
         """Results of one more call, with the buffers and random numbers of the original call."""
         for buffers, name, own in self._buffers:
             buffers[name] = own.clone()
-        _set_random_states(self._random)
+        torch.set_rng_state(self._random[0])
+        for state in self._random[1:]:
+            torch.cuda.set_rng_state(state)
         return tree_flatten(self._run([*leaves]))
 
     def _left(self) -> dict[str, list[Any]]:
@@ -307,9 +309,3 @@ def _random_states() -> list[Tensor]:
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
-
-
-def _set_random_states(states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -286,7 +286,8 @@ class SegmentSearch:
             table = self.table()
             options = table.choose(max(limit, table.smallest_bytes))
             chosen = [option.choice for option in options if option.choice is not None]
-            if not self._may_all_be(chosen):
+            self._examine({one.module: one.micro_batch or 1 for one in chosen})
+            if not all(map(self._may_be, chosen)):
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
             if any(one.division == division for one in self.seen):
@@ -413,11 +414,6 @@ class SegmentSearch:
         if left:
             with gradient_mode(self._is_training):
                 self.findings.update(examined(self._steps.model, self._steps, left))
-
-    def _may_all_be(self, segments: Sequence[Segment]) -> bool:
-        """True if all modules may run as these segments; unknown modules are examined first."""
-        self._examine({one.module: one.micro_batch or 1 for one in segments})
-        return all(map(self._may_be, segments))
 
     def _described(self, one: Segment) -> Segment:
         """The segment with the fields `shared` and `training` that its module was found to need."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import AbstractBackend, Span
 from ucudnn.errors import UnsupportedError
+from ucudnn.execution.channels_last import optimizer_states
 from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
@@ -119,15 +119,14 @@ class StepProfiler:
         """The memory held before a step; `allocated` is what the allocator has counted by then."""
         parameters = list(self.model.parameters())
         gradients = [one.grad for one in parameters if one.grad is not None]
-        inputs = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
+        states = [state for _, state in optimizer_states(set(map(id, parameters)))]
         named = Held(
             _bytes_of(parameters),
             _bytes_of(gradients),
-            _bytes_of(_optimizer_state(parameters)),
-            _bytes_of([*self.model.buffers(), *inputs]),
+            _bytes_of(states),
+            _bytes_of([*self.model.buffers(), self.inputs]),
         )
-        rest = max(0, allocated - named.total)
-        return Held(named.parameters, named.gradients, named.optimizers, named.others + rest)
+        return replace(named, others=named.others + max(0, allocated - named.total))
 
 
 def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
@@ -171,20 +170,7 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
     )
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
+def _bytes_of(tree: Any) -> int:
     """Bytes of the memory that tensors lie in; memory that tensors share is counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _optimizer_state(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors in the state of all optimisers of these parameters."""
-    ids, found = set(map(id, parameters)), list[Tensor]()
-    # A parameter has no reference to its optimiser, so all objects of the process are searched for
-    # optimisers.
-    for one in gc.get_objects():
-        # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
-        if issubclass(type(one), torch.optim.Optimizer):
-            states = (state for parameter, state in one.state.items() if id(parameter) in ids)
-            found += [leaf for state in states for leaf in tree_leaves(state)]
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
