@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, TypeVar
 
@@ -72,36 +72,29 @@ def replays_graphs(model: nn.Module) -> bool:
     return False
 
 
-@contextmanager
-def uncompiled(is_needed: bool = True) -> Iterator[None]:
-    """Compute compiled modules within the context as if they were not compiled.
+def uncompiled(is_needed: bool = True) -> AbstractContextManager[object]:
+    """Context in which compiled modules are computed as if they were not compiled.
 
     >>> layer = torch.compile(nn.Linear(2, 1), backend=lambda *_: 1 / 0)
     >>> with uncompiled():
     ...     layer(torch.ones(3, 2)).shape
     torch.Size([3, 1])
     """
-    if not is_needed:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if is_needed else nullcontext()
 
 
-@contextmanager
-def room_to_compile(model: nn.Module) -> Iterator[None]:
-    """Raise Dynamo's limits of recompilations within the context, if the model is compiled."""
+def room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
+    """Context with higher limits of Dynamo's recompilations, if the model is compiled."""
     if not is_compiled(model):
-        yield
-        return
+        return nullcontext()
     from torch._dynamo import config
 
     # Some compiled code of the copies is not kept apart from that of the user's model, and counts
     # towards the same limits of Dynamo. Beyond a limit, Dynamo would run the steps uncompiled,
     # without an error.
     names = ("recompile_limit", "accumulated_recompile_limit")
-    with config.patch({name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}):
-        yield
+    limits = {name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}
+    return config.patch(limits)  # type: ignore[no-any-return]
 
 
 def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:

@@ -114,12 +114,10 @@ class StepJudge:
     def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
         """The plan with the outcome of its race, and without kernels that make steps no faster.
 
-        A kernel whose default exceeds the workspace limit keeps its plan, whatever it costs.
-        `raced` is the plan's race against torch, with peaks, if that was run already.
+        The plan must change something. A kernel whose default exceeds the workspace limit keeps its
+        plan, whatever it costs. `raced` is the plan's race against torch, with peaks, if that was
+        run already.
         """
-        changed = _changed(plan)
-        if not changed:
-            return plan
         # The other kernels must stay planned: torch's own convolutions would exceed the workspace
         # limit, or would not be deterministic.
         free = replaceable(plan)
