@@ -7,7 +7,7 @@
     entries.py    entries, and results of operations
     schema.py     the fields of an entry, and filters
     table.py      measurements by column
-    exchange.py   CSV and JSON
+    exchange.py   CSV files
 
 Importing this package loads no h5py; opening a cache does.
 """

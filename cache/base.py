@@ -139,7 +139,7 @@ class AbstractCache(ABC):
     def export(
         self, path: str | os.PathLike[str], where: Mapping[str, object] | None = None
     ) -> int:
-        """Write entries to a .csv or .json file, and count them; `import_` reads the file back.
+        """Write entries to a .csv file, and count them; `import_` reads the file back.
 
         Args:
             path: the file; a reader sees the old contents or the new ones, never a part.
@@ -147,7 +147,7 @@ class AbstractCache(ABC):
 
         Raises:
             ConfigError: entries do not have a field that `where` names.
-            CacheError: the suffix is neither .csv nor .json, or the file cannot be written.
+            CacheError: the suffix is not .csv, or the file cannot be written.
         """
         # The filter is parsed first, because a bad filter must not leave a new file.
         texts = parse_where(where or {})

@@ -1,6 +1,6 @@
 """Schema of an entry: the name, the type and the text form of each field.
 
-HDF5 tables, CSV columns, JSON documents, filters and explanations all use the names listed here
+HDF5 tables, CSV columns, filters and explanations all use the names listed here
 ("problem.batch", "software.cudnn", "time_ns"). The names are derived from the dataclasses: a field
 that is added to a dataclass appears everywhere.
 """
@@ -15,10 +15,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from msgspec import ValidationError, convert
-
 from ucudnn.cache.entries import Entry
-from ucudnn.errors import CacheError, ConfigError, UcudnnError
+from ucudnn.errors import ConfigError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 from ucudnn.split import Chunk, Split
@@ -181,29 +179,6 @@ FIELDS = (
     _field("stored_ns", "Count", "stored_ns"),
 )
 FIELD_BY_NAME = {field.name: field for field in FIELDS}
-
-
-def entry_from_values(values: Mapping[str, Any]) -> Entry:
-    """Build an entry from its values by field name.
-
-    Raises CacheError if a field is missing or unknown, or a value is impossible.
-    """
-    if odd := values.keys() - FIELD_BY_NAME.keys():
-        raise CacheError(f"there is no field {min(odd)!r}")
-    document: dict[str, Any] = {}
-    for field in FIELDS:
-        if field.name not in values:
-            raise CacheError(f"{field.name} is missing")
-        *rooms, name = field.path.split(".")
-        room = document
-        for one in rooms:
-            room = room.setdefault(one, {})
-        room[name] = values[field.name]
-    try:
-        return convert(document, Entry)
-    # A ValueError is raised for text that is no Unicode in a field of a few words.
-    except (ValidationError, ValueError, UcudnnError) as error:
-        raise CacheError(str(error)) from error
 
 
 def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:

@@ -251,8 +251,8 @@ SETTINGS: dict[str, Setting] = {
         "auto",
         _choice,
         "Library that computes the convolutions. With auto it is that of this machine's device; "
-        "with recorded, measurements in the cache, or in an exported .csv or .json file, are "
-        "replayed, and nothing runs.",
+        "with recorded, measurements in the cache, or in an exported .csv file, are replayed, "
+        "and nothing runs.",
         "NAME",
         get_args(Backend),
     ),

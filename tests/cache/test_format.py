@@ -294,9 +294,8 @@ def test_subjects_are_keys_of_their_own(tmp_path: Path) -> None:
         assert sorted(map(repr, cache)) == sorted(map(repr, timed))
         found = cache.explain(replace(OTHER_SUBJECTS[1], race="a third"))
         assert [one.field for one in found.differences] == ["race"]
-    for suffix in (".csv", ".json"):
-        write_entries(tmp_path / f"all{suffix}", [caches.Entry(one, 1) for one in timed])
-        assert [one.measurement for one in read_entries(tmp_path / f"all{suffix}")] == timed
+    write_entries(tmp_path / "all.csv", [caches.Entry(one, 1) for one in timed])
+    assert [one.measurement for one in read_entries(tmp_path / "all.csv")] == timed
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_cache_commands_for_machines(ucudnn, tmp_path):
     with caches.open(tmp_path / "mine") as cache:
         cache.put(laws.sample_measurements(3))
     mine = ("--cache", tmp_path / "mine", "--json")
-    file = tmp_path / "timings.json"
+    file = tmp_path / "timings.csv"
     assert json.loads(ucudnn("cache", "export", file, *mine).out) == {"measurements": 3}
     other = ("--cache", tmp_path / "other", "--json")
     assert json.loads(ucudnn("cache", "import", file, *other).out) == {"measurements": 3}

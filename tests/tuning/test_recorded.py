@@ -103,9 +103,8 @@ def test_a_replay_makes_the_plan_that_the_device_made_and_runs_nothing(tmp_path,
 
 def test_a_file_exported_from_a_cache_is_a_recording(tmp_path):
     folder = record(tmp_path, alone())
-    for name in ("timings.csv", "timings.json"):
-        caches.open(folder, "r").export(tmp_path / name)
-        assert replay(tmp_path / name) == replay(folder)
+    caches.open(folder, "r").export(tmp_path / "timings.csv")
+    assert replay(tmp_path / "timings.csv") == replay(folder)
 
 
 @pytest.mark.parametrize(

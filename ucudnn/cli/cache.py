@@ -99,12 +99,12 @@ def merge(
 @app.command()
 @common
 def export(
-    file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="A .csv file to write.", metavar="FILE")],
     where: WhereOption = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write measurements to a CSV or JSON file, without loss.
+    """Write measurements to a CSV file, without loss.
 
     Example: ucudnn cache export timings.csv --where problem.op=fprop
     """
@@ -118,9 +118,7 @@ def export(
 @app.command("import")
 @common
 def import_(
-    file: Annotated[
-        Path, typer.Argument(help="A .csv or .json file that `export` wrote.", metavar="FILE")
-    ],
+    file: Annotated[Path, typer.Argument(help="A .csv file that `export` wrote.", metavar="FILE")],
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
