@@ -2,7 +2,6 @@
 
     base.py       the contract, with the methods that are the same in every cache
     memory.py     a cache in a dictionary
-    overlay.py    a writable cache over read-only ones
     hdf5/         a cache in a folder of HDF5 files
     entries.py    entries, and results of operations
     schema.py     the fields of an entry, and filters
@@ -27,7 +26,6 @@ from ucudnn.cache.entries import (
     MergeReport,
 )
 from ucudnn.cache.memory import MemoryCache
-from ucudnn.cache.overlay import LayeredCache
 from ucudnn.config import Config
 from ucudnn.errors import CacheWarning, ConfigError
 
@@ -36,7 +34,6 @@ __all__ = [
     "default_path",
     "AbstractCache",
     "MemoryCache",
-    "LayeredCache",
     "CacheWarning",
     "Entry",
     "CacheInfo",
@@ -59,8 +56,7 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
     0
 
     Args:
-        path: a folder, or several as in PATH ("mine:/fleet/image"). The first folder is written,
-            the other folders are only read. None: UCUDNN_CACHE, else the user's cache directory.
+        path: a folder. None: UCUDNN_CACHE, else the user's cache directory.
         mode: "a": read and add, the folder is made by the first `put`; "r": only read.
 
     Raises:
@@ -71,33 +67,22 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
 
     if mode not in _MODES:
         raise ConfigError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
-    top, *below = _paths(path)
-    first = HDF5Cache(top, mode)
-    if not below:
-        return first
-    return LayeredCache(first, *(HDF5Cache(folder, "r") for folder in below))
+    return HDF5Cache(default_path(path), mode)
 
 
 def default_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that `open` writes to for this path.
+    """The folder that `open` opens for this path.
 
-    >>> default_path("mine:/fleet/image")
+    >>> default_path("mine")
     PosixPath('mine')
 
     Args:
         path: as for `open`.
     """
-    return _paths(path)[0]
-
-
-def _paths(path: str | os.PathLike[str] | None) -> list[Path]:
     if path is None:
         path = Config().cache
     if path is None:
         from platformdirs import user_cache_path
 
-        return [user_cache_path("ucudnn", appauthor=False)]
-    # A Path is one folder, which may have a colon in its name.
-    if isinstance(path, str):
-        return [Path(part).expanduser() for part in path.split(os.pathsep) if part] or [Path()]
-    return [Path(path).expanduser()]
+        return user_cache_path("ucudnn", appauthor=False)
+    return Path(path).expanduser()

@@ -26,12 +26,8 @@ def folder_without_locks(path: Path, patch: pytest.MonkeyPatch) -> laws.OpenCach
     return lambda: caches.open(path / "cache")
 
 
-def overlay(path: Path, _: pytest.MonkeyPatch) -> laws.OpenCache:
-    return lambda: caches.open(f"{path / 'mine'}:{path / 'image'}")
-
-
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("kind", [memory, folder, folder_without_locks, overlay])
+@pytest.mark.parametrize("kind", [memory, folder, folder_without_locks])
 def test_cache_keeps_the_law(
     law: laws.CacheLaw,
     kind: Callable[[Path, pytest.MonkeyPatch], laws.OpenCache],

@@ -37,7 +37,7 @@ def test_the_folder_is_the_argument_then_the_variable_then_the_users(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert caches.default_path() == tmp_path / "home" / "ucudnn"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert caches.default_path("~/mine:/image") == tmp_path / "mine"
+    assert caches.default_path("~/mine") == tmp_path / "mine"
     with caches.open() as cache:
         cache.put(MEASUREMENTS)
     assert (tmp_path / "home" / "ucudnn" / "cpu-one.h5").is_file()
@@ -156,24 +156,6 @@ def test_each_kind_of_device_has_its_files(tmp_path: Path) -> None:
         assert [cache.get(one.key) for one in put] == put
         found = [one.device for one in cache.info().devices]
         assert found == [devices[3], devices[2], devices[1], devices[0]]
-
-
-def test_the_first_of_two_folders_is_written_and_wins(tmp_path: Path) -> None:
-    image, mine = tmp_path / "image", tmp_path / "mine"
-    with caches.open(image) as cache:
-        cache.put(MEASUREMENTS)
-    before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
-    again = replace(MEASUREMENTS[0], notes=("mine",))
-    with caches.open(f"{mine}{os.pathsep}{image}") as cache:
-        assert texts(cache) == texts(MEASUREMENTS)
-        cache.put([again])
-        assert cache.get(again.key) == again
-        assert texts(cache) == texts([again, *MEASUREMENTS[1:]])
-        assert cache.info().files == 2
-        assert cache.check().clean
-    assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before
-    with caches.open(mine) as cache:
-        assert list(cache) == [again]
 
 
 def test_a_place_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
