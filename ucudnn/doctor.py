@@ -13,6 +13,7 @@ from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, filling
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.system.files import is_writable
 from ucudnn.units import format_ns
 
 
@@ -71,7 +72,7 @@ def diagnose(cache: str | None = None) -> Diagnosis:
         reused_ns=block.reused_ns,
         cudnn=_describe_cudnn(),
         cache_path=str(path),
-        cache_writable=_writable(path),
+        cache_writable=is_writable(path),
     )
 
 
@@ -100,12 +101,3 @@ def _describe_cudnn() -> str:
     except UnsupportedError as error:
         return str(error)
     return f"{cudnn.version_text} ({cudnn.path})"
-
-
-def _writable(path: os.PathLike[str]) -> bool:
-    """True if the folder can be written, or can be made in its nearest parent that exists."""
-    # The cache makes its folder when it first writes, so the folder may not exist yet.
-    folder = os.path.abspath(path)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    return os.path.isdir(folder) and os.access(folder, os.W_OK)

@@ -17,6 +17,7 @@ from ucudnn.cache.schema import matches, parse_where
 from ucudnn.cache.table import select_rows
 from ucudnn.errors import CacheError, CacheWarning, TableError, warn
 from ucudnn.measurement import Device, Measurement, MeasurementKey
+from ucudnn.system.files import is_writable
 from ucudnn.system.processes import ForkSafeLock
 
 _LOCK_WAIT_S = 10.0
@@ -132,7 +133,7 @@ class HDF5Cache(AbstractCache):
             files = [file for store in self._stores() for file in store.files.paths()]
             # Another process may compact files meanwhile, so some may be gone.
             sizes = [file.stat().st_size for file in files if file.exists()]
-            return info_of(str(self._path), self._is_writable(), sizes, self.entries())
+            return info_of(str(self._path), is_writable(self._path), sizes, self.entries())
 
     def refresh(self) -> None:
         """Read entries that other processes have put since."""
@@ -184,14 +185,6 @@ class HDF5Cache(AbstractCache):
             raise CacheError(
                 f"the cache {self._path} was opened for reading; open it with mode='a'"
             )
-
-    def _is_writable(self) -> bool:
-        # A folder that does not exist would be made in its nearest existing parent, so that parent
-        # must be writable.
-        folder = self._path.absolute()
-        while not folder.exists():
-            folder = folder.parent
-        return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def _warn(sentence: str) -> None:

@@ -70,6 +70,14 @@ def make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
+def is_writable(folder: Path) -> bool:
+    """True if a folder can be written, or made in its nearest parent that exists."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
 def sync_folder(folder: Path) -> None:
     """Write the names in a folder to the disk, so that they survive a power failure."""
     try:
