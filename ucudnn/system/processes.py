@@ -7,12 +7,14 @@ at that moment would never be released in the child.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from threading import RLock
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 _Value = TypeVar("_Value")
@@ -74,7 +76,7 @@ class ForkSafeLock:
         self._in_child()
 
 
-class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functools' own
+class cached_property(functools.cached_property[_Value]):  # noqa: N801 - it stands in for it
     """Like functools.cached_property of Python 3.12 and later, which takes no lock.
 
     functools.cached_property of Python 3.11 computes values under a lock that all instances share.
@@ -91,25 +93,8 @@ class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functoo
     """
 
     def __init__(self, compute: Callable[[Any], _Value]) -> None:
-        self._compute = compute
-        self.__doc__ = compute.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> _Value: ...
-
-    def __get__(self, instance: object | None, owner: type) -> Self | _Value:
-        if instance is None:
-            return self
-        # From now on Python finds this value in the instance and no longer calls `__get__`, because
-        # this class defines no `__set__`.
-        value = instance.__dict__[self._name] = self._compute(instance)
-        return value
+        super().__init__(compute)
+        self.lock = nullcontext()  # the lock of Python 3.11
 
 
 def _renew_all() -> None:
