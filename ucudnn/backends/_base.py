@@ -222,10 +222,7 @@ class AbstractBackend(ABC):
         del problem, algorithm
         return None
 
-    # True if the host waits until a call is computed. True if the host waits until a call is
-    # computed. True if the host waits until a call is computed. True if the host waits until a call
-    # is computed. False on GPUs, where launches are asynchronous and host code overlaps with
-    # kernels.
+    # False on GPUs, where launches are asynchronous and host code overlaps with kernels.
     blocks_host: bool = False
     """True if a call returns only when its result is computed: host code around it adds up."""
 

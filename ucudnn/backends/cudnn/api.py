@@ -11,7 +11,7 @@ import os
 import sys
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ucudnn.backends.cudnn.constants import Attribute, DataType, DescriptorKind, Type
 from ucudnn.errors import UcudnnError, UnsupportedError
@@ -141,10 +141,6 @@ class Cudnn:
             self.functions.cudnnGetLastErrorString(message, _MESSAGE_BYTES)
             name = self.functions.cudnnGetErrorString(status).decode()
             raise CudnnError(status, name, message.value.decode(errors="replace").strip(), doing)
-
-    def call(self, doing: str, function: str, *args: Any) -> None:
-        """Call one of cuDNN's functions; raise a CudnnError unless it succeeds."""
-        self.check(getattr(self.functions, function)(*args), doing)
 
     def tensor(
         self,
