@@ -1,13 +1,12 @@
-"""The contract of a measurement cache, and the explanation of why a key is not in it."""
+"""The contract of a measurement cache, with the methods that are the same in every cache."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
-from functools import cache
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
 
 from ucudnn.cache.entries import (
     CacheInfo,
@@ -18,7 +17,7 @@ from ucudnn.cache.entries import (
     MergeReport,
 )
 from ucudnn.cache.exchange import read_entries, write_entries
-from ucudnn.cache.schema import KEY_FIELDS, matches, parse_where
+from ucudnn.cache.schema import FIELD_BY_NAME, KEY_FIELDS, matches, parse_where
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 
@@ -127,15 +126,6 @@ class AbstractCache(ABC):
         # Without this method, `if cache:` would count all entries, and be false for an empty cache.
         return True
 
-    def select(self, where: Mapping[str, object]) -> Iterator[Measurement]:
-        """The measurements that match values by field name, such as {"problem.op": "fprop"}.
-
-        Raises:
-            ConfigError: entries do not have a field that `where` names; the message lists all.
-        """
-        texts = parse_where(where)
-        return (entry.measurement for entry in self.entries() if matches(entry, texts))
-
     def export(
         self, path: str | os.PathLike[str], where: Mapping[str, object] | None = None
     ) -> int:
@@ -167,6 +157,9 @@ class AbstractCache(ABC):
     def explain(self, key: MeasurementKey | Mapping[str, object]) -> Explanation:
         """Say whether the cache has a key, and if not, in which fields the nearest entry differs.
 
+        The nearest entry is the one that differs in the fewest fields; among several, the one that
+        differs in the fewest fields of problem and algorithm; if these are equal, too, the first.
+
         Args:
             key: a key, or values of some of its fields, such as {"problem.batch": 32}.
 
@@ -174,65 +167,25 @@ class AbstractCache(ABC):
             ConfigError: keys do not have a field that is named.
         """
         wanted = key_texts(key) if isinstance(key, MeasurementKey) else parse_where(key)
-        found = explain(wanted, (measurement.key for measurement in self))
-        if not found.found or found.nearest is None:
-            return found
-        return replace(found, measurement=self.get(found.nearest))
+        known = [field.name for field in KEY_FIELDS]
+        for name in wanted:
+            if name not in known:
+                raise ConfigError(f"{name!r} is not a field of a key; those are {', '.join(known)}")
+        count, nearest, least = 0, Explanation(0, None), (len(KEY_FIELDS) + 1, 0)
+        for entry in self.entries():
+            count += 1
+            there = ((name, text, FIELD_BY_NAME[name].text(entry)) for name, text in wanted.items())
+            differences = tuple(Difference(*one) for one in there if one[1] != one[2])
+            # Another version of cuDNN explains a miss better than another layer does.
+            of_work = sum(one.field.startswith(("problem.", "algorithm")) for one in differences)
+            if (len(differences), of_work) < least:
+                least = (len(differences), of_work)
+                found = None if differences else entry.measurement
+                nearest = Explanation(0, entry.measurement.key, differences, found)
+        return replace(nearest, entries=count)
 
 
 def key_texts(key: MeasurementKey) -> dict[str, str]:
     """Every field of a key as text, by name."""
     entry = Entry(Measurement(key, "untimed"))
     return {field.name: field.text(entry) for field in KEY_FIELDS}
-
-
-def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explanation:
-    """Find the key that differs from the wanted texts, by field name, in the fewest fields.
-
-    Among several such keys, the one with the fewest differences in problem and algorithm is taken;
-    if these are equal, too, the first one.
-    """
-    names = [field.name for field in KEY_FIELDS]
-    for name in wanted:
-        if name not in names:
-            raise ConfigError(f"{name!r} is not a field of a key; those are {', '.join(names)}")
-    counters = [
-        (item.name, _difference_counter(item.name, wanted)) for item in fields(MeasurementKey)
-    ]
-    count, nearest, least = 0, None, (len(KEY_FIELDS) + 1, 0)
-    for key in keys:
-        count += 1
-        distances = [differences(getattr(key, part)) for part, differences in counters]
-        # Of keys with equally many differences, the one with the fewest in problem and algorithm is
-        # the nearest: another version of cuDNN explains a miss better than another layer does.
-        distance = (sum(distances), distances[0] + distances[1])
-        if distance < least:
-            nearest, least = key, distance
-    if nearest is None:
-        return Explanation(count, None)
-    there = key_texts(nearest)
-    differences = tuple(
-        Difference(name, text, there[name]) for name, text in wanted.items() if there[name] != text
-    )
-    return Explanation(count, nearest, differences)
-
-
-def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any], int]:
-    """A function that counts in how many fields one part of a key differs from the wanted texts."""
-    compared = [
-        field
-        for field in KEY_FIELDS
-        if (field.part or field.own_name) == part and field.name in wanted
-    ]
-
-    # The counts are cached, because keys share their parts: a million entries may have one device
-    # and 1000 problems.
-    @cache
-    def differences(value: Any) -> int:
-        texts = (
-            (field, field.kind.dump(getattr(value, field.own_name) if field.part else value))
-            for field in compared
-        )
-        return sum(text != wanted[field.name] for field, text in texts)
-
-    return differences

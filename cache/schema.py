@@ -133,11 +133,6 @@ class Field:
         return _KINDS[self.type]
 
     @property
-    def part(self) -> str:
-        """Name of the part of the key: "problem" for "problem.batch", "" for "algorithm"."""
-        return self.name.rpartition(".")[0]
-
-    @property
     def own_name(self) -> str:
         """Name in its dataclass: "batch" for "problem.batch"."""
         return self.name.rpartition(".")[2]

@@ -9,7 +9,7 @@ from itertools import chain
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
-from ucudnn.cache.base import explain, key_texts
+from ucudnn.cache.base import key_texts
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
@@ -325,7 +325,7 @@ class ReplayedSource(AbstractSource):
         """The error for a kernel without measurements; it says how the nearest entry differs."""
         texts = key_texts(self.session.key(self.kernel.problem, ""))
         wanted = {name: texts[name] for name in texts if name not in _ANY}
-        nearest = explain(wanted, (entry.key for entry in self.session.cache))
+        nearest = self.session.cache.explain(wanted)
         return PlanError(
             f"the recording of {self.session.backend.device()} has no measurement of "
             f"{self.kernel.problem} at any of the micro-batches allowed; {nearest}"
