@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ucudnn.backends._base import AbstractBackend, Executable
-from ucudnn.backends.registry import entry_for_device, open_backend
+from ucudnn.backends.registry import entry_for_device
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.measurement import (
     Candidate,
@@ -75,7 +75,6 @@ class RecordedBackend(AbstractBackend):
         self.name = entry_for_device(self._group.device.type).name
         # A replay must decide as the device itself did.
         self.blocks_host = self._group.device.type == "cpu"
-        self._twin = self._find_twin()
         # A chunk that is written into a slice may take another time than one that allocates its
         # result, so chunks are measured in each role. Some recordings have measurements in role
         # `ALONE` only.
@@ -97,15 +96,6 @@ class RecordedBackend(AbstractBackend):
         for sizes in self._sizes.values():
             sizes.sort()
 
-    def _find_twin(self) -> AbstractBackend | None:
-        """The CPU backend if the recording is of this machine: it knows unmeasured candidates."""
-        # Opening the cuDNN backend needs a GPU, and replaying must work without one.
-        if self.name != "torch_cpu":
-            return None
-        here = open_backend(self.name)
-        same = (here.device(), here.software(), here.conditions()) == self._group[:3]
-        return here if same else None
-
     def device(self) -> Device:
         return self._group.device
 
@@ -117,15 +107,11 @@ class RecordedBackend(AbstractBackend):
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm is no candidate; None if it computed this or a larger batch."""
-        if self._twin is not None:
-            return self._twin.refusal(problem, algorithm)
         if self._computes(problem, algorithm):
             return None
         return f"the recording of {self.device()} has no measurement of it"
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        if self._twin is not None:
-            return self._twin.slab_refusal(problem, algorithm)
         # No slab is refused, because a recording says nothing about slabs at the ends: it has
         # measurements of only one slab of each height.
         return None
@@ -169,8 +155,6 @@ class RecordedBackend(AbstractBackend):
         return found
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        if self._twin is not None:
-            return self._twin.kernel(problem, algorithm)
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
         # If the recorded batches on both sides of this batch run the same implementation, this
         # batch is assumed to run it, too. Otherwise it gets a name of its own, so that nothing is
