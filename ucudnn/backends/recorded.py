@@ -112,6 +112,7 @@ class RecordedBackend(AbstractBackend):
         return f"the recording of {self.device()} has no measurement of it"
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
+        del problem, algorithm
         # No slab is refused, because a recording says nothing about slabs at the ends: it has
         # measurements of only one slab of each height.
         return None
