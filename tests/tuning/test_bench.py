@@ -12,6 +12,7 @@ from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.backends import Executable, open_backend
 from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
+from ucudnn.backends.torch_cpu.processor import usable_cache_bytes
 from ucudnn.benchmark.accuracy import Reference
 from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.benchmark.protocol import ChunkLoop, Ring, ring_samples
@@ -153,13 +154,11 @@ def test_operands_exceed_the_cache_and_hold_the_batch():
     assert ring_samples(problem.with_batch(200), 32 * mib) == 200
 
 
-def test_a_virtual_machine_does_not_have_all_the_cache_that_it_reports(monkeypatch):
-    from ucudnn.backends.torch_cpu import processor
-
-    monkeypatch.setattr(processor, "last_level_cache_bytes", lambda: 480 << 20)
-    assert TorchCpuBackend().cache_bytes() == 64 << 20
-    monkeypatch.setattr(processor, "last_level_cache_bytes", lambda: 32 << 20)
-    assert TorchCpuBackend().cache_bytes() == 32 << 20
+@pytest.mark.parametrize(("reported", "mib"), [("480M", 64), ("24576K", 24), ("", 32)])
+def test_a_virtual_machine_does_not_have_all_the_cache_that_it_reports(tmp_path, reported, mib):
+    (tmp_path / "index3").mkdir()
+    (tmp_path / "index3" / "size").write_text(reported)
+    assert usable_cache_bytes(tmp_path) == mib << 20
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

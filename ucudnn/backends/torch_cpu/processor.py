@@ -94,22 +94,17 @@ def cpu_software() -> Software:
     return Software(torch=str(torch.__version__), onednn=match[1] if match else "")
 
 
-def last_level_cache_bytes() -> int:
-    """Size of the largest cache of the first processor; 32 MiB if the system reports none."""
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
-        if match:
-            sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
-    return max(sizes) or _DEFAULT_CACHE_BYTES
-
-
-def usable_cache_bytes() -> int:
-    """Size of the last-level cache, at most 64 MiB.
+def usable_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the last-level cache, at most 64 MiB; 32 MiB if the system reports none.
 
     Virtual machines report the cache of the whole processor, which they share with others.
     """
-    return min(last_level_cache_bytes(), _MOST_CACHE_BYTES)
+    sizes = [0]
+    for path in caches.glob("index*/size"):
+        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
+        if match:
+            sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
+    return min(max(sizes) or _DEFAULT_CACHE_BYTES, _MOST_CACHE_BYTES)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
