@@ -45,16 +45,12 @@ class DeviceInfo:
         records: number of measurements.
         records_by_status: (status, number of entries) pairs, commonest first.
         versions: (software as text, number of entries) pairs, commonest first.
-        oldest_ns: time at which the oldest entry was stored, in ns since 1970.
-        newest_ns: time at which the newest entry was stored, in ns since 1970.
     """
 
     device: Device
     records: int
     records_by_status: tuple[tuple[str, int], ...]
     versions: tuple[tuple[str, int], ...]
-    oldest_ns: int
-    newest_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,23 +172,18 @@ def info_of(
     """Count entries by device, status and versions; `file_bytes` holds the size of each file."""
     statuses: defaultdict[Device, Counter[str]] = defaultdict(Counter)
     versions: defaultdict[Device, Counter[Software]] = defaultdict(Counter)
-    times: dict[Device, tuple[int, int]] = {}
     for entry in entries:
         key = entry.measurement.key
         statuses[key.device][entry.measurement.status] += 1
         versions[key.device][key.software] += 1
-        oldest, newest = times.get(key.device, (entry.stored_ns, entry.stored_ns))
-        times[key.device] = min(oldest, entry.stored_ns), max(newest, entry.stored_ns)
     devices = tuple(
         DeviceInfo(
             device=device,
             records=statuses[device].total(),
             records_by_status=tuple(statuses[device].most_common()),
             versions=tuple((_words(one), count) for one, count in versions[device].most_common()),
-            oldest_ns=times[device][0],
-            newest_ns=times[device][1],
         )
-        for device in sorted(times, key=astuple)
+        for device in sorted(statuses, key=astuple)
     )
     return CacheInfo(location, writable, len(file_bytes), sum(file_bytes), devices)
 

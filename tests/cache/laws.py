@@ -9,7 +9,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,47 +42,20 @@ _NUMBERS = (None, 0, 1, 987_654_321, 2**62)
 # A result with infinite or undefined elements has an error that is so, too.
 _ERRORS = (None, 0.0, 1e-7, 0.1, math.inf, math.nan)
 
-# For each field of a key a value other than that of `_plain_key`.
-_OTHER_VALUES: dict[str, dict[str, Any]] = {
-    "problem": {
-        "op": "wgrad",
-        "batch": 77,
-        "in_channels": 44,
-        "out_channels": 44,
-        "input_size": (33, 32),
-        "kernel_size": (2, 1),
-        "stride": (1, 2),
-        "padding": ((1, 1), (1, 2)),
-        "dilation": (2, 1),
-        "groups": 2,
-        "dtype": "float16",
-        "layout": "nhwc",
-        "math": "tf32",
-    },
-    "device": {
-        "type": "cpu",
-        "name": "NVIDIA H100",
-        "isa": "AVX2",
-        "cores": 131,
-        "compute_capability": "9.1",
-        "memory_bytes": 1,
-        "power_limit_w": 350,
-        "mig": "1g.18gb",
-    },
-    "software": {
-        "torch": "2.14",
-        "onednn": "3.12",
-        "cudnn": "9.29.0",
-        "cuda": "13.1",
-        "driver": "999",
-    },
-    "conditions": {
-        "role": "later",
-        "threads": 1,
-        "allocator": "jemalloc",
-        "ranks_per_device": 2,
-        "mps_percent": 50,
-    },
+# Values other than those of `_plain_key`, for fields that do not take any text or number.
+_OTHER_VALUES: dict[str, Any] = {
+    "op": "wgrad",
+    "in_channels": 44,
+    "out_channels": 44,
+    "input_size": (33, 32),
+    "kernel_size": (2, 1),
+    "stride": (1, 2),
+    "padding": ((1, 1), (1, 2)),
+    "dilation": (2, 1),
+    "dtype": "float16",
+    "layout": "nhwc",
+    "math": "tf32",
+    "role": "later",
 }
 
 
@@ -182,11 +155,20 @@ def _variations(key: MeasurementKey) -> dict[str, MeasurementKey]:
         "algorithm": replace(key, algorithm="another"),
         "protocol": replace(key, protocol=99),
     }
-    for part, values in _OTHER_VALUES.items():
-        for name, value in values.items():
-            varied = replace(getattr(key, part), **{name: value})
-            keys[f"{part}.{name}"] = replace(key, **{part: varied})
+    for part in ("problem", "device", "software", "conditions"):
+        values = getattr(key, part)
+        for field in fields(values):
+            varied = replace(
+                values, **{field.name: _other(field.name, getattr(values, field.name))}
+            )
+            keys[f"{part}.{field.name}"] = replace(key, **{part: varied})
     return keys
+
+
+def _other(name: str, value: Any) -> Any:
+    if name in _OTHER_VALUES:
+        return _OTHER_VALUES[name]
+    return value + 1 if isinstance(value, int) else f"other {value}"
 
 
 def _plain_key() -> MeasurementKey:
@@ -377,7 +359,6 @@ def counts_what_it_holds(open_cache: OpenCache) -> None:
             # a Counter compares a status without records as 0
             assert Counter(dict(device.records_by_status)) == Counter(one.status for one in mine)
             assert sum(dict(device.versions).values()) == len(mine)
-            assert 0 < device.oldest_ns <= device.newest_ns
         assert len(info.devices) == 2
 
 
