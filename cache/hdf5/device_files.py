@@ -100,22 +100,14 @@ def may_be_ours(path: Path) -> bool:
         return True
 
 
-def kinds_in(root: Path) -> list[str]:
-    """The kinds of device for which a cache's folder has files."""
-    kinds = set()
-    for name in names_in(root):
-        if name.endswith(SEGMENTS):
-            kinds.add(name.removesuffix(SEGMENTS))
-        elif name.endswith(SUFFIX) and may_be_ours(root / name):
-            kinds.add(name.removesuffix(SUFFIX))
-    return sorted(kinds)
-
-
-def foreign_in(root: Path) -> list[Path]:
-    """HDF5 files in a cache's folder that no cache wrote."""
-    kinds = kinds_in(root)
-    names = [name for name in names_in(root) if name.endswith(SUFFIX)]
-    return [root / name for name in names if name.removesuffix(SUFFIX) not in kinds]
+def kinds_in(root: Path) -> tuple[list[str], list[Path]]:
+    """The kinds of device for which a cache's folder has files; HDF5 files that no cache wrote."""
+    names = names_in(root)
+    files = [name for name in names if name.endswith(SUFFIX)]
+    kinds = {name.removesuffix(SEGMENTS) for name in names if name.endswith(SEGMENTS)}
+    kinds |= {name.removesuffix(SUFFIX) for name in files if may_be_ours(root / name)}
+    foreign = [root / name for name in files if name.removesuffix(SUFFIX) not in kinds]
+    return sorted(kinds), foreign
 
 
 def set_aside(path: Path) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ucudnn.cache.base import AbstractCache
 from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, info_of
-from ucudnn.cache.hdf5.device_files import DeviceFiles, foreign_in, kinds_in
+from ucudnn.cache.hdf5.device_files import DeviceFiles, kinds_in
 from ucudnn.cache.hdf5.store import DeviceStore
 from ucudnn.cache.schema import matches, parse_where
 from ucudnn.cache.table import select_rows
@@ -167,7 +167,7 @@ class HDF5Cache(AbstractCache):
     def _stores(self) -> list[DeviceStore]:
         """One store per kind of device, in memory or on the disk."""
         try:
-            kinds, foreign = kinds_in(self._path), foreign_in(self._path)
+            kinds, foreign = kinds_in(self._path)
         except OSError as error:
             raise CacheError(
                 f"cannot read the cache {self._path}: {error.strerror}; let this user read it"
