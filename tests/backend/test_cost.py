@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ucudnn.backends import Cost, Roofline
+from ucudnn.backends import Roofline
 from ucudnn.backends.torch_cpu import processor
 from ucudnn.backends.torch_cpu.algorithm import direct_cost
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
@@ -184,20 +184,6 @@ def test_hopeless_spectra_are_known_without_a_run(backend):
 def test_nothing_is_stated_of_what_is_not_computed(backend):
     assert backend.cost(Problem("fprop", 2, 4, 4, (9, 9), (3, 3)), "gemm") is None
     assert backend.cost(Problem("fprop", 2, 4, 4, (9, 9), (3, 3)), "winograd") is None
-
-
-@pytest.mark.parametrize(
-    ("cost", "time_ns"),
-    [
-        (Cost(0, 0, 9), 0),
-        (Cost(4_000, 0, 0), 2_000),  # computing
-        (Cost(4_000, 4_096, 0), 2_000),  # the traffic of caches is free
-        (Cost(4_000, 4_096 + 1_000, 0), 10_000),  # moving
-    ],
-)
-def test_a_roofline_takes_the_longer_of_computing_and_moving(cost, time_ns):
-    roofline = Roofline(operations_per_s=2e9, bytes_per_s=1e8, cached_bytes=4_096)
-    assert roofline.time_ns(cost) == time_ns
 
 
 def test_a_roofline_is_measured_once_by_however_many_threads(backend, monkeypatch):

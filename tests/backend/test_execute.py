@@ -127,16 +127,6 @@ def test_channels_last_stays_channels_last(backend, exact, op):
     assert relative_error(result, exact(problem, a, b)) < 1e-6
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_one_dimension_and_three(backend, exact, op):
-    for sizes in ((17,), (5, 6, 7)):
-        problem = Problem(op, 5, 4, 4, sizes, (3,) * len(sizes))
-        a, b = backend.operands(problem, 5)
-        split = split_of([(2, "im2col_gemm"), (2, "torch_default"), (1, "fft")])
-        result = bind(backend, problem, split)(a, b)
-        assert relative_error(result, exact(problem, a, b)) < 1e-6
-
-
 @pytest.mark.parametrize("second", ["im2col_gemm", "slow_conv2d"])
 @pytest.mark.parametrize("first", ["torch_default", "onednn_nhwc", "slow_conv2d", "fft"])
 def test_wgrad_adds_up_where_the_strides_of_one_pixel_say_channels_last(

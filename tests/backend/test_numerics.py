@@ -27,70 +27,62 @@ def relative_error(result, expected):
     return ((result.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.fixture
+def tried(backend, exact):
+    """A function of problems: each by each algorithm, with operands and their exact result."""
+
+    def tried(listed):
+        for problem in listed:
+            a, b = backend.operands(problem, BATCH)
+            expected = exact(problem, a, b)
+            for candidate in backend.candidates(problem):
+                name = candidate.algorithm
+                yield problem, name, backend.executable(problem, name), a, b, expected
+
+    return tried
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.usefixtures("poisoned")
-def test_alone_agrees_with_float64(backend, exact, tolerance, geometry, op, groups):
-    for problem in problems(op, geometry, groups):
-        a, b = backend.operands(problem, BATCH)
-        expected = exact(problem, a, b)
-        for candidate in backend.candidates(problem):
-            executable = backend.executable(problem, candidate.algorithm)
-            result = executable.alone(a, b)
-            assert result.shape == problem.result_shape
-            assert result.dtype == a.dtype
-            error = relative_error(result, expected)
-            assert error < tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
+def test_alone_agrees_with_float64(tried, tolerance, geometry, op, groups):
+    listed = problems(op, geometry, groups)
+    for problem, algorithm, executable, a, b, expected in tried(listed):
+        result = executable.alone(a, b)
+        assert result.shape == problem.result_shape
+        assert result.dtype == a.dtype
+        error = relative_error(result, expected)
+        assert error < tolerance[problem.dtype], f"{algorithm} on {problem}"
 
 
 @pytest.mark.parametrize("op", ["fprop", "dgrad"])
-def test_write_fills_every_element_of_the_slice_and_no_other(
-    backend, exact, tolerance, geometry, op
+def test_every_element_of_a_slice_is_written_with_and_without_a_bias_and_no_other(
+    tried, tolerance, geometry, op
 ):
-    for problem in problems(op, geometry, 2):
-        a, b = backend.operands(problem, BATCH)
-        expected = exact(problem, a, b)
-        for candidate in backend.candidates(problem):
-            whole = torch.full((BATCH + 2, *problem.result_shape[1:]), torch.nan, dtype=a.dtype)
-            executable = backend.executable(problem, candidate.algorithm)
-            executable.write(a, b, whole[1:-1])
-            error = relative_error(whole[1:-1], expected)
-            assert error < tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
-            assert whole[0].isnan().all()
-            assert whole[-1].isnan().all()
-
-
-@pytest.mark.parametrize("op", ["fprop", "dgrad"])
-def test_a_bias_is_added_to_every_channel_of_a_slice_and_of_a_new_result(
-    backend, exact, tolerance, geometry, op
-):
-    for problem in problems(op, geometry, 2):
-        a, b = backend.operands(problem, BATCH)
+    for problem, algorithm, executable, a, b, expected in tried(problems(op, geometry, 2)):
+        most, said = tolerance[problem.dtype], f"{algorithm} on {problem}"
+        whole = torch.full((BATCH + 2, *problem.result_shape[1:]), torch.nan, dtype=a.dtype)
+        executable.write(a, b, whole[1:-1])
+        assert relative_error(whole[1:-1], expected) < most, said
         bias = torch.randn(problem.result_shape[1]).to(a.dtype)
-        expected = exact(problem, a, b) + bias.double().view(-1, *[1] * problem.rank)
-        for candidate in backend.candidates(problem):
-            executable = backend.executable(problem, candidate.algorithm)
-            whole = torch.full((BATCH + 2, *problem.result_shape[1:]), torch.nan, dtype=a.dtype)
-            executable.write_biased(a, b, whole[1:-1], bias)
-            for found in (whole[1:-1], executable.alone_biased(a, b, bias)):
-                error = relative_error(found, expected)
-                # Torch's own rounds before the bias is added, and after.
-                assert error < 2 * tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
-            assert whole[0].isnan().all()
-            assert whole[-1].isnan().all()
+        biased = expected + bias.double().view(-1, *[1] * problem.rank)
+        whole[1:-1] = torch.nan
+        executable.write_biased(a, b, whole[1:-1], bias)
+        for found in (whole[1:-1], executable.alone_biased(a, b, bias)):
+            # Torch's own rounds before the bias is added, and after.
+            assert relative_error(found, biased) < 2 * most, said
+        assert whole[0].isnan().all()
+        assert whole[-1].isnan().all()
 
 
-def test_add_keeps_what_was_there(backend, exact, tolerance, geometry):
-    for problem in problems("wgrad", geometry, 2):
-        a, b = backend.operands(problem, BATCH)
+def test_add_keeps_what_was_there(tried, tolerance, geometry):
+    for problem, algorithm, executable, a, b, expected in tried(problems("wgrad", geometry, 2)):
         dtype = torch.promote_types(a.dtype, torch.float32)
         before = torch.arange(1.0, 9.0, dtype=dtype).view(-1, 1, *[1] * problem.rank)
-        expected = exact(problem, a, b)
-        for candidate in backend.candidates(problem):
-            total = before.expand(problem.w_shape).clone()
-            backend.executable(problem, candidate.algorithm).add(a, b, total)
-            error = relative_error(total - before, expected)
-            assert error < tolerance[problem.dtype] * 4, f"{candidate.algorithm} on {problem}"
+        total = before.expand(problem.w_shape).clone()
+        executable.add(a, b, total)
+        error = relative_error(total - before, expected)
+        assert error < tolerance[problem.dtype] * 4, f"{algorithm} on {problem}"
 
 
 ASYMMETRIC = {
@@ -106,27 +98,24 @@ ASYMMETRIC = {
 )
 @pytest.mark.parametrize("op", OPS)
 def test_every_algorithm_computes_asymmetric_padding(
-    backend, exact, tolerance, op, sizes, kernel, stride, padding
+    tried, tolerance, op, sizes, kernel, stride, padding
 ):
-    tried = set()
-    for dtype in ("float32", "float64", "bfloat16"):
-        for layout in ("nchw", "nhwc")[: len(sizes)]:
-            problem = Problem(
-                op, BATCH, 4, 8, sizes, kernel, stride, padding, dtype=dtype, layout=layout
-            )
-            a, b = backend.operands(problem, BATCH)
-            expected = exact(problem, a, b)
-            for candidate in backend.candidates(problem):
-                tried.add(candidate.algorithm)
-                executable = backend.executable(problem, candidate.algorithm)
-                result = executable.alone(a, b)
-                assert result.shape == problem.result_shape
-                assert relative_error(result, expected) < tolerance[dtype], candidate
-                if op != "wgrad":
-                    out = torch.full_like(result, torch.nan)
-                    executable.write(a, b, out)
-                    assert torch.equal(out, result), candidate
-    assert tried >= {"torch_default", "im2col_gemm", "fft"}
+    listed = (
+        Problem(op, BATCH, 4, 8, sizes, kernel, stride, padding, dtype=dtype, layout=layout)
+        for dtype in ("float32", "float64", "bfloat16")
+        for layout in ("nchw", "nhwc")[: len(sizes)]
+    )
+    names = set()
+    for problem, algorithm, executable, a, b, expected in tried(listed):
+        names.add(algorithm)
+        result = executable.alone(a, b)
+        assert result.shape == problem.result_shape
+        assert relative_error(result, expected) < tolerance[problem.dtype], algorithm
+        if op != "wgrad":
+            out = torch.full_like(result, torch.nan)
+            executable.write(a, b, out)
+            assert torch.equal(out, result), algorithm
+    assert names >= {"torch_default", "im2col_gemm", "fft"}
 
 
 # Filters of at least five columns: with blocks of columns, and with one.

@@ -196,10 +196,3 @@ def test_a_file_replaced_by_a_sound_one_in_the_meantime_is_used(
     with caches.open(root_of(segment)) as cache:
         assert texts(cache) == texts(SAMPLES)
         assert cache.check().clean
-
-
-def test_leftovers_of_killed_writers_are_no_damage(segment: Path) -> None:
-    (segment.parent / ".new-7-0123abcd").write_bytes(b"half a fi")
-    with caches.open(root_of(segment)) as cache:
-        assert texts(cache) == texts(SAMPLES)
-        assert cache.check().clean

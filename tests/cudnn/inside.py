@@ -98,16 +98,6 @@ def rebuilt(
     return built
 
 
-def compiled(problem: Fields) -> list[Any]:
-    """The first runtime-compiled configuration: its proposed and its built workspace; or []."""
-    known = Problem(**problem)
-    listed = [one for one in configurations(TARGET, known) if one.is_runtime_compiled]
-    if not listed:
-        return []
-    one = listed[0]
-    return [one.workspace_bytes, build(TARGET, known, one.identity).workspace_bytes]
-
-
 def refusal(problem: Fields, identity: str, views: list[Any] | None = None) -> list[str]:
     """The exception that building an identity raises: its class and message."""
     given = views and Views(*(View(tuple(strides), alignment) for strides, alignment in views))

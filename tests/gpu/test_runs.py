@@ -205,13 +205,6 @@ def test_backends_of_a_process_share_its_handles(backend):
     assert CudnnBackend().runtime is backend.runtime
 
 
-def test_operands_on_two_devices_are_refused(backend):
-    a, b = backend.operands(LAYER, 4)
-    executable = backend.executable(LAYER, engine(backend, LAYER))
-    with pytest.raises(RefusedError, match="on one device"):
-        executable.alone(a, b.cpu())
-
-
 def test_nan_in_a_filter_arrives(backend):
     a, b = backend.operands(LAYER, 10)
     b[3].fill_(torch.nan)
