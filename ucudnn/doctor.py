@@ -87,10 +87,11 @@ def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
         )
     cudnn = Cudnn(find_library())
     try:
-        profile = DeviceProfile.of_handle(cudnn, Handle(cudnn))
+        text = DeviceProfile.text_of_handle(cudnn, Handle(cudnn))
     # There may be a driver, but no GPU that cuDNN can use.
     except CudnnError as error:
         raise UnsupportedError(f"there is no GPU here to describe: {error}") from error
+    profile = DeviceProfile.parse(text, "of this device")
     profile.save(path)
     return profile
 

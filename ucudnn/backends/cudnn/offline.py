@@ -190,20 +190,14 @@ def build_stubs(cache: Path | None = None) -> Path:
     try:
         for stub in _STUBS:
             _compile(stub, texts[stub.source], building)
-        _publish(building, folder)
+        building.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process has built it first
+            raise
     finally:
         # This removes what a failed build leaves. After a rename there is nothing to remove.
         shutil.rmtree(building, ignore_errors=True)
     return folder
-
-
-def _publish(building: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name, unless another process has built it first."""
-    try:
-        building.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
 
 
 def _compile(stub: _Stub, source: str, folder: Path) -> None:

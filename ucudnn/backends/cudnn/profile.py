@@ -93,11 +93,6 @@ class DeviceProfile:
         major, minor = divmod(fields["deviceVer"] // 10, 10)
         return cls(fields["deviceName"], f"{major}.{minor}", text, source)
 
-    @classmethod
-    def of_handle(cls, cudnn: Cudnn, handle: Handle) -> DeviceProfile:
-        """The profile of a device of this machine."""
-        return cls.parse(cls.text_of_handle(cudnn, handle), "of this device")
-
     @staticmethod
     def text_of_handle(cudnn: Cudnn, handle: Handle) -> str:
         """The JSON in which cuDNN describes a device of this machine."""
