@@ -68,27 +68,19 @@ def test_the_direct_algorithm_counts_what_meets_the_input(exact, geometry, op):
     assert cost.traffic_bytes == 4 * met + problem.result_bytes
 
 
-def run_by_aten(problem, a, b, geometry):
-    """The operator itself: torch's counter does not see what `installed` would stand in for."""
-    aten = torch.ops.aten
-    x, w = torch.ones(problem.x_shape).double(), torch.ones(problem.w_shape).double()
-    if problem.op == "fprop":
-        aten.convolution(a, b, None, *geometry)
-    elif problem.op == "dgrad":
-        aten.convolution_backward(a, x, b, None, *geometry, [True, False, False])
-    else:
-        aten.convolution_backward(b, a, w, None, *geometry, [False, True, False])
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_operations_are_those_of_torchs_counter_where_nothing_is_padded(backend, op):
     problem = Problem(op, 2, 8, 16, (12, 10), (3, 3), stride=(2, 1), dtype="float64")
-    a, b = backend.operands(problem, 2)
+    x = torch.ones(problem.x_shape, requires_grad=op == "dgrad")
+    w = torch.ones(problem.w_shape, requires_grad=op == "wgrad")
+    with FlopCounterMode(display=False) as counter:
+        y = torch.conv2d(x, w, stride=problem.stride)
+        operations = counter.get_total_flops()
+        if op != "fprop":
+            y.sum().backward()
+            operations = counter.get_total_flops() - operations
     for algorithm in ("torch_default", "slow_conv2d"):
-        geometry = [problem.stride, [0, 0], [1, 1], False, [0, 0], 1]
-        with FlopCounterMode(display=False) as counter:
-            run_by_aten(problem, a, b, geometry)
-        assert backend.cost(problem, algorithm).operations == counter.get_total_flops()
+        assert backend.cost(problem, algorithm).operations == operations
 
 
 def assert_needed(backend, problem):

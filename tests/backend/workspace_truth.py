@@ -36,18 +36,14 @@ GEOMETRIES = {
     "1d": {"input_size": (900,), "kernel_size": (5,)},
     "3d": {"input_size": (10, 10, 10), "kernel_size": (3, 3, 3)},
 }
-
 # Only of weight gradients: diagonal_gemm computes nothing else.
 DEPTHWISE = {
-    "depthwise": {
-        "in_channels": 64,
-        "input_size": (40, 40),
-        "kernel_size": (7, 7),
-        "padding": ((3, 3), (3, 3)),
-        "groups": 64,
-    },
+    "in_channels": 64,
+    "input_size": (40, 40),
+    "kernel_size": (7, 7),
+    "padding": ((3, 3), (3, 3)),
+    "groups": 64,
 }
-
 
 # Three slabs, with padding at the first and the last one.
 SLABS = {
@@ -71,8 +67,8 @@ def main() -> None:
     library = ctypes.CDLL(sys.argv[1])
     library.counted_live.restype = library.counted_peak.restype = ctypes.c_long
     backend = open_backend("torch_cpu")
-    for name, geometry in {**GEOMETRIES, **DEPTHWISE, **SLABS}.items():
-        for op in ("wgrad",) if name in DEPTHWISE else OPS:
+    for name, geometry in {**GEOMETRIES, "depthwise": DEPTHWISE, **SLABS}.items():
+        for op in ("wgrad",) if name == "depthwise" else OPS:
             for dtype in sys.argv[2:]:
                 batch = 2 if name in SLABS else 4
                 shape = {"in_channels": 32, "out_channels": 64, **geometry}

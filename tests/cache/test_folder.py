@@ -404,26 +404,6 @@ def test_pruning_a_disk_that_takes_nothing_removes_nothing(
         assert texts(cache) == texts(MEASUREMENTS)
 
 
-def test_merging_says_which_file_cannot_be_read_or_where_there_is_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other, mine = tmp_path / "other", tmp_path / "mine"
-    with caches.open(other) as cache:
-        cache.put(MEASUREMENTS)
-    with caches.open(mine) as cache:
-        with monkeypatch.context() as patch:
-            refusing(patch, "open", lambda path: path.parent == other)
-            with pytest.warns(CacheWarning, match="cpu-one.h5 cannot be read .Permission denied"):
-                assert cache.merge(other).read == 0
-        with monkeypatch.context() as patch:
-            refusing(patch, "replace", lambda _: True)
-            with pytest.warns(CacheWarning, match="cannot be written to .*mine.*Permission denied"):
-                assert cache.merge(other).added == len(MEASUREMENTS)
-        assert cache.merge(other).added == 0
-        with caches.open(mine, "r") as reader:
-            assert texts(reader) == texts(MEASUREMENTS)
-
-
 def test_a_child_leaves_it_to_its_parent_to_write_what_waits(python, tmp_path):
     program = """
 import os, sys, pathlib, warnings, ucudnn.cache

@@ -15,11 +15,7 @@ from typing import Any
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.constants import Attribute, DescriptorKind, Type
-from ucudnn.backends.cudnn.engine import (
-    Configuration,
-    build,
-    configurations,
-)
+from ucudnn.backends.cudnn.engine import build, configurations
 from ucudnn.backends.cudnn.graph import Target, View, Views, views_of
 from ucudnn.backends.cudnn.offline import has_driver, load_stubs
 from ucudnn.backends.cudnn.profile import DeviceProfile
@@ -51,17 +47,12 @@ def found(
     problem: Fields, bias: bool = False, within: Fields | None = None, alignment: int = 0
 ) -> list[Any]:
     """[identity, mode, workspace, notes] of each configuration."""
-    listed = _configurations(Problem(**problem), bias, within, alignment)
-    return [[one.identity, one.mode, one.workspace_bytes, "+".join(one.notes)] for one in listed]
-
-
-def _configurations(
-    problem: Problem, bias: bool, within: Fields | None, alignment: int
-) -> list[Configuration]:
-    views = views_of(problem, None if within is None else Problem(**within))
+    known = Problem(**problem)
+    views = views_of(known, None if within is None else Problem(**within))
     if alignment:
         views = Views(*(View(view.strides, alignment) for view in views))
-    return configurations(TARGET, problem, views=views, bias=bias)
+    listed = configurations(TARGET, known, views=views, bias=bias)
+    return [[one.identity, one.mode, one.workspace_bytes, "+".join(one.notes)] for one in listed]
 
 
 def rebuilt(
@@ -98,22 +89,17 @@ def rebuilt(
     return built
 
 
-def refusal(problem: Fields, identity: str, views: list[Any] | None = None) -> list[str]:
-    """The exception that building an identity raises: its class and message."""
+def refusal(problem: Fields, identity: str | None, views: list[Any] | None = None) -> list[str]:
+    """Class and message of what building raises; of what listing raises if no identity is given."""
     given = views and Views(*(View(tuple(strides), alignment) for strides, alignment in views))
     try:
-        build(TARGET, Problem(**problem), identity, views=given)
+        if identity is None:
+            configurations(TARGET, Problem(**problem))
+        else:
+            build(TARGET, Problem(**problem), identity, views=given)
     except UcudnnError as error:
         return [type(error).__name__, str(error)]
     return []
-
-
-def listing_refusal(problem: Fields) -> str:
-    try:
-        configurations(TARGET, Problem(**problem))
-    except UnsupportedError as error:
-        return str(error)
-    return ""
 
 
 def serialized(

@@ -150,7 +150,7 @@ def test_a_name_of_another_version_builds_or_is_a_miss(inside: Inside, newest: I
 
 def test_a_tensor_over_2_to_the_31_elements_is_refused(inside: Inside) -> None:
     huge = Problem("fprop", 1024, 64, 64, (224, 224), (3, 3), padding=((1, 1), (1, 1)))
-    message = inside("listing_refusal", problem=asdict(huge))
+    _, message = inside("refusal", problem=asdict(huge), identity=None)
     assert "x of fprop conv2d(64->64, k3, 224x224) at batch 1024 spans 3288334336" in message
     assert "smaller batch" in message
     assert inside("found", problem=asdict(huge.with_batch(512)))

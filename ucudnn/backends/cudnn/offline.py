@@ -257,7 +257,13 @@ def enumerate_candidates(
     # The output is checked first: listing a whole network takes a while, and would be lost.
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"candidates are written to a file in a folder that exists, got {target}")
-    chunks = _chunks(layers, None if batches is None else tuple(batches))
+    sizes = None if batches is None else tuple(batches)
+    # A layer that is listed twice appears once.
+    chunks = [
+        (name, problem.with_batch(size))
+        for name, problem in dict.fromkeys(layers)
+        for size in sizes or _powers(problem.batch)
+    ]
     # Networks repeat layers, so cuDNN is asked only once for each distinct problem.
     distinct = list(dict.fromkeys(chunk for _, chunk in chunks))
     # The library is looked up once, so that the summary names the library that answered.
@@ -287,17 +293,6 @@ def parse_batches(text: str) -> tuple[int, ...]:
             f"batches must be ints of at least 1, separated by commas, such as 1,32; got {text!r}"
         )
     return tuple(sorted({int(word) for word in words}))
-
-
-def _chunks(
-    layers: Iterable[tuple[str, Problem]], sizes: tuple[int, ...] | None
-) -> list[tuple[str, Problem]]:
-    """Pairs (name, micro-batch) of every layer; a layer that is listed twice appears once."""
-    return [
-        (name, problem.with_batch(size))
-        for name, problem in dict.fromkeys(layers)
-        for size in sizes or _powers(problem.batch)
-    ]
 
 
 def _allowed_listings(
