@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -122,20 +120,6 @@ def without(tensor: Tensor, axis: int, index: int) -> Tensor:
     return changed
 
 
-def repeated_at_the_border(exact: Callable[..., Tensor], problem: Problem, a: Tensor, b: Tensor):
-    """The border is padded with its own value instead of zero."""
-    pads = [amount for pair in reversed(problem.padding) for amount in pair]
-    size = tuple(
-        size + sum(pair) for size, pair in zip(problem.input_size, problem.padding, strict=True)
-    )
-    wider = replace(problem, input_size=size, padding=())
-    if problem.op != "dgrad":
-        return exact(wider, pad(a, pads, mode="replicate"), b)
-    x = torch.zeros(problem.x_shape, dtype=torch.float64, requires_grad=True)
-    padded = pad(x, pads, mode="replicate")
-    return torch.autograd.grad(padded, x, exact(wider, a, b))[0]
-
-
 # Convolutions that are wrong everywhere, or at the border alone.
 WRONG = {
     "ignores the first sample": lambda e, p, a, b: e(p, without(a, 0, 0), b),
@@ -153,7 +137,6 @@ WRONG = {
     "pads by one at the other end": lambda e, p, a, b: e(
         replace(p, padding=((p.padding[0][0] + 1, p.padding[0][1] - 1), *p.padding[1:])), a, b
     ),
-    "repeats the border": repeated_at_the_border,
 }
 
 

@@ -345,7 +345,6 @@ def test_one_thread_at_a_time_launches_a_plan(backend, exact, runtime):
         launch(device, plan, pack)
         busy.remove(id(plan))
 
-    runtime.launch = slow_launch
     results = {}
 
     def work(thread):
@@ -353,7 +352,6 @@ def test_one_thread_at_a_time_launches_a_plan(backend, exact, runtime):
         results[thread] = executable.alone(a[:samples], b)
 
     for samples in (1, 2):  # built before: two threads may build one plan each
-        runtime.launch = launch
         executable.alone(a[:samples], b)
     runtime.launch = slow_launch
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]

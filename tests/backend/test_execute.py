@@ -110,8 +110,7 @@ def test_weight_gradient_accumulates_into_what_is_there(backend, beta):
     x, dy = backend.operands(problem, 4)
     start = torch.full(problem.w_shape, 3.0, dtype=torch.float64)
     total = beta * start
-    for name in ("torch_default", "slow_conv2d", "im2col_gemm", "fft"):
-        sample = {"torch_default": 0, "slow_conv2d": 1, "im2col_gemm": 2, "fft": 3}[name]
+    for sample, name in enumerate(("torch_default", "slow_conv2d", "im2col_gemm", "fft")):
         chunk = slice(sample, sample + 1)
         backend.executable(problem, name).add(x[chunk], dy[chunk], total)
     whole = bind(backend, problem, split_of([(4, "torch_default")]))(x, dy)

@@ -16,12 +16,6 @@ H200 = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
 FIELDS = json.loads(H200.read_text())
 
 
-def test_a_profile_says_which_device_it_is() -> None:
-    profile = DeviceProfile.load(H200)
-    assert profile.name == "NVIDIA H200"
-    assert profile.compute_capability == "9.0"
-
-
 def test_a_profile_of_the_package_is_named_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,7 +28,9 @@ def test_a_profile_of_the_package_is_named_from_anywhere(
     assert DeviceProfile.load("h200").name == "mine"
 
 
-@pytest.mark.parametrize(("number", "text"), [(860, "8.6"), (1000, "10.0"), (1210, "12.1")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(900, "9.0"), (860, "8.6"), (1000, "10.0"), (1210, "12.1")]
+)
 def test_architectures_have_two_numbers(number: int, text: str) -> None:
     found = DeviceProfile.parse(json.dumps({**FIELDS, "deviceVer": number}), "here")
     assert found.compute_capability == text
