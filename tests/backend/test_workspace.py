@@ -70,20 +70,3 @@ def test_known_workspace_of_onednn(backend):
         a, b = backend.operands(problem, 64)
         run = partial(backend.executable(problem, "torch_default").alone, a, b)
         assert least <= backend.workspace_bytes(run, [(problem, "torch_default")]) <= most
-
-
-def test_peak_counts_what_lives_at_the_same_time(backend):
-    """An oracle of plain tensors: two temporaries in turn peak at the larger one."""
-
-    def in_turn():
-        torch.empty(3 * MIB, dtype=torch.uint8)
-        torch.empty(5 * MIB, dtype=torch.uint8)
-        return torch.empty(7, dtype=torch.uint8)
-
-    def at_once():
-        kept = [torch.empty(size * MIB, dtype=torch.uint8) for size in (3, 5)]
-        del kept
-        return torch.empty(7, dtype=torch.uint8)
-
-    assert abs(backend.workspace_bytes(in_turn, []) - 5 * MIB) < 4096
-    assert abs(backend.workspace_bytes(at_once, []) - 8 * MIB) < 4096

@@ -43,45 +43,39 @@ def import_of(name: str) -> str:
     return ""
 
 
-def found(
-    problem: Fields, bias: bool = False, within: Fields | None = None, alignment: int = 0
-) -> list[Any]:
+def found(problem: Fields, alignment: int = 0) -> list[Any]:
     """[identity, mode, workspace, notes] of each configuration."""
     known = Problem(**problem)
-    views = views_of(known, None if within is None else Problem(**within))
+    views = views_of(known)
     if alignment:
         views = Views(*(View(view.strides, alignment) for view in views))
-    listed = configurations(TARGET, known, views=views, bias=bias)
+    listed = configurations(TARGET, known, views=views)
     return [[one.identity, one.mode, one.workspace_bytes, "+".join(one.notes)] for one in listed]
 
 
 def rebuilt(
     problem: Fields,
     source: Fields | None = None,
-    alpha: float = 1.0,
     beta: float = 0.0,
     bias: bool = False,
-    within: Fields | None = None,
 ) -> list[Any]:
     """[identity, proposed workspace, built workspace or None where refused] of precompiled ones.
 
     Args:
         problem: what to build for.
         source: where the identities come from; None: the problem itself.
-        alpha: factor of the convolution.
         beta: factor of the result's old value.
         bias: of the fused pattern.
-        within: the problem whose tensors the problem's are views of.
     """
     target = Problem(**problem)
-    views = views_of(target, None if within is None else Problem(**within))
+    views = views_of(target)
     origin = target if source is None else Problem(**source)
     listed = configurations(TARGET, origin, views=None if source else views, bias=bias)
     built = []
     for one in listed:
         if not one.is_runtime_compiled:
             try:
-                plan = build(TARGET, target, one.identity, alpha=alpha, beta=beta, views=views)
+                plan = build(TARGET, target, one.identity, beta=beta, views=views)
                 workspace: int | None = plan.workspace_bytes
             except UnsupportedError:
                 workspace = None

@@ -13,7 +13,6 @@ import pytest
 
 from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.problem import OPS, Problem
-from ucudnn.slabs import slab
 
 EXPECTED = Path(__file__).parent / "expected"
 CONV2 = Problem("fprop", 256, 64, 192, (27, 27), (5, 5), padding=((2, 2), (2, 2)))
@@ -99,27 +98,6 @@ def test_a_bias_is_added_by_precompiled_engines(inside: Inside, dtype: str, layo
     for identity, proposed, built in plans:
         assert identity.startswith("bias_eng")
         assert built == proposed
-
-
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("size", [(64, 32), (16, 32, 32)], ids=["2d", "3d"])
-def test_slabs_of_strided_views_have_the_tensor_core_engines_of_the_whole(
-    inside: Inside, size: tuple[int, ...], layout: str
-) -> None:
-    rank = len(size)
-    whole = Problem(
-        *("fprop", 2, 32, 32, size, (3,) * rank), padding=((1, 1),) * rank, layout=layout
-    )
-    for op in OPS:
-        kernel = replace(whole, op=op)
-        for begin, end in ((0, 4), (4, 8), (size[0] - 4, size[0])):
-            part = slab(kernel, begin, end).problem
-            assert part is not None
-            arguments = {"problem": asdict(part), "within": asdict(kernel)}
-            listed = inside("found", **arguments)
-            assert sum("TENSOR_CORE" in notes for *_, notes in listed) > 5
-            plans = inside("rebuilt", **arguments, beta=float(op == "wgrad"))
-            assert all(built is not None for *_, built in plans)
 
 
 @pytest.mark.parametrize(
