@@ -146,31 +146,31 @@ SETTINGS: dict[str, Setting] = {
     "workspace_limit": Setting(
         None,
         _size,
-        "Workspace that each kernel may use, such as 64MiB.",
+        "Workspace of each kernel, such as 64MiB.",
         "SIZE",
         page="using.md#what-is-limited",
     ),
     "memory_budget": Setting(
         None,
         _budget,
-        "Memory that a whole step may have allocated, such as 8GiB, or 50% of what it has by "
-        "torch. Parameters, gradients, optimiser state, activations and workspace count. Modules "
-        "run in micro-batches where it takes that to stay within it.",
+        "Memory of a step, such as 8GiB or 50%. A percentage is of what a step by torch has "
+        "allocated. Parameters, gradients, optimiser state, activations and workspace count. "
+        "Modules run in micro-batches where it takes that to stay within it.",
         "SIZE",
         page="memory.md",
     ),
     "loop": Setting(
         False,
         _switch,
-        "Plan for a training loop that runs the model on micro-batches and adds their gradients "
+        "Let the training loop run micro-batches. It runs the model on each and adds the gradients "
         "up, by plan.micro_batches, where that is faster or the budget asks for it.",
         page="memory.md",
     ),
     "total_workspace": Setting(
         None,
         _size,
-        "One pool of which every call owns a part (WD), such as 512MiB. Without it, all kernels "
-        "share one workspace (WR).",
+        "Pool that all calls divide, such as 512MiB. Every call owns a part (WD). Without a pool, "
+        "all kernels share one workspace (WR).",
         "SIZE",
         page="solvers.md",
     ),
@@ -178,7 +178,8 @@ SETTINGS: dict[str, Setting] = {
     "layout": Setting(
         "keep",
         _choice,
-        "Plan a model as it is, or in the faster of its own layout and channels_last.",
+        "Layout of the model. With auto, the plan is for the faster of its own layout and "
+        "channels_last.",
         "NAME",
         get_args(Layout),
         page="using.md#layout",
@@ -193,8 +194,9 @@ SETTINGS: dict[str, Setting] = {
     "effort": Setting(
         "normal",
         _choice,
-        "How long to look for how small a gain. By default tuning takes at most the time of 25 "
-        "steps (5 to 30 s), of 100 steps (10 to 45 s), or any time; on a GPU 30 s, 45 s, or any.",
+        "Search time. The longer, the smaller the gains that are looked for. By default "
+        "tuning takes at most the time of 25 steps (5 to 30 s), of 100 steps (10 to 45 s), or any "
+        "time; on a GPU 30 s, 45 s, or any.",
         "NAME",
         get_args(Effort),
         is_of_plan=False,
@@ -211,9 +213,9 @@ SETTINGS: dict[str, Setting] = {
     "unplanned": Setting(
         "torch",
         _choice,
-        "What becomes of convolutions without a plan. With torch, they are torch's own, with a "
-        "warning; a plan for another device is not followed, and kernels that nothing fits are "
-        "left out of a plan. With error, each of these, and a plan made with other versions or "
+        "Convolutions without a plan. With torch, they are torch's own, with a warning; a plan for "
+        "another device is not followed, and kernels that nothing fits are left out of a plan. "
+        "With error, each of these, and a plan made with other versions or "
         "threads, is an error. UCUDNN_UNPLANNED goes before what a plan says.",
         "NAME",
         get_args(Unplanned),
@@ -222,27 +224,28 @@ SETTINGS: dict[str, Setting] = {
     "deterministic": Setting(
         None,
         _switch,
-        "Only algorithms that give the same bits on the same operands in every run. Default: as "
-        "torch.use_deterministic_algorithms says.",
+        "Only deterministic algorithms. They give the same bits on the same operands in every run. "
+        "Default: as torch.use_deterministic_algorithms says.",
         page="using.md#deterministic-training",
     ),
     "max_error": Setting(
         None,
         _positive,
-        "Largest relative error (L2) against float64 that an algorithm may have. Default: as much "
-        "as rounding explains.",
+        "Largest relative error of an algorithm. It is in L2 norm, against float64. Default: as "
+        "much as rounding explains.",
         "ERROR",
     ),
     "step_race": Setting(
         True,
         _switch,
-        "Time whole steps of the model at the end, and give kernels that do not pay back to torch.",
+        "Judge the plan by whole steps. They are timed at the end, and kernels that do not make "
+        "them faster are given back to torch.",
         is_of_plan=False,
     ),
     "solver": Setting(
         "auto",
         _choice,
-        "Solver that divides the pool.",
+        "Solver of the pool.",
         "NAME",
         get_args(Solver),
         page="solvers.md",
@@ -250,17 +253,17 @@ SETTINGS: dict[str, Setting] = {
     "backend": Setting(
         "auto",
         _choice,
-        "Library that computes the convolutions. With auto it is that of this machine's device; "
-        "with recorded, measurements in the cache, or in an exported .csv file, are replayed, "
-        "and nothing runs.",
+        "Library to compute by. With auto it is that of this machine's device; with recorded, "
+        "measurements in the cache, or in an exported .csv file, are replayed, and "
+        "nothing runs.",
         "NAME",
         get_args(Backend),
     ),
     "device": Setting(
         None,
         _path,
-        "A device that is not here: for recorded part of its name, for cudnn its profile. A "
-        "profile is a file that `ucudnn doctor` wrote there, or h200, which the package has.",
+        "A device that is not here. With backend recorded it is part of its name; with cudnn its "
+        "profile: a file that `ucudnn doctor` wrote there, or h200, which the package has.",
         "NAME",
         is_of_plan=False,
         page="cudnn.md",

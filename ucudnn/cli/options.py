@@ -21,14 +21,12 @@ Command = Callable[..., None]
 # The type and the default of each flag, by the name of its parameter.
 Flags = Mapping[str, tuple[Any, Any]]
 
-# Titles of panels in --help. Above them is a first panel, with the flags that matter most.
-_MODELS, _TABLES = "More about a model", "For a CSV file of layers"
-_SETTINGS, _OUTPUT = "More settings", "Output and errors"
+# Titles of panels in --help. Above them is a first panel, with the flags that matter most. A flag
+# with a --no-... beside it takes much room, so such flags have a panel of their own.
+_MODELS, _TABLES = "More about a model", "For a CSV of layers without such columns"
+_SETTINGS, _SWITCHES, _OUTPUT = "More settings", "Settings that are on or off", "Output and errors"
 # Settings whose flags are in the first panel.
-_FIRST = (
-    *("memory_budget", "loop", "workspace_limit", "policy", "layout", "effort", "time_budget_s"),
-    "cache",
-)
+_FIRST = ("memory_budget", "workspace_limit", "layout", "effort", "time_budget_s")
 
 
 def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> Any:
@@ -39,7 +37,8 @@ def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> 
 
 
 def _switch(name: str, meaning: str, panel: str | None = None) -> Any:
-    return Annotated[bool, typer.Option(name, help=meaning, rich_help_panel=panel)]
+    # Without a metavar, --help would print <bool>.
+    return Annotated[bool, typer.Option(name, help=meaning, metavar="", rich_help_panel=panel)]
 
 
 # Types of parameters. Commands share them, so that a flag has one meaning and one help text.
@@ -47,15 +46,12 @@ JsonOption = _switch("--json", "Print JSON for machines.", _OUTPUT)
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="module:callable or file.py:callable that returns a model.", metavar="MODEL"
+        help="module:callable or file.py:callable of a model.", metavar="MODEL"
     ),
 ]
 ModelOrTableArgument = Annotated[
     str,
-    typer.Argument(
-        help="module:callable or file.py:callable that returns a model, or a CSV of layers.",
-        metavar="MODEL",
-    ),
+    typer.Argument(help="module:callable, file.py:callable or a CSV of layers.", metavar="MODEL"),
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the plan here.", metavar="FILE")
@@ -68,31 +64,22 @@ ConfigFileOption = Annotated[
 ]
 # These three are no settings of `Config`. They are needed only for a table of layers that lacks a
 # column for dtype, layout or math; a model has its own.
-DtypeOption = _text("Without such a column: dtype. Default: float32.", "NAME", panel=_TABLES)
-MemoryFormatOption = _text(
-    "Without a column layout: nchw or nhwc. Default: nchw.", "NAME", panel=_TABLES
-)
-MathOption = _text(
-    "Without such a column, for float32 on a GPU: tf32 or strict. Default: tf32.",
-    "NAME",
-    panel=_TABLES,
-)
-RemeasureOption = _switch("--remeasure", "Take every time anew, whatever the cache has.", _SETTINGS)
+DtypeOption = _text("Such as float16; default: float32.", "NAME", panel=_TABLES)
+MemoryFormatOption = _text("Column layout: nchw (default) or nhwc.", "NAME", panel=_TABLES)
+MathOption = _text("Float32 on a GPU: tf32 (default) or strict.", "NAME", panel=_TABLES)
+RemeasureOption = _switch("--remeasure", "Take times anew that the cache has.", _SETTINGS)
 FailIfNoisyOption = _switch(
     "--fail-if-noisy", "Exit with 1 where times are not to be trusted.", _OUTPUT
 )
 FailIfPartialOption = _switch(
     "--fail-if-partial", "Exit with 1 where kernels have no plan.", _OUTPUT
 )
-CompileOption = _switch(
-    "--compile", "Judge the plan by whole steps that torch.compile compiled.", _MODELS
-)
+CompileOption = _switch("--compile", "Judge the plan by compiled steps.", _MODELS)
 
 InputOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="For a model, once for each of its inputs: [NAME=]SHAPE[,SHAPE ...][:DTYPE], such as "
-        "64x3x224x224, t=64:int64, or 64x3x64x64,32x3x96x96 for two sizes.",
+        help="Each input of a model: 64x3x224x224, t=64:int64, or two sizes: 8x3x64x64,4x3x96x96.",
         metavar="SPEC",
     ),
 ]
@@ -103,38 +90,24 @@ _RECIPE: dict[str, tuple[Any, Any]] = {
     "input": (InputOption, None),
     "infer": (InferOption, False),
     "channels_last": (
-        _switch("--channels-last", "Convert the model and its inputs to channels-last."),
+        _switch("--channels-last", "Put model and inputs in channels_last."),
         False,
     ),
     "autocast": (
-        _switch("--autocast", "Plan what the model runs under autocast, in bfloat16."),
+        _switch("--autocast", "Run the model under bfloat16 autocast."),
         False,
     ),
-    "autocast_dtype": (
-        _text("Autocast to bfloat16 or float16.", "NAME", panel=_MODELS),
-        None,
-    ),
+    "autocast_dtype": (_text("Autocast to bfloat16 or float16.", "NAME", panel=_MODELS), None),
     "inputs": (
         _text(
-            "Instead of --input: module:callable or file.py:callable that returns or yields the "
-            "model's inputs: tensors, tuples, or dicts by keyword.",
+            "Instead of --input: callable that yields tensors, tuples or dicts.",
             "CALLABLE",
             panel=_MODELS,
         ),
         None,
     ),
-    "args": (
-        _text(
-            "JSON with the arguments of the model's callable, an object or a list.",
-            "JSON",
-            panel=_MODELS,
-        ),
-        None,
-    ),
-    "real": (
-        _switch("--real", "Compute a step to trace it: its course depends on values.", _MODELS),
-        False,
-    ),
+    "args": (_text("Arguments of MODEL: an object or a list.", "JSON", panel=_MODELS), None),
+    "real": (_switch("--real", "Trace a step on real values.", _MODELS), False),
 }
 # Flags of all commands but `run`, `record` and `launch`, which run a script.
 _COMMON: dict[str, tuple[Any, Any]] = {
@@ -147,6 +120,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
                 count=True,
                 show_default=False,
                 help="Say more; -vv: details.",
+                metavar="",
                 rich_help_panel=_OUTPUT,
             ),
         ],
@@ -154,7 +128,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     ),
     "quiet": (
         Annotated[
-            bool, typer.Option("-q", "--quiet", help="Show no progress.", rich_help_panel=_OUTPUT)
+            bool,
+            typer.Option(
+                "-q", "--quiet", help="Show no progress.", metavar="", rich_help_panel=_OUTPUT
+            ),
         ],
         False,
     ),
@@ -174,14 +151,15 @@ def flag_of(name: str) -> str:
 def _of_setting(name: str) -> tuple[Any, Any]:
     """Type and default of a setting's flag; None means that a file or the environment decides."""
     setting, flag = SETTINGS[name], flag_of(name)
-    panel = None if name in _FIRST else _SETTINGS
     if setting.metavar:
+        panel = None if name in _FIRST else _SETTINGS
         return _text(setting.summary, setting.metavar, flag, panel=panel), None
-    both = typer.Option(f"{flag}/--no-{flag[2:]}", help=setting.summary, rich_help_panel=panel)
+    names = f"{flag}/--no-{flag[2:]}"
+    both = typer.Option(names, help=setting.summary, metavar="", rich_help_panel=_SWITCHES)
     return Annotated[bool | None, both], None
 
 
-CacheOption = _of_setting("cache")[0]
+CacheOption = _text(SETTINGS["cache"].summary, SETTINGS["cache"].metavar)
 
 
 def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Command], Command]:
@@ -220,7 +198,7 @@ def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Comman
             if name not in ("recipe", "given")
         }
         model = {} if argument is None else {"model": (argument, Parameter.empty), **_RECIPE}
-        flags = {**model, **own, **{name: _of_setting(name) for name in names}, **_COMMON}
+        flags = {**model, **{name: _of_setting(name) for name in names}, **own, **_COMMON}
         return _with_flags(command, call, flags)
 
     return changed

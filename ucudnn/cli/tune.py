@@ -52,7 +52,7 @@ def tune(
     fail_if_partial: options.FailIfPartialOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure convolutions on this machine, or replay measurements, and write a plan.
+    """Measure convolutions, or replay measurements, and write a plan.
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
