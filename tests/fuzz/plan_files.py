@@ -200,7 +200,8 @@ class Trials:
             self._print(value)
         if plan.layout_race is not None:
             self._print(layout_table(plan.layout_race))
-        for value in (comparison_table(found), comparison_summary(found)):
+        names = ("one", "other")
+        for value in (comparison_table(found, names), comparison_summary(found, names)):
             self._print(value)
 
     @staticmethod

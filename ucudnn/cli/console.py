@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,16 +26,10 @@ _PLAIN: dict[str, Any] = {"emoji": False, "markup": False, "highlight": False}
 
 def _width() -> int | None:
     """Characters in a line of results; None: rich decides by COLUMNS or the terminal."""
-    if "COLUMNS" in os.environ or sys.stdout.isatty():
-        return None
-    try:
-        is_pipe = stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
-    except (OSError, ValueError):  # stdout was replaced by an object that is no file
-        is_pipe = False
-    # If stdout is a pipe and stderr is a terminal, a program such as `head` or `less` probably
-    # shows the output on that terminal, so rich takes its width. A file has no width, so lines have
-    # a fixed one.
-    return None if is_pipe and sys.stderr.isatty() else 160
+    # Rich takes the width of any of the three streams, as a program such as `less` may show the
+    # output on the terminal. In CI, where none of them is a terminal, lines have a fixed width.
+    is_seen = "COLUMNS" in os.environ or any(map(os.isatty, range(3)))
+    return None if is_seen else 160
 
 
 class _Printer(Console):

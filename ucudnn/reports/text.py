@@ -227,16 +227,6 @@ def _kernel_verdict(plan: Plan) -> list[str]:
             f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
             f"own convolution exceeds {limit}."
         )
-    if slower and plan.config.total_bytes is not None:
-        needs = sum(
-            kernel.default.workspace_bytes * len(kernel.layers)
-            for kernel in plan.kernels
-            if kernel.default
-        )
-        sentences.append(
-            f"That is the price of a pool of {format_bytes(plan.config.total_bytes)}: all of "
-            f"torch's own convolutions together need {format_bytes(needs)}."
-        )
     return sentences
 
 
@@ -348,11 +338,7 @@ def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
     return f"chunks of {repeated.size} {repeated.algorithm}{rest}"
 
 
-# How two plans are called if the caller gives no names for them.
-_PAIR = ("the one", "the other")
-
-
-def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
+def comparison_table(found: Comparison, names: tuple[str, str]) -> Table:
     """Table with a row per kernel that two plans compute differently; times are each plan's own."""
     table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
@@ -379,7 +365,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
     return _time(kernel.timing), workspace, _gain(kernel) or "-"
 
 
-def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> list[str]:
+def comparison_summary(found: Comparison, names: tuple[str, str]) -> list[str]:
     """Sentences on how many kernels two plans compute alike, and on the totals of each plan."""
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
