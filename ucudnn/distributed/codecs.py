@@ -199,7 +199,9 @@ class Stochastic(Codec):
         # If all numbers are zero, the scale is zero, so it is clamped before the division.
         scaled = flat / scale.clamp(min=torch.finfo(flat.dtype).tiny) * self.levels
         random = torch.rand(flat.shape, generator=chance, dtype=flat.dtype, device=flat.device)
-        codes = rounded(scaled, random) + self.levels
+        # A number is rounded up with a probability equal to its fractional part, else down.
+        low = scaled.floor()
+        codes = low + (random < scaled - low) + self.levels
         # If the gradient is not finite, the scale is not either, and makes the decoded gradient not
         # finite. So any valid codes will do.
         codes = codes.nan_to_num().clamp(0, 2 * self.levels).to(torch.uint8)
@@ -222,20 +224,6 @@ class Half:
     >>> str(Half())
     'Half()'
     """
-
-
-def rounded(numbers: Tensor, random: Tensor) -> Tensor:
-    """Round each number up with a probability equal to its fractional part, else down.
-
-    >>> rounded(torch.tensor([0.25, 0.25, -1.0]), torch.tensor([0.2, 0.3, 0.0]))
-    tensor([ 1.,  0., -1.])
-
-    Args:
-        numbers: tensor of any shape.
-        random: uniform random numbers from 0 to below 1, of the same shape.
-    """
-    low = numbers.floor()
-    return low + (random < numbers - low)
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
