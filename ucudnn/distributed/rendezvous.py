@@ -13,7 +13,7 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -100,7 +100,7 @@ class Rendezvous:
                         tokens[str(rank)] = token
             return [rank for rank in keys if str(rank) not in tokens]
 
-        self._wait(missing, "the rendezvous of all ranks")
+        self._wait(lambda: not missing(), missing, "the rendezvous of all ranks")
         self._handshake.set(f"confirmed/{nonce}", json.dumps(tokens))
         return nonce
 
@@ -129,7 +129,7 @@ class Rendezvous:
                 self.ranks[0]
             ]
 
-        self._wait(missing, "the rendezvous of all ranks")
+        self._wait(lambda: not missing(), missing, "the rendezvous of all ranks")
         return answered
 
     def _has_answered(self, rank: int, nonce: str) -> bool:
@@ -150,25 +150,13 @@ class Rendezvous:
 
     def receive(self, topic: str, rank: int) -> Any:
         """Wait until one rank has sent its value, and return the value."""
-        self._wait(lambda: [] if self._has_sent(topic, rank) else [rank], f"the sending of {topic}")
+        self._wait_for(topic, [rank], f"the sending of {topic}")
         return self._received(topic, rank)
 
     def exchange(self, topic: str, value: Any) -> dict[int, Any]:
         """All-gather a value: wait until all ranks have sent theirs, and return all by rank."""
         self.send(topic, value)
-        waiting = dict.fromkeys(self.ranks)
-
-        def missing() -> list[int]:
-            for rank in list(waiting):
-                # To save requests, a poll stops at the first rank that has not sent its value. The
-                # ranks after it are asked when it has, or when an error must name all missing
-                # ranks.
-                if not self._has_sent(topic, rank):
-                    break
-                del waiting[rank]
-            return list(waiting)
-
-        self._wait(missing, f"the exchange of {topic}", lambda rank: self._has_sent(topic, rank))
+        self._wait_for(topic, self.ranks, f"the exchange of {topic}")
         return {rank: self._received(topic, rank) for rank in self.ranks}
 
     def _received(self, topic: str, rank: int) -> Any:
@@ -176,20 +164,20 @@ class Rendezvous:
         pieces = [self.store.get(f"{topic}/{rank}/{number}") for number in range(count)]
         return pickle.loads(zlib.decompress(b"".join(pieces)))  # noqa: S301
 
-    def _has_sent(self, topic: str, rank: int) -> bool:
-        return self.store.check([f"{topic}/{rank}"])
+    def _wait_for(self, topic: str, ranks: Sequence[int], event: str) -> None:
+        def have_sent(*ranks: int) -> bool:
+            return self.store.check([f"{topic}/{rank}" for rank in ranks])
+
+        # One request asks for all ranks.
+        self._wait(lambda: have_sent(*ranks), lambda: [r for r in ranks if not have_sent(r)], event)
 
     def _wait(
-        self,
-        missing: Callable[[], list[int]],
-        event: str,
-        is_present: Callable[[int], bool] = lambda _: False,
+        self, is_done: Callable[[], bool], missing: Callable[[], list[int]], event: str
     ) -> None:
         deadline = time.monotonic() + self._timeout_s
         pause_s, longest_s = _POLL_S
-        while absent := missing():
-            if time.monotonic() > deadline:
-                named = tuple(rank for rank in absent if not is_present(rank)) or tuple(absent)
+        while not is_done():
+            if time.monotonic() > deadline and (named := tuple(missing())):
                 raise RankError(
                     f"{name_ranks(named)} did not reach {event} within {self._timeout_s:g} s; it "
                     f"has ended, hangs or is much slower: look at its output, start the job again "
