@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -169,21 +171,13 @@ def test_two_ranks_lose_what_one_rank_with_the_whole_batch_loses(begin, tmp_path
     assert max(losses[1]) - min(losses[1]) > 1e-2
 
 
-@pytest.mark.parametrize("how", ["", "stubborn"])
-def test_no_rank_is_left_when_the_launcher_is_to_end(begin, forever, how):
-    words = [*CLI, "--ranks-per-gpu=2", "--", *forever, how]
+@pytest.mark.parametrize(("ranks", "how"), [("2", ""), ("2", "stubborn"), ("auto", "")])
+def test_no_rank_is_left_when_the_launcher_is_to_end(begin, forever, ranks, how):
+    words = [*CLI, f"--ranks-per-gpu={ranks}", "--", *forever, how]
     job = begin(words, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3")
-    said = job.said(2)
+    # A search begins with one rank.
+    said = job.said(1 if ranks == "auto" else 2)
     assert all(is_running(one["pid"]) for one in said)
-    job.process.send_signal(signal.SIGTERM)
-    status, output = job.end()
-    assert status == 143, output
-    assert job.is_clean(said)
-
-
-def test_no_rank_is_left_when_a_search_is_to_end(begin, forever):
-    job = begin([*CLI, "--ranks-per-gpu=auto", "--", *forever, ""])
-    said = job.said(1)
     job.process.send_signal(signal.SIGTERM)
     status, output = job.end()
     assert status == 143, output
@@ -330,38 +324,24 @@ def test_ranks_per_device_are_conditions_of_a_measurement(monkeypatch):
 # --- the number of ranks
 
 
-class Speeds:
-    """Samples per second by number of ranks, and the order in which they are asked for."""
-
-    def __init__(self, **speeds: list[float | None]) -> None:
-        self.speeds = {int(name[1:]): list(taken) for name, taken in speeds.items()}
-        self.asked: list[int] = []
-
-    def __call__(self, ranks: int) -> float | None:
-        self.asked.append(ranks)
-        taken = self.speeds[ranks]
-        return taken.pop(0) if len(taken) > 1 else taken[0]
-
-
 @pytest.mark.parametrize(
     ("speeds", "chosen", "asked"),
     [
-        ({"k1": [100.0], "k2": [150.0], "k4": [120.0]}, 2, [1, 2, 4, 4, 2, 1, 1, 2, 4]),
+        ({1: [100.0], 2: [150.0], 4: [120.0]}, 2, [1, 2, 4, 4, 2, 1, 1, 2, 4]),
         # A larger number must gain more than the noise.
-        ({"k1": [100.0], "k2": [102.0], "k4": [102.5]}, 1, [1, 2, 4, 4, 2, 1, 1, 2, 4]),
+        ({1: [100.0], 2: [102.0], 4: [102.5]}, 1, [1, 2, 4, 4, 2, 1, 1, 2, 4]),
         # One lucky trial is not enough: the median counts.
-        ({"k1": [100.0], "k2": [90.0, 200.0, 90.0], "k4": [80.0]}, 1, None),
+        ({1: [100.0], 2: [90.0, 200.0, 90.0], 4: [80.0]}, 1, [1, 2, 4, 4, 2, 1, 1, 2, 4]),
         # Memory has ended.
-        ({"k1": [100.0], "k2": [150.0], "k4": [None]}, 2, [1, 2, 4, 2, 1, 1, 2]),
-        ({"k1": [100.0], "k2": [None], "k4": [300.0]}, 1, [1, 2, 1, 1]),
-        # Far behind: larger ones are not tried.
-        ({"k1": [100.0], "k2": [60.0], "k4": [300.0]}, 1, [1, 2, 2, 1, 1, 2]),
+        ({1: [100.0], 2: [150.0], 4: [None]}, 2, [1, 2, 4, 2, 1, 1, 2]),
+        ({1: [100.0], 2: [None], 4: [300.0]}, 1, [1, 2, 1, 1]),
     ],
 )
 def test_the_number_of_ranks_with_most_samples_per_second_is_found(speeds, chosen, asked):
-    measure = Speeds(**speeds)
+    taken = {ranks: cycle(rates) for ranks, rates in speeds.items()}
+    measure = Mock(side_effect=lambda ranks: next(taken[ranks]))
     assert search(measure, rounds=3) == chosen
-    assert asked is None or measure.asked == asked
+    assert [call.args[0] for call in measure.call_args_list] == asked
 
 
 def test_a_script_that_does_not_run_is_told():

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 CANDIDATES = (1, 2, 4)
 # More ranks need more memory, so they are chosen only if they gain more than this.
 _TIE = 0.03
-# If a number of ranks reaches less than this part of the best rate in its first trial, larger
-# numbers are not tried.
-_HOPELESS = 0.7
 # Ranks get this much time to end after SIGTERM; torchrun's agent itself gives them 30 s.
 _END_S = 60.0
 
@@ -77,8 +74,8 @@ class TrialTimes(NamedTuple):
 def find_ranks(
     script: Sequence[str],
     settings: Launch,
-    times: TrialTimes = TrialTimes(),  # noqa: B008 - it never changes
-    rounds: int = 3,
+    times: TrialTimes,
+    rounds: int,
     say: Say = lambda _: None,
 ) -> int:
     """Find the number of ranks per device with which a script computes most samples per second.
@@ -125,12 +122,11 @@ def search(
             rate = measure(ranks)
             text = "failed" if rate is None else f"{rate:.4g} samples/s"
             say(f"{ranks} rank(s) per device: {text}")
-            best = max((first for first, *_ in rates.values()), default=0.0)
             if rate is not None:
                 rates.setdefault(ranks, []).append(rate)
             # If a number fails, there is usually too little memory for it, and larger numbers of
             # ranks need even more.
-            if number == 0 and (rate is None or rate < _HOPELESS * best):
+            elif number == 0:
                 break
         tried = tuple(rates)
     if not rates:
