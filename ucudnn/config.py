@@ -510,7 +510,7 @@ def ranks_per_device() -> int:
 
 
 def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dict[str, str]:
-    """Environment variables that `ucudnn launch` sets for each rank.
+    """Environment variables of each rank of a device that several ranks share.
 
     >>> rank_variables(2, limit_bytes=1024)
     {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}
@@ -522,11 +522,6 @@ def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dic
 def progress_folder() -> str | None:
     """Folder where ranks count samples in a trial of `ucudnn launch`; None outside of a trial."""
     return os.environ.get(PROGRESS)
-
-
-def share_device(ranks: int) -> None:
-    """Set how many ranks share the device, for this process and for processes that it starts."""
-    os.environ[RANKS_PER_DEVICE] = str(ranks)
 
 
 def _settings() -> dict[str, Any]:

@@ -208,5 +208,5 @@ def _count_sharing(store: Store, rank: int, size: int, device: torch.device) -> 
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     store.set(f"device/{rank}", own)
     sharing = [store.get(f"device/{other}") for other in range(size)].count(own.encode())
-    config.share_device(sharing)
+    os.environ.update(config.rank_variables(sharing))
     return sharing
