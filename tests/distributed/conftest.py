@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,13 +44,6 @@ class Job:
         """What a rank returned, None where it did not end so."""
         path = self.folder / f"{rank}.json"
         return json.loads(path.read_text()) if path.exists() else None
-
-    def wait_for(self, sign: str) -> None:
-        """Wait for a file that a rank makes."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (self.folder / sign).exists():
-            assert time.monotonic() < deadline, f"{sign} did not appear"
-            time.sleep(0.01)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank."""

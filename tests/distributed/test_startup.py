@@ -73,16 +73,6 @@ def test_ranks_of_one_host_find_each_other_and_learn_as_under_torchrun(
     assert {one["weights"] for one in [*found, *expected]} == {expected[0]["weights"]}
 
 
-def test_every_number_of_ranks_learns_from_the_whole_batch(tmp_path, torchrun):
-    sums = {}
-    for ranks in (1, 2, 4):
-        status, output = torchrun("started.py", ranks, tmp_path)
-        assert status == 0, output
-        sums[ranks] = said(tmp_path, ranks)[0]["sum"]
-    assert sums[2] == pytest.approx(sums[1], rel=1e-9)
-    assert sums[4] == pytest.approx(sums[1], rel=1e-9)
-
-
 def test_a_restart_meets_no_dead_rank(tmp_path, torchrun):
     """Gloo fails with the keys of dead ranks, which torchrun's store keeps over restarts."""
     options = ["--max-restarts=1"]

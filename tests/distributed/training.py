@@ -42,11 +42,7 @@ def planned(
 ) -> nn.Module:
     """A copy that computes every batch in chunks of two samples, backward too.
 
-    Args:
-        model: what to copy.
-        batch: the largest one.
-        last: by a plan for channels_last.
-        parameters: those of such a plan, too.
+    With `last` it is by a plan for channels_last, with `parameters` as such a plan has them.
     """
     dtype = next(model.parameters()).dtype
     traced = copy.deepcopy(model).to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
@@ -97,13 +93,8 @@ def ddp(
 ) -> dict[str, Any]:
     """Train both, the last batch of each epoch smaller and not the same on all.
 
-    Args:
-        folder: of the job.
-        rank: of this process.
-        last: by a plan for channels_last.
-        micro: micro-steps of each of the 20 updates; only the last of them communicates.
-        joined: each rank has another number of batches, under torch's `Join`.
-        options: of DDP.
+    Of the `micro` micro-steps of an update only the last communicates. With `joined` each rank has
+    another number of batches, under torch's `Join`.
     """
     ranks = dist.get_world_size()
     model = network()
@@ -286,10 +277,7 @@ def two_levels(folder: Path, rank: int, devices: int) -> dict[str, Any]:
 def segments(folder: Path, rank: int, how: str) -> dict[str, Any]:
     """Train with segments in micro-batches beside torch's modules, in float64.
 
-    Args:
-        folder: of the job.
-        rank: of this process.
-        how: "ddp", "fsdp", or "fsdp first": sharded before segments are there.
+    With "fsdp first", parameters are sharded before segments are there.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
