@@ -14,7 +14,6 @@ import runpy
 import shlex
 import signal
 import sys
-import zipfile
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
@@ -98,9 +97,7 @@ def record(
 def _checked(words: list[str]) -> list[str]:
     if words[0] == "-m" and len(words) == 1:
         raise ConfigError("-m must be followed by the name of a module")
-    # It need not be a file with Python code, because Python also runs a folder or an archive that
-    # has a __main__.py.
-    if words[0] != "-m" and not Path(words[0]).exists():
+    if words[0] != "-m" and not Path(words[0]).is_file():
         hint = "-m torch.distributed.run" if words[0] == "torchrun" else "-m MODULE"
         raise ConfigError(
             f"after the options comes a script that exists, or {hint}, got {quoted(words[0])}"
@@ -153,26 +150,14 @@ def _run(words: list[str]) -> None:
     if words[0] == "-m":
         _set_first_path(os.getcwd())
         sys.argv = ["-m", *words[2:]]
-        _run_as_main(words[1])
+        # `runpy.run_module` would remove `__main__` after the module's last line. But threads that
+        # still run, and exit handlers, may need what the script has defined in it. `python -m`
+        # calls the function below, which also puts the module's path in sys.argv[0].
+        sys.modules["__main__"] = ModuleType("__main__")
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
         return
     sys.argv = list(words)
-    if Path(words[0]).is_file() and not zipfile.is_zipfile(words[0]):
-        _run_file(Path(words[0]))
-    else:
-        # The script is a folder or an archive, from which Python imports __main__.py.
-        sys.path.insert(0, words[0])
-        _run_as_main("__main__", is_named=False)
-
-
-def _run_as_main(name: str, is_named: bool = True) -> None:
-    """Run a module as `python -m` does.
-
-    `runpy.run_module` would remove `__main__` after the module's last line. But threads that still
-    run, and exit handlers, may need what the script has defined in it.
-    """
-    sys.modules["__main__"] = ModuleType("__main__")
-    # `python -m` calls this function; with `alter_argv` it puts the module's path in sys.argv[0].
-    runpy._run_module_as_main(name, alter_argv=is_named)  # type: ignore[attr-defined]
+    _run_file(Path(words[0]))
 
 
 def _run_file(path: Path) -> None:
