@@ -81,9 +81,13 @@ def test_cache_commands_over_the_life_of_a_cache(ucudnn, table, tmp_path):
     assert f"{torch.__version__}" in cache("info").out
     assert cache("check").status == 0
 
+    assert "(read-only)" not in cache("info").out
     file = tmp_path / "timings.csv"
-    assert cache("export", file).status == 0
-    assert cache("import", file, at="copy").status == 0
+    exported = json.loads(cache("export", file, "--json").out)
+    assert exported["measurements"] >= measured
+    assert json.loads(cache("import", file, "--json", at="copy").out) == exported
+    merged = json.loads(cache("merge", tmp_path / "copy", "--json").out)
+    assert merged == {"read": exported["measurements"], "added": 0}
     assert cache("merge", tmp_path / "copy").out.endswith(", 0 of them new here\n")
 
     hit = cache("explain", "--where", "problem.batch=8", "--where", "algorithm=torch_default")
@@ -91,6 +95,8 @@ def test_cache_commands_over_the_life_of_a_cache(ucudnn, table, tmp_path):
     miss = cache("explain", "--where", "software.torch=0.0")
     assert miss.status == 1
     assert "software.torch (0.0 wanted" in miss.out
+    found = cache("explain", "--where", "software.torch=0.0", "--json")
+    assert json.loads(found.out)["found"] is False
 
     assert cache("prune").status == 2
     assert cache("prune", "--where", "nonsense=1").status == 2
@@ -160,23 +166,6 @@ def test_pruning_by_age_can_be_tried(ucudnn, tmp_path):
         assert [repr(one) for one in cache] == [repr(new)]
 
 
-def test_cache_commands_for_machines(ucudnn, tmp_path):
-    with caches.open(tmp_path / "mine") as cache:
-        cache.put(laws.sample_measurements(3))
-    mine = ("--cache", tmp_path / "mine", "--json")
-    file = tmp_path / "timings.csv"
-    assert json.loads(ucudnn("cache", "export", file, *mine).out) == {"measurements": 3}
-    other = ("--cache", tmp_path / "other", "--json")
-    assert json.loads(ucudnn("cache", "import", file, *other).out) == {"measurements": 3}
-    merged = json.loads(ucudnn("cache", "merge", tmp_path / "other", *mine).out)
-    assert merged == {"read": 3, "added": 0}
-    miss = ucudnn("cache", "explain", "--where", "software.torch=0.0", *mine)
-    assert json.loads(miss.out)["found"] is False
-    pruned = json.loads(ucudnn("cache", "prune", "--older-than-days", 9, *mine).out)
-    assert pruned == {"measurements": 0, "dry_run": False}
-    assert "(read-only)" not in ucudnn("cache", "info", "--cache", tmp_path / "mine").out
-
-
 def test_names_of_the_user_are_printed_as_they_are(ucudnn, model, tmp_path):
     odd = tmp_path / "emoji.py"
     odd.write_text("def fire(): raise ValueError('bad :fire: [red]x[/red]')")
@@ -217,8 +206,7 @@ def test_through_a_pipe_lines_are_as_wide_as_the_terminal(kept):
     assert max(map(len, table)) <= 90
     # In CI, where nothing is a terminal, a table has all its columns.
     bare = subprocess.run(command, stderr=subprocess.PIPE, check=True, text=True, **options).stdout
-    assert "predicted" in bare
-    assert "predicted" not in "".join(table)
+    assert max(map(len, bare.splitlines())) > 90
 
 
 @pytest.mark.process
@@ -250,7 +238,5 @@ def test_progress_without_a_terminal_is_lines(ucudnn, model, monkeypatch):
     assert " measured, " in loud.err
     assert "\n\n" not in loud.err
     assert ucudnn(*arguments, "--remeasure", "-q").err == ""
-    said = ucudnn(*arguments, "-v")
-    assert "ucudnn: measured 0 candidates, reused" in said.err
     monkeypatch.undo()
     assert ucudnn(*arguments, "--json", "-q").err == ""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,31 +45,18 @@ err = _Printer(stderr=True, **_PLAIN)
 # Seconds between two lines of progress if stderr is no terminal. Lines are printed there because CI
 # systems end jobs that are silent for minutes.
 _LINE_S = 10.0
-# How much is printed. -1: results, warnings and errors; 0: progress as well; 1 and 2: also what the
-# package logs.
-_verbosity = 0
+# True if no progress is shown, but only results, warnings and errors.
+_is_quiet = False
 
 
 class InterruptedCommandError(Exception):
     """Raised after Ctrl-C while measuring, because typer ends silently on a KeyboardInterrupt."""
 
 
-def set_verbosity(level: int) -> None:
-    """Set how much is printed: -1 no progress, 0 as usual, 1 also the package's log, 2 details."""
-    global _verbosity  # noqa: PLW0603 - one process runs one command
-    _verbosity = level
-    logger = logging.getLogger("ucudnn")
-    logger.handlers = [one for one in logger.handlers if not isinstance(one, _LogHandler)]
-    if level > 0:
-        logger.addHandler(_LogHandler())
-        logger.setLevel(logging.INFO if level == 1 else logging.DEBUG)
-
-
-class _LogHandler(logging.Handler):
-    """Prints the package's log messages to stderr, where progress is shown, too."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say_error(record.getMessage())
+def set_quiet(is_quiet: bool) -> None:
+    """Set whether progress is left out."""
+    global _is_quiet  # noqa: PLW0603 - one process runs one command
+    _is_quiet = is_quiet
 
 
 def say(line: str) -> None:
@@ -131,19 +117,15 @@ def show_warning(
     say_error(f"warning: {as_flags(str(message))}")
 
 
-class Update(Protocol):
-    """Function that shows how far a command has come."""
-
-    def __call__(self, done: int, total: int | None, what: str = "", left: str = "") -> None:
-        """Show that `done` of `total` parts are done and `what` is at work, and the text `left`."""
-        ...
-
-
 @contextmanager
-def bar(title: str) -> Iterator[Update]:
-    """Show progress: on a terminal as a bar, elsewhere as a line from time to time."""
-    if _verbosity < 0:
-        yield _silent
+def bar(title: str) -> Iterator[Callable[..., None]]:
+    """Show progress: on a terminal as a bar, elsewhere as a line from time to time.
+
+    Yields a function to call with how many parts are done, with the total or None, and, where they
+    are known, with what is at work and a text on what is left.
+    """
+    if _is_quiet:
+        yield lambda *_: None
     elif err.is_terminal:
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -163,10 +145,6 @@ def bar(title: str) -> Iterator[Update]:
             yield update
     else:
         yield _Lines(title)
-
-
-def _silent(done: int, total: int | None, what: str = "", left: str = "") -> None:
-    del done, total, what, left
 
 
 class _Lines:
@@ -196,7 +174,7 @@ def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
         def on_progress(event: Any) -> None:
             if event.budget_s is not None and not said:
                 said.append(event.budget_s)
-                if _verbosity >= 0:
+                if not _is_quiet:
                     say_error(f"tuning for at most {event.budget_s:.0f} s")
             counts.update(measured=event.measured, reused=event.reused)
             left = f"{event.measured} measured, {event.reused} from cache"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ucudnn.cli.console import err, set_verbosity
+from ucudnn.cli.console import err, set_quiet
 from ucudnn.cli.models import Recipe
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, UcudnnError, quoted
@@ -36,18 +36,17 @@ def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> 
     ]
 
 
-def _switch(name: str, meaning: str, panel: str | None = None) -> Any:
+def _switch(names: str, meaning: str, panel: str | None = None) -> Any:
     # Without a metavar, --help would print <bool>.
-    return Annotated[bool, typer.Option(name, help=meaning, metavar="", rich_help_panel=panel)]
+    option = typer.Option(*names.split(), help=meaning, metavar="", rich_help_panel=panel)
+    return Annotated[bool, option]
 
 
 # Types of parameters. Commands share them, so that a flag has one meaning and one help text.
 JsonOption = _switch("--json", "Print JSON for machines.", _OUTPUT)
 ModelArgument = Annotated[
     str,
-    typer.Argument(
-        help="module:callable or file.py:callable of a model.", metavar="MODEL"
-    ),
+    typer.Argument(help="module:callable or file.py:callable of a model.", metavar="MODEL"),
 ]
 ModelOrTableArgument = Annotated[
     str,
@@ -89,14 +88,8 @@ InferOption = _switch("--infer", "Plan the forward pass only.")
 _RECIPE: dict[str, tuple[Any, Any]] = {
     "input": (InputOption, None),
     "infer": (InferOption, False),
-    "channels_last": (
-        _switch("--channels-last", "Put model and inputs in channels_last."),
-        False,
-    ),
-    "autocast": (
-        _switch("--autocast", "Run the model under bfloat16 autocast."),
-        False,
-    ),
+    "channels_last": (_switch("--channels-last", "Put model and inputs in channels_last."), False),
+    "autocast": (_switch("--autocast", "Run the model under bfloat16 autocast."), False),
     "autocast_dtype": (_text("Autocast to bfloat16 or float16.", "NAME", panel=_MODELS), None),
     "inputs": (
         _text(
@@ -111,30 +104,7 @@ _RECIPE: dict[str, tuple[Any, Any]] = {
 }
 # Flags of all commands but `run`, `record` and `launch`, which run a script.
 _COMMON: dict[str, tuple[Any, Any]] = {
-    "verbose": (
-        Annotated[
-            int,
-            typer.Option(
-                "-v",
-                "--verbose",
-                count=True,
-                show_default=False,
-                help="Say more; -vv: details.",
-                metavar="",
-                rich_help_panel=_OUTPUT,
-            ),
-        ],
-        0,
-    ),
-    "quiet": (
-        Annotated[
-            bool,
-            typer.Option(
-                "-q", "--quiet", help="Show no progress.", metavar="", rich_help_panel=_OUTPUT
-            ),
-        ],
-        False,
-    ),
+    "quiet": (_switch("-q --quiet", "Show no progress.", _OUTPUT), False),
     "traceback": (_switch("--traceback", "Of an error, show where it is from.", _OUTPUT), False),
 }
 
@@ -172,10 +142,8 @@ def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Comman
     """
 
     def changed(command: Command) -> Command:
-        def call(*, verbose: int, quiet: bool, traceback: bool, **values: Any) -> None:
-            if verbose and quiet:
-                raise ConfigError("--verbose and --quiet exclude each other; leave one of them out")
-            set_verbosity(-1 if quiet else verbose)
+        def call(*, quiet: bool, traceback: bool, **values: Any) -> None:
+            set_quiet(quiet)
             if argument is not None:
                 described = {name: values.pop(name) for name in ("model", *_RECIPE)}
                 described["input"] = tuple(described["input"] or ())
