@@ -407,9 +407,8 @@ def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):
     assert done.status == 0, done.err
     assert "Drew 4 kernels" in done.out
     # without a cache all that is known is in the plan
-    remarks = [f"Noise: {noise_of(mixed)}."]
-    assert path.read_text() == report(mixed, rationales(mixed, []), remarks)
-    assert remarks[0] in Page(path.read_text()).text
+    assert path.read_text() == report(mixed, rationales(mixed, []))
+    assert f"Noise: {noise_of(mixed)}." in Page(path.read_text()).text
     assert ucudnn("report", tmp_path / "plan.json").status == 2
     assert ucudnn("report", tmp_path / "none.json", "-o", tmp_path / "b.html").status == 2
 
@@ -533,7 +532,6 @@ def test_no_note_is_repeated(drawn):
     notes = ["timed 3 of 9 candidates", "timed 4 of 9 candidates", "timed 3 of 9 candidates"]
     page = drawn(plan_of(*(kernel(notes=("im2col_gemm is default", note)) for note in notes)))
     assert page.texts.count("im2col_gemm is default (all kernels)") == 1
-    assert page.texts.count("timed … of … candidates (3 kernels)") == 1
     assert page.texts.count("timed 3 of 9 candidates (kernels 0, 2)") == 1
     assert page.text.count("timed 4 of 9") == 1
 

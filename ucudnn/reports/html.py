@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from urllib.parse import quote
@@ -24,11 +24,7 @@ from ucudnn.system.markup import printable
 from ucudnn.tuning.rationale import Alternative, Rationale
 from ucudnn.units import format_bytes, format_ns
 
-# A chart with more rows (kernels) than this is in a box that scrolls.
-_MOST_ROWS = 18
 _HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')
-# Matches a number in a note, but no digits inside a name such as im2col_gemm.
-_NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d?(?:e[-+]?\d+)?(?![\w])")
 # The text that is shown if a plan lacks the values for a section, by the heading of the section. It
 # says why they are missing, or how to get them.
 _MISSING = {
@@ -44,7 +40,6 @@ _MISSING = {
     "ucudnn tune MODEL --layout auto plans both.",
 }
 _FONT = "system-ui, sans-serif"
-# A frame that scrolls has a shadow at each end where its content goes on.
 _STYLE = f"""
 :root {{ color-scheme: light dark; --page: #fff; --text: #1a1a1a; --faint: #5c5c5c; --line: #ddd;
   --card: #f5f6f8; --mark: #0067a5 }}
@@ -67,11 +62,7 @@ dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1em 1.2em }}
 dt {{ color: var(--faint) }} dd {{ margin: 0; overflow-wrap: anywhere }}
 nav {{ display: flex; flex-wrap: wrap; gap: .2em 1em; margin: 1em 0 }}
 .wide {{ overflow-x: auto }}
-.tall {{ max-height: 36rem; overflow: auto; border: 1px solid var(--line); border-radius: 6px;
-  background: linear-gradient(var(--page) 40%, transparent) top / 100% 3em no-repeat local,
-    linear-gradient(transparent, var(--page) 60%) bottom / 100% 3em no-repeat local,
-    linear-gradient(rgba(0,0,0,.18), transparent) top / 100% 10px no-repeat scroll,
-    linear-gradient(transparent, rgba(0,0,0,.18)) bottom / 100% 10px no-repeat scroll }}
+.tall {{ max-height: 48rem; overflow: auto; border: 1px solid var(--line); border-radius: 6px }}
 @media print {{ .tall {{ max-height: none }} }}
 table {{ border-collapse: collapse; font-size: 12px }}
 th, td {{ border-bottom: 1px solid var(--line); padding: .25em .6em; text-align: left;
@@ -86,33 +77,28 @@ td.number, th.number {{ text-align: right; white-space: nowrap;
 """
 
 
-def report(
-    plan: Plan, rationales: Sequence[Rationale] | None = None, remarks: Sequence[str] = ()
-) -> str:
+def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
     """Draw a plan as one HTML page that loads nothing from elsewhere."""
     try:
-        from plotly.io import to_html
+        from plotly.offline import get_plotlyjs
     except ImportError as error:
         missing = "plotly, which draws reports, is not installed; run: pip install plotly"
         raise UcudnnError(missing) from error
     known = tuple(rationales or ()) or (Rationale(),) * len(plan.kernels)
     sections = [*_layout(plan)]
     if plan.kernels:
-        draw = _drawer(to_html)
-        sections = [*_charts(plan, draw), *sections, _why(plan, known, draw)]
+        script = f"<script>{get_plotlyjs()}</script>"
+        sections = [script, *_charts(plan), *sections, _why(plan, known)]
     else:
         sections = ["<p>The plan has no kernels.</p>", *sections]
-    return _page(plan, [*sections, *_kernels(plan), *_notes(plan)], remarks)
+    return _page(plan, [*sections, *_kernels(plan), *_notes(plan)])
 
 
 def write_report(
-    plan: Plan,
-    path: str | os.PathLike[str],
-    rationales: Sequence[Rationale] | None = None,
-    remarks: Sequence[str] = (),
+    plan: Plan, path: str | os.PathLike[str], rationales: Sequence[Rationale] | None = None
 ) -> None:
     """Write the report of a plan; readers see the old file or the new one, never a part."""
-    write(path, report(plan, rationales, remarks).encode(), "the report")
+    write(path, report(plan, rationales).encode(), "the report")
 
 
 def _text(text: str) -> str:
@@ -120,27 +106,23 @@ def _text(text: str) -> str:
     return escape(printable(text))
 
 
-def _drawer(to_html: Callable[..., str]) -> Callable[[Chart], str]:
-    """Make a function that draws charts as HTML; the first chart includes plotly's script."""
-    drawn: list[str] = []
+def _drawn(chart: Chart) -> str:
+    """Draw a chart as HTML, for a page that has plotly's script."""
+    from plotly.io import to_html
 
-    def draw(chart: Chart) -> str:
-        # Charts have a transparent background and the font of the page.
-        clear = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
-        figure = to_html(
-            {"data": chart.traces, "layout": {**chart.layout, **clear, "font": {"family": _FONT}}},
-            # Without these settings, plotly 7 would show a button that sends the plan to plotly's
-            # server.
-            config={"displaylogo": False, "showSendToCloud": False},
-            include_plotlyjs=not drawn,
-            full_html=False,
-            validate=False,  # the tests validate the figures
-            div_id=chart.name,  # random ids would make two reports of a plan differ
-        )
-        drawn.append(chart.name)
-        return figure
-
-    return draw
+    # Charts have a transparent background and the font of the page.
+    clear = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
+    figure: str = to_html(
+        {"data": chart.traces, "layout": {**chart.layout, **clear, "font": {"family": _FONT}}},
+        # Without these settings, plotly 7 would show a button that sends the plan to plotly's
+        # server.
+        config={"displaylogo": False, "showSendToCloud": False},
+        include_plotlyjs=False,
+        full_html=False,
+        validate=False,  # the tests validate the figures
+        div_id=chart.name,  # random ids would make two reports of a plan differ
+    )
+    return figure
 
 
 def _section(heading: str, *parts: str) -> str:
@@ -153,19 +135,17 @@ def _missing(heading: str) -> str:
     return f'<p class="under">{escape(_MISSING[heading])}</p>'
 
 
-def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
+def _charts(plan: Plan) -> Iterator[str]:
     found = {chart.name: chart for chart in charts(plan)}
     for name in ("Memory and time", "Times", "Workspaces", "Splits", "Timeline"):
         if name not in found:
             yield _section(name, _missing(name))
             continue
         # With many kernels, a chart with a row per kernel would be longer than all other sections,
-        # so it is put in a box that scrolls.
-        has_rows = name in ("Times", "Workspaces", "Splits")
-        is_tall = has_rows and len(plan.kernels) > _MOST_ROWS
-        caption = found[name].caption + " Scroll in the frame to see all." * is_tall
-        box = f'<div class="{"tall" if is_tall else "wide"}">{draw(found[name])}</div>'
-        yield _section(name, f"<p>{escape(caption)}</p>", box)
+        # so its box scrolls.
+        box = "tall" if name in ("Times", "Workspaces", "Splits") else "wide"
+        figure = f'<div class="{box}">{_drawn(found[name])}</div>'
+        yield _section(name, f"<p>{escape(found[name].caption)}</p>", figure)
 
 
 def _layout(plan: Plan) -> Iterator[str]:
@@ -177,7 +157,7 @@ def _layout(plan: Plan) -> Iterator[str]:
         yield _section("Layout", _missing("Layout"))
 
 
-def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], str]) -> str:
+def _why(plan: Plan, rationales: Sequence[Rationale]) -> str:
     """Section with a chart of one kernel's front, and a table of chosen and rejected splits."""
     chart, names = fronts_chart(plan, rationales), short_names(plan)
     table = Table("#", "kernel", "split", "time", "workspace", "error", "why not")
@@ -199,7 +179,7 @@ def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], st
         "Why these splits",
         "" if any(one.front for one in rationales) else _missing("Fronts"),
         f"<p>{escape(chart.caption)} The list on top of the chart has the other kernels.</p>",
-        f'<div class="wide">{draw(chart)}</div>',
+        f'<div class="wide">{_drawn(chart)}</div>',
         "<p>The plan of each kernel and the best of what was rejected, by the cache's "
         "measurements. ~: the sum of chunks, not timed as a call.</p>",
         _table("candidates", table),
@@ -221,24 +201,14 @@ def _kernels(plan: Plan) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Section with each note and its kernels; notes that differ only in numbers are grouped."""
+    """Section with each note and the kernels that have it."""
     kernels_by_note: dict[str, list[int]] = {}
     for index, kernel in enumerate(plan.kernels):
         for note in dict.fromkeys(kernel.remarks):
             kernels_by_note.setdefault(note, []).append(index)
-    notes_by_kind: dict[str, list[str]] = {}
-    for note in kernels_by_note:
-        notes_by_kind.setdefault(_NUMBER.sub("…", note), []).append(note)
-    items = []
-    for kind, notes in notes_by_kind.items():
-        listed = _items(f"{note} ({_named(kernels_by_note[note], plan)})" for note in notes)
-        if len(notes) > 1:
-            count = len({index for note in notes for index in kernels_by_note[note]})
-            said = _text(f"{kind} ({count} kernels)")
-            listed = f"<li><details><summary>{said}</summary><ul>{listed}</ul></details></li>"
-        items.append(listed)
-    if items:
-        yield _section("Notes", f"<ul>{''.join(items)}</ul>")
+    if kernels_by_note:
+        notes = (f"{note} ({_named(of, plan)})" for note, of in kernels_by_note.items())
+        yield _section("Notes", f'<div class="tall"><ul>{_items(notes)}</ul></div>')
 
 
 def _items(texts: Iterable[str]) -> str:
@@ -272,14 +242,13 @@ def _table(name: str, table: Table, **more: Iterable[str]) -> str:
     )
 
 
-def _page(plan: Plan, sections: Sequence[str], remarks: Sequence[str]) -> str:
+def _page(plan: Plan, sections: Sequence[str]) -> str:
     title = _text((plan.origin.model if plan.origin else "") or "ucudnn plan")
     facts = "".join(
         f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in _facts(plan).items() if value
     )
     headings = [found for part in sections for found in _HEADING.findall(part)]
     links = " ".join(f'<a href="#{anchor}">{heading}</a>' for anchor, heading in headings)
-    verdict = _items([*plan_verdict(plan), *remarks])
     lines = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -288,7 +257,7 @@ def _page(plan: Plan, sections: Sequence[str], remarks: Sequence[str]) -> str:
         f'<h1>{title}</h1>\n<p class="under">{_text(_subtitle(plan))}</p>',
         _cards(plan),
         f"<p>{_text(plan_summary(plan))}</p>",
-        f"<ul>{verdict}</ul>" if verdict else "",
+        f"<ul>{_items(plan_verdict(plan))}</ul>",
         f"<details><summary>How and for what it was made</summary><dl>{facts}</dl></details>",
         f"<nav>{links}</nav>",
         *sections,

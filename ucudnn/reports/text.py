@@ -13,6 +13,7 @@ from ucudnn.outcomes import LayoutRace, StepMemory
 from ucudnn.plan import Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.reports.comparison import Comparison
 from ucudnn.system.markup import csv_table
+from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_bytes, format_ns
 
 # Columns of the CSV file, on which users rely: keep names and order, add new columns last.
@@ -50,8 +51,6 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
         if wide and heading in ("default", "plan"):
             table.add_column("workspace", justify="right", no_wrap=True)
-    if width >= 130:
-        table.add_column("predicted", justify="right")
     table.add_column("split", overflow="fold", min_width=14)
     for index, kernel in enumerate(plan.kernels):
         split = kernel.split(kernel.problem.batch)
@@ -61,9 +60,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         # noise. So "= default" is printed instead of the second time.
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
-        predicted = [_predicted(kernel)] if width >= 130 else []
-        cells = (*default, *planned, _gain(kernel), *predicted)
-        table.add_row(str(index), name, calls, *cells, str(split))
+        table.add_row(str(index), name, calls, *default, *planned, _gain(kernel), str(split))
     return table
 
 
@@ -96,7 +93,7 @@ def _caption(plan: Plan) -> str:
     caption = "time (median ± interquartile range of the whole call) and workspace, measured; "
     if any(kernel.timing.is_predicted for kernel in plan.kernels):
         caption += "~: predicted from parts that were measured elsewhere; "
-    return caption + "gain: default over plan; predicted: sum of the parts over the plan's time"
+    return caption + "gain: default over plan"
 
 
 def _limits(plan: Plan) -> str:
@@ -123,13 +120,6 @@ def _gain(kernel: KernelPlan) -> str:
         return ""
     predicted = "~" if kernel.timing.is_predicted else ""
     return f"{predicted}{kernel.default.time_ns / kernel.timing.time_ns:.2f}x"
-
-
-def _predicted(kernel: KernelPlan) -> str:
-    """Sum of the chunks' times, divided by the time of the whole call; ideally 1."""
-    if kernel.timing.is_predicted:
-        return ""
-    return f"{kernel.predicted_time_ns / kernel.timing.time_ns:.2f}"
 
 
 def _time(timing: Timing) -> str:
@@ -209,7 +199,7 @@ def plan_verdict(plan: Plan) -> list[str]:
         sentences.append(as_sentence(said))
     if plan.compilation is not None:
         sentences.append(as_sentence(str(plan.compilation)))
-    return sentences
+    return [*sentences, f"Noise: {noise_of(plan)}."]
 
 
 def _kernel_verdict(plan: Plan) -> list[str]:
