@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from functools import partial
 
 import pytest
 import torch
@@ -28,20 +29,13 @@ def made(make):
     return make(4, 0.1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda ways: lambda ranks, rate: ways["Coded"](TopK(0.49), ranks, rate),
-        lambda ways: lambda ranks, rate: ways["Apart"](1, None, ranks, rate),
-    ],
-    ids=["top-k", "average"],
-)
-def test_ways_that_change_nothing_or_little(ways, make):
+def test_ways_that_change_nothing_or_little(ways):
     plain = trained(made(ways["Job"]))
-    found = trained(made(make(ways)))
+    averaged = trained(made(partial(ways["Apart"], 1, None)))
+    assert (plain - averaged).abs().max() < 1e-6
     # Of half the numbers the largest are sent, and the others a step later.
-    most = 1e-6 if make(ways)(4, 0.1).__class__.__name__ == "Apart" else 0.05
-    assert (plain - found).abs().max() < most
+    coded = trained(made(partial(ways["Coded"], TopK(0.49))))
+    assert (plain - coded).abs().max() < 0.05
 
 
 def test_the_first_delayed_gradients_are_zeros(ways):

@@ -6,7 +6,6 @@ Comments in a page mark what happens to the block below: `<!-- file: NAME -->` s
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -45,7 +44,6 @@ def test_all_python_of_a_page_is_run_or_saved(page: Path) -> None:
     ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run_in_their_order(page: Path, package: Path, tmp_path: Path) -> None:
-    require_packages(page)
     environment = {
         **os.environ,
         # `python`, `ucudnn` and `torchrun` are those of the package under test.
@@ -66,6 +64,9 @@ def test_the_blocks_of_a_page_run_in_their_order(page: Path, package: Path, tmp_
             # Of torch's ranks on gloo one sometimes aborts at exit (pytorch#179291).
             if result.returncode and "terminate called without an active" in result.stderr:
                 result = run([*command, block["code"]], tmp_path, environment)
+            missing = re.search(r"ModuleNotFoundError: No module named '(\w+)'", result.stderr)
+            if missing and find_spec(missing[1]) is None:
+                pytest.skip(f"the extra `test` brings {missing[1]}")
             output = f"{result.stdout}\n{result.stderr}"
             assert result.returncode == 0, f"{page.name}\n{block['code']}\n{output}"
 
@@ -76,28 +77,6 @@ def run(
     return subprocess.run(
         command, check=False, capture_output=True, cwd=folder, env=environment, text=True
     )
-
-
-def require_packages(page: Path) -> None:
-    """Skip a page about a framework that is not installed."""
-    names = {
-        name.partition(".")[0]
-        for block in blocks(page)
-        if block["language"] == "python"
-        for node in ast.walk(ast.parse(block["code"]))
-        for name in imported(node)
-    }
-    own = {Path(block["name"]).stem for block in blocks(page) if block["name"]}
-    missing = sorted(name for name in names - own if find_spec(name) is None)
-    if missing:
-        pytest.skip(f"the extra `test` brings {', '.join(missing)}")
-
-
-def imported(node: ast.AST) -> list[str]:
-    """Modules that a statement imports."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
 def test_figures_are_those_of_the_measurements() -> None:

@@ -143,26 +143,13 @@ def test_add_an_algorithm(
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy(AbstractDivider):
-    """Starts from the smallest workspaces and takes what saves most per byte, while it fits."""
+class Smallest(AbstractDivider):
+    """Takes the smallest workspace of each kernel."""
 
     def divide(self, pool: Pool) -> Division:
         choice = [min(range(len(front)), key=front.__getitem__) for front in pool.fronts]
         bound = sum(min(time for _, time in front) for front in pool.fronts)
-        while better := self._exchanges(pool, choice):
-            _, kernel, place = max(better)
-            choice[kernel] = place
-        return pool.divided(choice, bound, "greedy")
-
-    def _exchanges(self, pool: Pool, choice: list[int]) -> list[tuple[float, int, int]]:
-        """Time saved per byte, kernel and place of each exchange that fits and saves time."""
-        used = sum(front[at][0] for front, at in zip(pool.fronts, choice, strict=True))
-        return [
-            ((front[at][1] - time) / max(size - front[at][0], 1), kernel, place)
-            for kernel, (front, at) in enumerate(zip(pool.fronts, choice, strict=True))
-            for place, (size, time) in enumerate(front)
-            if time < front[at][1] and used + size - front[at][0] <= pool.total_bytes
-        ]
+        return pool.divided(choice, bound, "smallest")
 
 
 def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,24 +157,22 @@ def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     step("Return `pool.divided(choice, lower_bound_ns, name)` from `divide`:")
     step("Name it in `Solver` of `ucudnn/config.py` and enter it in `_DIVIDERS`")
     known = config.SETTINGS["solver"]
-    named = known._replace(choices=(*known.choices, "greedy"))
+    named = known._replace(choices=(*known.choices, "smallest"))
     monkeypatch.setitem(config.SETTINGS, "solver", named)
-    monkeypatch.setitem(division._DIVIDERS, "greedy", Greedy())
-    assert Config(solver="greedy").solver == "greedy"
+    monkeypatch.setitem(division._DIVIDERS, "smallest", Smallest())
+    assert Config(solver="smallest").solver == "smallest"
     step("Compare it with `Exhaustive` of `tests/pure/exhaustive.py` on random pools,")
-    chance, optimal = random.Random(0), 0
+    chance = random.Random(0)
     for _ in range(50):
         fronts = [
             [(chance.randrange(9), chance.randrange(1, 30)) for _ in range(3)] for _ in range(4)
         ]
         total = sum(min(front)[0] for front in fronts) + chance.randrange(12)
-        found = divide(fronts, total, "greedy")
+        found = divide(fronts, total, "smallest")
         best = Exhaustive().divide(Pool(tuple(map(tuple, fronts)), total))
-        assert found.solver == "greedy"
+        assert found.solver == "smallest"
         assert found.workspace_bytes <= total
         assert found.lower_bound_ns <= best.time_ns <= found.time_ns
-        optimal += found.time_ns == best.time_ns
-    assert optimal > 25
 
 
 class Counting(MemoryCache):
