@@ -51,20 +51,6 @@ def test_tuning_for_the_better_layout_prints_the_race(ucudnn, model):
     assert (kept["memory_format"], kept["layout_race"]) == ("keep", None)
 
 
-def test_a_flag_for_the_other_kind_of_target_is_refused(ucudnn, model, table):
-    done = ucudnn("tune", f"{model}:net", "--input", "2x3x12x12", "--layout", "nhwc")
-    assert done.status == 2
-    assert "--layout must be one of keep, auto, got 'nhwc'" in done.err
-    done = ucudnn("tune", table(), "--memory-format", "auto")
-    assert done.status == 2
-    assert "--memory-format must be one of nchw, nhwc, got 'auto'" in done.err
-    done = ucudnn("tune", table(), "--layout", "auto")
-    assert done.status == 2
-    assert (
-        "--layout is decided by steps of a model, and a table has none; --memory-format" in done.err
-    )
-
-
 def test_show_and_compare_print_the_race(ucudnn, raced):
     one, other = raced
     shown = ucudnn("show", other).out

@@ -158,6 +158,8 @@ def usage_of_tune(at: Setting) -> None:
     assert at.status("tune", at.folder / "table.csv") == 2
     assert at.status("enumerate", "none.csv", "--device-profile", "h200", "-o", "o") == 2
     assert at.status(*("enumerate", at.table[1]), "--device-profile", "none", "-o", "o") == 2
+    of_h200 = ("--device-profile", "h200", "-o", "o")
+    assert at.status("enumerate", *at.net, *of_h200, "--dtype", "float16") == 2
 
 
 @cell(2, "show")

@@ -139,12 +139,3 @@ def test_the_origin_of_an_error_is_shown_where_that_is_wanted(ucudnn, model):
     assert done.status == 2
     assert "Traceback" in done.err
     assert "missing 1 required positional argument: 'width'" in done.err
-
-
-def test_flags_that_a_model_has_itself_are_refused_by_enumerate(ucudnn, model, tmp_path):
-    profile = tmp_path / "none.json"
-    arguments = ("enumerate", f"{model}:net", "--device-profile", profile, "-o", "c.csv")
-    for flag, value in (("--dtype", "float16"), ("--memory-format", "nhwc"), ("--math", "tf32")):
-        done = ucudnn(*arguments, "--input", "8x3x12x12", flag, value)
-        assert done.status == 2
-        assert flag in done.err
