@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -33,17 +35,12 @@ def variables(launcher: str, *numbers: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """Set variables as a launcher does."""
-
-    def set_variables(environment: dict[str, str]) -> None:
-        for names in VARIABLES.values():
-            for name in names:
-                monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-
-    return set_variables
+def started():
+    """Set variables as a launcher does; those that `init` sets are gone after the test."""
+    with patch.dict(os.environ):
+        for name in (*chain(*VARIABLES.values()), "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        yield os.environ.update
 
 
 def said(folder: Path, ranks: int) -> list[dict[str, Any]]:
