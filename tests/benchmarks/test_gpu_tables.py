@@ -67,7 +67,7 @@ def tables(
     return run
 
 
-def test_gains_over_each_baseline(tables: Callable[..., dict[str, list[list[str]]]]) -> None:
+def test_gains_over_each_baseline(tables):
     found = tables()
     over_a = found["Gain over (a) best undivided configuration within the same limit"]
     # limit 8: one layer, 800/400; limit 64: 4, 1 and 0.5, and one with nothing undivided
@@ -82,9 +82,7 @@ def test_gains_over_each_baseline(tables: Callable[..., dict[str, list[list[str]
     assert over_c[1][6:] == ["0.84x", "1.00x t:b", "0.50x t:a", "0 %", "25 %", "65", "44"]
 
 
-def test_divided_against_any_workspace(
-    tables: Callable[..., dict[str, list[list[str]]]],
-) -> None:
+def test_divided_against_any_workspace(tables):
     found = tables()["Divided loops over the fastest undivided kernel of any workspace"]
     # a: 250 over its faster limit's 200; c: 50 over 100; geo-mean: root of 1.25 * 0.5
     assert found == [
@@ -103,9 +101,7 @@ def test_divided_against_any_workspace(
     ]
 
 
-def test_loops_against_predictions_capture_and_host(
-    tables: Callable[..., dict[str, list[list[str]]]],
-) -> None:
+def test_loops_against_predictions_capture_and_host(tables):
     found = tables()
     # chunks: a 4 and 8, b 1, c 2, d 8
     assert found["Measured over predicted time of a loop"] == [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +28,7 @@ def make_run(workers: ModuleType) -> Callable[..., Any]:
     return make
 
 
-def test_processes_take_steps_in_turn(workers: ModuleType) -> None:
+def test_processes_take_steps_in_turn(workers):
     """One fails at setting up, which the others do not notice; every answer is handed out."""
     names = {"unet3d": ("eager", "channels_last"), "nothing": ("eager",)}
     jobs = [
@@ -46,7 +45,7 @@ def test_processes_take_steps_in_turn(workers: ModuleType) -> None:
     assert len(seen) == 3 + 2 * 2
 
 
-def test_the_table_compares_rounds(workers: ModuleType, make_run: Callable[..., Any]) -> None:
+def test_the_table_compares_rounds(workers, make_run):
     failed = make_run("compile")
     failed.failed = "out of memory"
     runs = [make_run("eager", 30, 30, 60), make_run("ucudnn@none", 20, 20, 20), failed]
@@ -57,11 +56,8 @@ def test_the_table_compares_rounds(workers: ModuleType, make_run: Callable[..., 
 
 
 def test_finished_cases_are_not_repeated_and_a_killed_run_is_kept(
-    script: Callable[[str], ModuleType],
-    make_run: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    script, make_run, monkeypatch, tmp_path
+):
     steps, workers = script("training_steps"), script("step_workers")
     asked: list[tuple[str, str, int]] = []
 
@@ -89,13 +85,7 @@ def test_finished_cases_are_not_repeated_and_a_killed_run_is_kept(
     ("own_ms", "own_gib", "verdict"),
     [(10, 2, "HOLDS: ucudnn@none is 1.20 times"), (10, 2.5, "DOES NOT HOLD"), (11, 2, "DOES NOT")],
 )
-def test_demonstration_a(
-    own_ms: float,
-    own_gib: float,
-    verdict: str,
-    script: Callable[[str], ModuleType],
-    make_run: Callable[..., Any],
-) -> None:
+def test_demonstration_a(own_ms, own_gib, verdict, script, make_run):
     runs = [
         make_run("eager", 20, 20, 20, gib=2),
         make_run("compile", 12, 12, 12, gib=3),
@@ -107,7 +97,7 @@ def test_demonstration_a(
     assert script("demo_unet").judge(runs[:2]) == "not decided: ucudnn took no step"
 
 
-def test_demonstration_b(script: Callable[[str], ModuleType]) -> None:
+def test_demonstration_b(script):
     demo = script("demo_memory")
     here, x = " in 24 GiB", "x the fastest without a limit"
     rows = {
@@ -130,7 +120,7 @@ def test_demonstration_b(script: Callable[[str], ModuleType]) -> None:
     assert "| 3 |  |  | out of memory | 300 ns |  |" in demo.table(rows)
 
 
-def test_demonstration_c(script: Callable[[str], ModuleType], make_run: Callable[..., Any]) -> None:
+def test_demonstration_c(script, make_run):
     judge = script("demo_cold_start").judge
     one = {"sha256": "a", "measured": 0, "cache_files": 0}
     runs = [make_run("ucudnn@none", 51, 51), make_run("benchmark", 60, 60)]
@@ -145,7 +135,7 @@ def test_demonstration_c(script: Callable[[str], ModuleType], make_run: Callable
     assert failed[2:] == ["failed: no plan", "not decided: a side took no step"]
 
 
-def test_the_cache_hypothesis(script: Callable[[str], ModuleType]) -> None:
+def test_the_cache_hypothesis(script):
     l2 = script("l2_hypothesis")
 
     def trial(undivided: int, divided: int, chunks: int = 4) -> Any:

@@ -51,9 +51,7 @@ def tables(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleTyp
     return made
 
 
-def test_the_fastest_way_may_be_in_either_process(
-    script: Callable[[str], ModuleType], entries: list[dict[str, Any]]
-) -> None:
+def test_the_fastest_way_may_be_in_either_process(script, entries):
     lost, won = map(script("found_steps").Found, entries)
     assert lost.gain() == pytest.approx((10 / 12,) * 3)
     assert won.gain() == (1.6, 1.6, 1.6)
@@ -69,9 +67,7 @@ def test_the_fastest_way_may_be_in_either_process(
     assert script("found_steps").Found(entries[1]).gain() == pytest.approx((8 / 7,) * 3)
 
 
-def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
-    tables: ModuleType, entries: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(tables, entries, tmp_path):
     page = "a\n<!-- table make -->\n\nold\n\n<!-- end of table -->\nb\n"
     assert "\n\nNot measured yet.\n\n" in tables.rewritten(page)
     (tmp_path / "intel-xeon" / "bench.json").write_text(json.dumps(entries))
@@ -92,11 +88,7 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
     )
 
 
-def test_a_way_that_fails_is_named_and_the_others_are_timed(
-    script: Callable[[str], ModuleType],
-    random_plan: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_way_that_fails_is_named_and_the_others_are_timed(script, random_plan, monkeypatch):
     def refuse(module: nn.Module) -> None:
         raise RuntimeError("no compiler here")
 
@@ -114,9 +106,7 @@ def test_a_way_that_fails_is_named_and_the_others_are_timed(
 
 
 @pytest.mark.process
-def test_the_other_process_takes_a_round_when_it_is_told_to(
-    script: Callable[[str], ModuleType], random_plan: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_other_process_takes_a_round_when_it_is_told_to(script, random_plan, tmp_path):
     other, path, shape = script("malloc_steps"), tmp_path / "plan.json", (1, 512, 8)
     random_plan(
         *script("networks").example("conformer", shape, is_training=False), random.Random(0)
@@ -146,12 +136,7 @@ def tiny(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -
     return "tiny"
 
 
-def test_steps_under_limits(
-    script: Callable[[str], ModuleType],
-    tiny: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_steps_under_limits(script, tiny, monkeypatch, tmp_path):
     limits, path = script("limits"), tmp_path / "limits.json"
     command = ["limits.py", tiny, "--limits", "64KiB,64MiB", "--policies", "undivided,all"]
     command += ["--effort", "quick", "--rounds", "2", "--out", str(path)]
@@ -184,9 +169,7 @@ def test_steps_under_limits(
     assert all(row["kernels"] + row["over_limit"] == 2 for row in second["rows"][1:])
 
 
-def test_layers_of_the_figure(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_layers_of_the_figure(script, monkeypatch, tmp_path):
     layers, path = script("limits_layers"), tmp_path / "layers.json"
     found = layers.layers()
     assert len({problem for _, problem, _ in found}) == len(found) == 16
