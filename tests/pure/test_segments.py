@@ -1,4 +1,4 @@
-"""Segments: fronts of steps against a simulation of every choice."""
+"""Segments: fronts of steps against a simulation of every choice, and against HiGHS."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+import pulp
 import pytest
 
 from ucudnn.errors import PlanError
@@ -122,6 +123,53 @@ def test_a_resolution_costs_at_most_itself_for_each_option(resolution: int) -> N
         assert len({peak // resolution for peak, _ in front[1:]}) == len(front[1:])
         dropped += len(exact) - len(front)
     assert dropped > 0
+
+
+def optimum(root: Node, limit: int) -> int | None:
+    """The least time within a limit by an integer program: a node runs in an option or inside."""
+    problem = pulp.LpProblem("segments", pulp.LpMinimize)
+    # PuLP before 3.3 has no add_variable, PuLP 4 has nothing else.
+    add_variable = getattr(problem, "add_variable", pulp.LpVariable)
+    numbers = iter(range(1 << 30))
+    times, kept = [], []
+
+    def add(node: Node, runs: object) -> None:
+        uses = [add_variable(f"x{next(numbers)}", cat="Binary") for _ in node.options]
+        inside = [add_variable(f"y{next(numbers)}", cat="Binary")] if node.children else []
+        constraints.append(pulp.lpSum(uses + inside) == runs)
+        transient = [o.peak_bytes * use for o, use in zip(node.options, uses, strict=True)]
+        constraints.append(pulp.lpSum(kept + transient) <= limit)
+        for child in node.children:
+            add(child, inside[0])
+        # After its children: what follows it comes after whichever of the two was chosen.
+        for option, use in zip(node.options, uses, strict=True):
+            kept.append(option.kept_bytes * use)
+            times.append(option.time_ns * use)
+        constraints.append(pulp.lpSum(kept) <= limit)
+
+    constraints: list[object] = []
+    add(root, 1)
+    problem += pulp.lpSum(times)
+    for constraint in constraints:
+        problem += constraint
+    outcome = problem.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1))
+    status = getattr(problem, "sol_status", getattr(outcome, "status", None))
+    if status != 1:
+        return None
+    return round(sum(time.value() for time in times))
+
+
+@pytest.mark.slow
+def test_an_integer_program_finds_the_same_optimum() -> None:
+    for seed in range(25):
+        draw = random.Random(seed)
+        root = Node(children=tuple(random_tree(draw) for _ in range(6)))
+        table = segment(root)
+        front = table.front()
+        assert optimum(root, front[0][0] - 1) is None
+        for peak, _ in draw.sample(front, min(3, len(front))):
+            limit = peak + draw.randint(0, 3)
+            assert optimum(root, limit) == table.time_ns(limit)
 
 
 def test_a_module_that_frees_what_came_before_makes_room() -> None:
