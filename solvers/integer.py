@@ -24,9 +24,8 @@ _DIGITS_TIME = 24
 _DIGITS_WORKSPACE = 20
 # Largest error of a solver's optimum, in units of the scaled objective.
 _TOLERANCE = 1e-6
-# Statuses that mean that the answer is proven optimal. 1 is "optimal": PuLP 3 has it on the
-# problem, PuLP 4 on the outcome. -7 is "within the gap that was asked for" in PuLP 4; the gap asked
-# for is 0.
+# Statuses that mean that the answer is proven optimal: 1 is "optimal", and -7 in PuLP 4 "within the
+# gap that was asked for", which is 0.
 _PROVEN = (1, -7)
 
 

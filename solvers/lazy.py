@@ -11,7 +11,7 @@ assumptions about a curve, the times of one implementation over the chunk size, 
 
 Measured times may contradict both assumptions. A time that is longer than that of a larger size is
 replaced by the shortest time of any larger size. Every timed size is compared with the bound that
-the other sizes of its curve give for it. If a time is below its bound, all bounds of the curve are
+the other times of its curve give for it. If a time is below its bound, all bounds of the curve are
 lowered by the smallest such ratio.
 """
 
@@ -193,8 +193,8 @@ def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> li
     )
     sizes = tuple(option.batch for option in curve)
     bounds = _promises(sizes, points, tolerance)
-    # The bound of a timed chunk is its time. If it ran too briefly, the bound is at least the lower
-    # end of its interval. `least_ns` does not apply to the undivided batch, which may take less
+    # The bound of a timed chunk is its time; if it ran too briefly, the lower end of its interval.
+    # `least_ns` does not apply to the undivided batch, which may take less
     # time.
     return [
         max(bound, option.least_ns, 0 if option.lists == (Role.ALONE,) else least_ns)

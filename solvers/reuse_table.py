@@ -62,9 +62,9 @@ class ReuseTable:
         entries = self.history.entries(self.rows.final, n)
         keys, last = self.history.keys[entries].tolist(), self.history.last[entries].tolist()
         for key, item in zip(keys, last, strict=True):
-            # An entry with a lower key and the same time has fewer chunks or lower ranks, and is no
-            # new point of the front. If several entries have the same workspace, the last one is
-            # the fastest and replaces those before it.
+            # Keys fall from entry to entry. An entry that takes as long as the one before it only
+            # has fewer chunks or lower ranks, and is no new point of the front. If several entries
+            # have the same workspace, the last one is the fastest and replaces those before it.
             if key // self.costs.unit_ns != time_ns:
                 time_ns = key // self.costs.unit_ns
                 fastest[int(self.costs.workspaces[item])] = time_ns

@@ -155,7 +155,7 @@ SETTINGS: dict[str, Setting] = {
         _budget,
         "Memory of a step, such as 8GiB or 50%. A percentage is of what a step by torch has "
         "allocated. Parameters, gradients, optimiser state, activations and workspace count. "
-        "Modules run in micro-batches where it takes that to stay within it.",
+        "Where the budget requires it, modules run in micro-batches.",
         "SIZE",
         page="memory.md",
     ),

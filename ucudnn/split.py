@@ -218,7 +218,8 @@ class KernelPlan:
     def by_default(self, every_batch: bool) -> KernelPlan:
         """The plan with torch's own convolution for the largest batch only, or for every batch."""
         assert self.default is not None
-        # The name is appended, because the splits of smaller batches refer to algorithms by index.
+        # The name of torch's own convolution is appended, because the splits of smaller batches
+        # refer to algorithms by index.
         algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
         index = len(self.algorithms)
         # Slabs are left out if no batch uses them any more, because they would change the plan's

@@ -136,8 +136,8 @@ def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Comman
     """Give a command flags of a model and of settings, and the flags that all commands have.
 
     Args:
-        argument: type of the argument MODEL, which the command receives with the flags that
-            describe the model as parameter `recipe`; None: the command has no model.
+        argument: type of the argument MODEL; None: the command has no model. The command receives
+            MODEL, together with the flags that describe it, as one parameter `recipe`.
         names: names of settings, whose given values the command receives as parameter `given`.
     """
 

@@ -55,7 +55,7 @@ class ElasticAverager:
         centre: tensors of the centre by name, the same on all ranks.
 
     Raises:
-        ConfigError: the model is wrapped, or a number is out of range.
+        ConfigError: the model is wrapped in DDP, or a number is out of range.
         RankError: ranks have different settings, or do not arrive.
     """
 

@@ -68,7 +68,7 @@ class Coded:
     """A compression of gradients, with its costs in a step.
 
     Args:
-        name: for people.
+        name: for people; a measured compression is found by it, too.
         code: line of a training script that switches it on.
         harm: index into `HARM`.
         ratio: bytes of a message over those of the gradients.

@@ -115,7 +115,10 @@ def _part_that_failed(error: BaseException) -> Any:
 
 
 def _is_consumed(part: object) -> bool:
-    """True for an iterator that is not a file: its owner would miss the items that a copy takes."""
+    """True for an iterator, unless it is a file.
+
+    If a copy of the model took items from the iterator, the original would no longer get them.
+    """
     return hasattr(type(part), "__next__") and not isinstance(part, io.IOBase)
 
 

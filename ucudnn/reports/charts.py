@@ -352,7 +352,7 @@ def _bytes_from_zero(title: str, most: int) -> dict[str, Any]:
 
 
 class _Call(NamedTuple):
-    """A call of a kernel in a step: when it begins, and the bytes live beside its workspace."""
+    """A call of a kernel in a step: the time of all calls before it, and the bytes beside it."""
 
     number: int
     kernel: KernelPlan

@@ -314,11 +314,10 @@ class StepShares:
         return sum(p in self.stakes and self.stakes[p].is_forced for p in problems)
 
     def ignored(self, total_ns: int, effort: Effort) -> Iterator[tuple[Problem, str]]:
-        """Kernels that are not worth measuring, with the reason."""
+        """Kernels that are not worth measuring further, with the reason."""
         for problem, stake in self.stakes.items():
             if stake.is_ignored(total_ns, effort):
-                # A plan can save neither more than the kernel's time nor more than its gain.
-                share = min(stake.time_ns, stake.gain_ns) / total_ns
+                share = stake.gain_ns / total_ns
                 yield (
                     problem,
                     f"looked at once: it could save {share:.2%} of the convolutions' time at most",

@@ -84,7 +84,7 @@ class Limits:
             for problem, error in errors.items()
             if error.smallest_bytes is not None
         }
-        # An error that names no smallest workspace is raised first, because no budget would help
+        # An error that names no smallest workspace is returned first, because no budget would help
         # that kernel.
         if len(needs) < len(errors):
             return next(error for problem, error in errors.items() if problem not in needs)

@@ -274,7 +274,8 @@ class WorkspacePool:
         most = self._most(problem)
         sources = [self.source_of(problem, most)]
         default = self.shares.defaults.get(problem)
-        # Slabs are tried only where torch's own convolution exceeds the limit.
+        # A source tries slabs only if its limit excludes torch's own convolution. If `most` does
+        # not exclude it, a second source gets the largest limit that does.
         below = most if default is None else (default.workspace_bytes or 0) - 1
         if 0 <= below < most:
             sources.append(self.source_of(problem, below))

@@ -161,8 +161,8 @@ class TuningScheduler:
         if self.session.is_recorded:
             return
         # If the user set a time budget, what is left of it is used for kernels whose plan was not
-        # raced. A default budget is not used up for small gains. If two layouts are tuned, the
-        # second one needs the rest.
+        # raced. A default budget is not used up for small gains. If two layouts may be tuned,
+        # none of them uses it up, because the first one must leave time for the second.
         race_s = LEAST_RACE_STEPS * self._step_s
         if self._config.layout == "keep" and self._budget.go_on(race_s):
             self._tune_by_gain(self.results.unraced)

@@ -157,7 +157,8 @@ class Session:
         """The known measurement of a key; None if there is none, or if it must be taken anew.
 
         With `remeasure`, measurements of other sessions are taken anew. Measurements that were
-        taken while other processes used the machine are taken anew as soon as it is quiet.
+        taken while other processes used the machine are taken anew, unless the machine was busy
+        when this session began.
         """
         # A measurement that was not written to the cache yet is newer than the one in the cache.
         if key in self._fresh:

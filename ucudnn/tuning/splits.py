@@ -75,8 +75,8 @@ class PlanDraft:
         `walks` are those of one table: one for each penalty of `CHUNK_NS`.
         """
         if self._walk_number is None:
-            # If the winner is in no walk, smaller batches follow the walk of the second penalty,
-            # which has fewer, larger chunks.
+            # If no walk splits the largest batch as the winner does, smaller batches follow the
+            # walk of the second penalty, whose chunks are fewer and larger than without a penalty.
             places = (place for place, walk in enumerate(walks) if end_of(walk) == self.winner)
             self._walk_number = next(places, 1)
         self._walk = [

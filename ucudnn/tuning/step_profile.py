@@ -88,7 +88,8 @@ class StepProfiler:
         before = self.backend.allocated_bytes()
         runner = None
         if plan is not None:
-            # A kernel that the plan leaves out may be an error for its users, but not in this step.
+            # The plan's users may have set unplanned="error". In this step, torch computes the
+            # kernels that the plan leaves out.
             config = replace(plan.config, unplanned="torch")
             runner = Runner(plan, config)
         with undisturbed(self.model):

@@ -227,7 +227,8 @@ def _refusals(said: str) -> Iterator[None]:
     try:
         yield
     except CudnnError as error:
-        # Any other status is a failure of the library or of the device, not of the engine.
+        # A status that is no refusal is a failure of the library or of the device, not of the
+        # engine.
         if not error.is_refusal:
             raise
         raise UnsupportedError(f"{said}: {error}") from error

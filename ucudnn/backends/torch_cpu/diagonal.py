@@ -127,9 +127,9 @@ def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
     stride, (begin, _) = problem.stride[0], problem.padding[0]
     found = []
     for position in range(problem.kernel_size[0]):
-        # Output row i reads row i * stride + position * dilation - begin of x. Rows of x with the
-        # same remainder modulo the stride form a phase; in its phase this row has the number i +
-        # ahead.
+        # Output row i reads row r of x, where r = i * stride + position * dilation - begin. Rows of
+        # x with the same remainder modulo the stride form a phase; in its phase, row r has the
+        # number i + ahead.
         ahead, phase = divmod(position * problem.dilation[0] - begin, stride)
         first = max(0, -ahead)
         present = -(-(problem.input_size[0] - phase) // stride)

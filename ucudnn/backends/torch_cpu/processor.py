@@ -34,7 +34,7 @@ _CONTROL_GROUPS = (
 # Buffers of a benchmark must be larger than the cache. The size of the cache is assumed to be at
 # most this, because an overstated size would cost memory and time.
 _MOST_CACHE_BYTES = 64 << 20
-_DEFAULT_CACHE_BYTES = 32 << 20  # size of a large cache; overestimating only costs memory
+_DEFAULT_CACHE_BYTES = 32 << 20  # size of a large cache
 # Names of the same architecture on Linux and on Windows.
 _X86 = ("x86_64", "AMD64")
 # Values of ONEDNN_MAX_CPU_ISA that rule out AVX2, and values that rule out bfloat16 instructions.
