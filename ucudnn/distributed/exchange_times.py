@@ -276,8 +276,16 @@ def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Prof
         most = max(profile.total_bytes // part, 2 * SMALLEST_BYTES)
         ratio = (most / SMALLEST_BYTES) ** (1 / (_SIZES - 1))
         sizes = [int(SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
-        timers = [partial(_timed, collective(size), device.type) for size in sizes]
-        times = _slowest(meeting, f"times from {collective.__name__}", timers, _REPEATS)
+        # One size after the other, because TCP slows down after smaller messages.
+        times = [
+            _slowest(
+                meeting,
+                f"{collective.__name__} of {size} bytes",
+                [partial(_timed, collective(size), device.type)],
+                _REPEATS,
+            )[0]
+            for size in sizes
+        ]
         # If a message seems to take less time than a smaller one, that is noise.
         curves.append(Curve(tuple(sizes), tuple(accumulate(map(median_ns, times), max))))
     profile = replace(profile, reduce=curves[0], gather=curves[1])
