@@ -96,21 +96,21 @@ class Contention:
     ) -> Contention:
         """From times of exchanges and of computing, each by itself, and all of them at once.
 
-        >>> Contention.measured(100, 150, 120, 150, 180)
+        >>> Contention.measured(150, 225, 120, 150, 180)
         Contention(pair=1.5, computing=1.25, exchanging=1.25)
 
         Args:
             one_ns: time of an exchange by itself.
             pair_ns: time of two such exchanges that begin at once.
             computing_ns: time of computing by itself.
-            computed_ns: time until computing has ended if it begins with both exchanges.
-            exchanged_ns: time until both exchanges have ended then.
+            computed_ns: time until computing has ended if one exchange begins with it.
+            exchanged_ns: time until that exchange has ended.
         """
-        # All are under way until the first of the two has ended; the rest of the other one takes
-        # as long as it would by itself. Noise may leave nothing for the time before.
+        # Both are under way until one has ended; the rest of the other one takes as long as by
+        # itself. Noise may leave nothing of them for the time before.
         both_ns = min(computed_ns, exchanged_ns)
         computing_ns -= computed_ns - both_ns
-        exchanging_ns = pair_ns - (exchanged_ns - both_ns)
+        exchanging_ns = one_ns - (exchanged_ns - both_ns)
         return cls(
             pair=min(2.0, max(1.0, pair_ns / one_ns)),
             computing=max(1.0, both_ns / max(computing_ns, both_ns / 10)),

@@ -145,8 +145,8 @@ def test_overlap_equals_a_clock_in_small_steps(exchanges, more, contention):
 def test_contention_is_found_from_times_that_it_causes(cost, computing, contention):
     _, alone = overlap([0, 0], [0, 0], computing, Contention())
     pair, _ = overlap([0, 0], [1000 * cost] * 2, 0, contention)
-    ends, computed = overlap([0, 0], [1000 * cost] * 2, 1000 * computing, contention)
-    found = Contention.measured(1000 * cost, max(pair), 1000 * alone, computed, max(ends))
+    ends, computed = overlap([0], [1000 * cost], 1000 * computing, contention)
+    found = Contention.measured(1000 * cost, max(pair), 1000 * alone, computed, *ends)
     assert astuple(found) == pytest.approx(astuple(contention), rel=1e-3)
 
 

@@ -314,7 +314,7 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
         _wait(device.type)
         start = Moment(device.type)
         with ThreadPoolExecutor(1) as thread:
-            exchanged = thread.submit(exchange, 2)
+            exchanged = thread.submit(exchange, 1)
             watched.run()
             computed = Moment(device.type)
         _wait(device.type)
