@@ -92,27 +92,32 @@ class Contention:
 
     @classmethod
     def measured(
-        cls, one_ns: int, pair_ns: int, computing_ns: int, computed_ns: int, exchanged_ns: int
+        cls,
+        pair: float,
+        computing_ns: int,
+        exchanging_ns: int,
+        computed_ns: int,
+        exchanged_ns: int,
     ) -> Contention:
-        """From times of exchanges and of computing, each by itself, and all of them at once.
+        """From times of computing and of exchanges, each by itself, and both at once.
 
-        >>> Contention.measured(150, 225, 120, 150, 180)
+        >>> Contention.measured(1.5, 120, 150, computed_ns=150, exchanged_ns=180)
         Contention(pair=1.5, computing=1.25, exchanging=1.25)
 
         Args:
-            one_ns: time of an exchange by itself.
-            pair_ns: time of two such exchanges that begin at once.
+            pair: time of two exchanges at once over the time of one.
             computing_ns: time of computing by itself.
-            computed_ns: time until computing has ended if one exchange begins with it.
-            exchanged_ns: time until that exchange has ended.
+            exchanging_ns: time of one or more exchanges in turn by themselves.
+            computed_ns: time until computing has ended if the exchanges begin with it.
+            exchanged_ns: time until the exchanges have ended.
         """
         # Both are under way until one has ended; the rest of the other one takes as long as by
         # itself. Noise may leave nothing of them for the time before.
         both_ns = min(computed_ns, exchanged_ns)
         computing_ns -= computed_ns - both_ns
-        exchanging_ns = one_ns - (exchanged_ns - both_ns)
+        exchanging_ns -= exchanged_ns - both_ns
         return cls(
-            pair=min(2.0, max(1.0, pair_ns / one_ns)),
+            pair=min(2.0, max(1.0, pair)),
             computing=max(1.0, both_ns / max(computing_ns, both_ns / 10)),
             exchanging=max(1.0, both_ns / max(exchanging_ns, both_ns / 10)),
         )

@@ -229,7 +229,9 @@ def test_advice_is_json_and_says_what_is_predicted():
     first, line, model, _, _, verdict = found.sentences()
     assert "would take" in first
     assert "(predicted)" in first
-    assert line == ("An all-reduce takes 1.08 ms for 4 KiB and 321 ms for all gradients, 16 MiB.")
+    assert line == (
+        "Gradients have 16 MiB. An all-reduce takes 1.08 ms for 4 KiB and 321 ms for 16 MiB."
+    )
     assert model.startswith("Nothing was sent")
     assert verdict == f"Verdict: {found.verdict}"
     assert "predicted to be" in verdict

@@ -146,7 +146,8 @@ def test_contention_is_found_from_times_that_it_causes(cost, computing, contenti
     _, alone = overlap([0, 0], [0, 0], computing, Contention())
     pair, _ = overlap([0, 0], [1000 * cost] * 2, 0, contention)
     ends, computed = overlap([0], [1000 * cost], 1000 * computing, contention)
-    found = Contention.measured(1000 * cost, max(pair), 1000 * alone, computed, *ends)
+    ratio = max(pair) / (1000 * cost)
+    found = Contention.measured(ratio, 1000 * alone, 1000 * cost, computed, *ends)
     assert astuple(found) == pytest.approx(astuple(contention), rel=1e-3)
 
 

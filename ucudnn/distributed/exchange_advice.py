@@ -352,16 +352,14 @@ class ExchangeAdvice:
             f"On {profile.ranks} ranks a step {kind} {format_ns(step_ns)}{predicted}; "
             f"{format_ns(waited)} of it wait for gradients, {waited / step_ns:.0%}."
         )
+        sizes = SMALLEST_BYTES, min(profile.reduce.sizes[-1], profile.total_bytes)
         link = " and ".join(
-            f"{format_ns(profile.reduce.time_ns(size))} for {what}"
-            for size, what in (
-                (SMALLEST_BYTES, format_bytes(SMALLEST_BYTES)),
-                (profile.total_bytes, f"all gradients, {format_bytes(profile.total_bytes)}"),
-            )
+            f"{format_ns(profile.reduce.time_ns(size))} for {format_bytes(size)}" for size in sizes
         )
         slower = profile.contention.computing
         link += f"; computing takes {slower:.2f} times as long meanwhile" if slower > 1 else ""
-        found = [step, f"An all-reduce takes {link}."]
+        gradients = format_bytes(profile.total_bytes)
+        found = [step, f"Gradients have {gradients}. An all-reduce takes {link}."]
         if own.measured_ns:
             found.append(
                 f"The model predicts {format_ns(own.predicted_ns)} for this step; it cannot tell "

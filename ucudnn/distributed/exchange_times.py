@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from ucudnn.distributed.agreement import raise_errors, require_equal
 from ucudnn.distributed.codecs import Codec, Half, OneBit, Stochastic, TopK
 from ucudnn.distributed.compression import compress
 from ucudnn.distributed.exchange_advice import (
+    DEFAULT_CAPS,
     SMALLEST_BYTES,
     Coded,
     ExchangeAdvice,
     ExchangeWay,
     Profile,
+    capped,
     parse_link,
     ways,
 )
@@ -52,7 +54,8 @@ _COMPUTING_S, _RACING_S = 10.0, 30.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
 # Number of sizes at which the link is timed, and the timings per size.
 _SIZES, _REPEATS = 6, 5
-# All-gathers are timed up to 1/32 of the gradients' bytes, because messages are smaller.
+# All-gathers are timed up to this part of the bytes of an all-reduce. Most messages of compressions
+# are about as large or smaller.
 _CODED_PART = 32
 _FREE = Curve((0,), (0,))
 _CODECS: dict[str, tuple[Codec | Half, int]] = {
@@ -270,10 +273,14 @@ def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Prof
         messages = [torch.empty_like(data) for _ in meeting.ranks]
         return lambda: dist.all_gather(messages, data)
 
+    # Exchanges are timed up to the largest bucket of torch, and messages of compressions up to a
+    # part of it.
+    counts, places = capped(profile.sizes, DEFAULT_CAPS), iter(profile.sizes)
+    largest = max(sum(islice(places, count)) for count in counts)
     curves = []
     for collective, part in ((reduce, 1), (gather, _CODED_PART)):
         # Sizes in equal ratios.
-        most = max(profile.total_bytes // part, 2 * SMALLEST_BYTES)
+        most = max(largest // part, 2 * SMALLEST_BYTES)
         ratio = (most / SMALLEST_BYTES) ** (1 / (_SIZES - 1))
         sizes = [int(SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
         # One size after the other, because TCP slows down after smaller messages.
@@ -294,27 +301,32 @@ def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Prof
 
 def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Contention:
     """Measure how much exchanges and computing slow each other down."""
-    device, curve = watched.device, profile.reduce
-    # An exchange that takes as long as computing, or else the longest that was measured.
-    enough = [size for size in curve.sizes if curve.time_ns(size) >= profile.compute_ns]
+    device, curve, computing_ns = watched.device, profile.reduce, profile.compute_ns
+    # An exchange that takes as long as computing, or the longest one, several times in turn.
+    enough = [size for size in curve.sizes if curve.time_ns(size) >= computing_ns]
     size = min(enough, default=curve.sizes[-1])
+    count = -(-computing_ns // max(1, curve.time_ns(size)))
     messages = [torch.zeros(size // 4, device=device) for _ in range(2)]
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     ended: list[int] = []
 
-    def exchange(count: int) -> Moment:
-        works = [dist.all_reduce(one, async_op=True) for one in messages[:count]]
+    def exchange_pair() -> None:
+        works = [dist.all_reduce(one, async_op=True) for one in messages]
+        for work in works:
+            work.wait()
+
+    def exchange_in_turn() -> Moment:
         # In this stream nothing else is waited for.
         with torch.cuda.stream(stream):
-            for work in works:
-                work.wait()
+            for _ in range(count):
+                dist.all_reduce(messages[0])
             return Moment(device.type)
 
     def exchange_beside() -> int:
         _wait(device.type)
         start = Moment(device.type)
         with ThreadPoolExecutor(1) as thread:
-            exchanged = thread.submit(exchange, 1)
+            exchanged = thread.submit(exchange_in_turn)
             watched.run()
             computed = Moment(device.type)
         _wait(device.type)
@@ -322,14 +334,15 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
         return computed.since_ns(start)
 
     timers: list[Callable[[], int]] = [
-        partial(_timed, partial(exchange, 1), device.type),
-        partial(_timed, partial(exchange, 2), device.type),
+        partial(_timed, exchange_pair, device.type),
         partial(_timed, watched.run, device.type),
+        partial(_timed, exchange_in_turn, device.type),
         exchange_beside,
         ended.pop,
     ]
     times = _slowest(meeting, "contention", timers, _REPEATS)
-    return Contention.measured(*map(median_ns, times))
+    pair_ns, *others = map(median_ns, times)
+    return Contention.measured(pair_ns * count / others[1], *others)
 
 
 def _timed(run: Callable[[], object], device_type: str) -> int:
