@@ -1,4 +1,4 @@
-"""Solvers: the best split of a batch, division of memory, and buckets of gradients; pure."""
+"""Solvers of splits, divisions of memory, segments and buckets; they compute and never measure."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ SAFE = 1 << 61
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One way to compute a chunk of the batch: an algorithm at a micro-batch size, measured.
+    """One way to compute a chunk: an algorithm at a chunk size, with its time and workspace.
 
     >>> Item(batch=32, workspace_bytes=24 << 20, time_ns=410_000, algorithm="eng67_k2=20").rank
     0
 
     Args:
-        batch: samples in the chunk.
+        batch: size of the chunk: its samples; for a slab its rows, in units of the row axis.
         workspace_bytes: temporary memory in bytes that the chunk needs.
         time_ns: time of the chunk in ns.
         algorithm: name of the algorithm.
@@ -53,14 +53,14 @@ class Item:
 
 
 def require_int(name: str, value: object, least: int) -> None:
-    """Refuse everything but an int of at least `least`, also floats, bools, strings and arrays."""
+    """Raise a ConfigError unless the value is an int, and no bool, of at least `least`."""
     # `isinstance` would accept True, which is a mistake of the caller here.
     if type(value) is not int or value < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
 
 
 def require_limit(name: str, value: object) -> None:
-    """Refuse everything but None (no limit) and an int of at least 0."""
+    """Raise a ConfigError unless the value is None (no limit) or an int of at least 0."""
     if value is not None:
         require_int(f"{name}, unless None for no limit,", value, 0)
 
@@ -82,7 +82,7 @@ Front = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool of memory, and the fronts of the kernels that overlap in time and share it in parts.
+    """A pool of memory, and the fronts of the kernels among which it is divided.
 
     >>> Pool((((0, 9), (8, 5)), ((4, 7),)), total_bytes=12).smallest_bytes
     4
@@ -97,7 +97,8 @@ class Pool:
             raise ConfigError("fronts must not be empty; pass one front per kernel")
         for kernel, front in enumerate(self.fronts):
             require_front(kernel, front)
-        # This is checked here, once for all solvers: such a pool has no division.
+        # A pool that cannot hold the smallest workspaces has no division. This is checked here,
+        # once for all solvers.
         if self.smallest_bytes > self.total_bytes:
             raise PlanError(
                 f"the pool must hold the smallest workspaces of {len(self.fronts)} kernel(s), "
@@ -113,7 +114,7 @@ class Pool:
         return sum(min(front)[0] for front in self.fronts)
 
     def divided(self, choice: Iterable[int], lower_bound_ns: int, solver: str) -> Division:
-        """The division with one choice per kernel, with its sums of time and workspace."""
+        """The division of these choices, one per kernel, with its sums of time and workspace."""
         picked = tuple(choice)
         # The sums are computed here, in Python's ints, because a solver's own sums may be scaled or
         # floats.
@@ -128,7 +129,7 @@ class Pool:
 
 
 def require_front(kernel: int, front: Front) -> None:
-    """Refuse a front that is empty or holds anything but pairs of ints in range."""
+    """Raise a ConfigError if a front is empty or holds anything but pairs of ints in range."""
     if not front:
         raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")
     # Lists are refused, because fronts must be hashable: `Choices.of` puts them into a set.
@@ -179,7 +180,7 @@ class AbstractDivider(ABC):
 
     @abstractmethod
     def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap."""
+        """Divide one pool among its kernels."""
 
 
 def undominated(points: Sequence[tuple[int, int]]) -> list[int]:
@@ -191,7 +192,8 @@ def undominated(points: Sequence[tuple[int, int]]) -> list[int]:
     Of equal points the first is kept.
     """
     kept: list[int] = []
-    # Sorted by workspace, then time: a point is dominated unless it is faster than all before it.
+    # The points are taken by rising workspace, then rising time. So a point is dominated unless it
+    # is faster than all points before it.
     for index in sorted(range(len(points)), key=lambda i: (*points[i], i)):
         if not kept or points[index][1] < points[kept[-1]][1]:
             kept.append(index)

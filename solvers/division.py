@@ -1,10 +1,10 @@
-"""Workspace division: every kernel that overlaps with others owns its part of one pool.
+"""Workspace division: kernels that overlap in time own one part each of one pool.
 
-The parts add up, so kernels can no longer be solved one by one. The task is to choose one point of
-each kernel's front so that the workspaces together fit in the pool and the sum of the times is
-minimal. This is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018), a multiple-choice knapsack.
-Only kernels that run at the same time need it. Kernels of one stream can use the same workspace one
-after the other (reuse), which is never slower.
+The parts add up, so kernels cannot be solved one by one. The task is to choose one point of each
+kernel's front so that the workspaces together fit in the pool and the sum of the times is minimal.
+This is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018), a multiple-choice knapsack. Only
+kernels that run at the same time need division. Kernels of one stream can use the same workspace
+one after the other (reuse), which is never slower than division.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def divide(
     ((0, 1), 10, 10)
 
     Args:
-        fronts: per kernel its choices as (workspace in bytes, time in ns), as `front(n)` of a
-            table gives them.
+        fronts: for each kernel its choices as (workspace in bytes, time in ns);
+            `ReuseTable.front` returns such a list.
         total_bytes: size of the pool in bytes.
         solver: "auto", "exact" (always available), "highs" or "cbc" (both need PuLP).
 
@@ -59,5 +59,5 @@ def divide(
 
 
 def _point(point: Any) -> Any:
-    """A list, as JSON has it, as a tuple; any other value as it is, for `Pool` to check."""
+    """The point as a tuple if it is a list (from JSON); else unchanged, for `Pool` to check."""
     return tuple(point) if type(point) is list else point

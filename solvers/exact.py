@@ -4,9 +4,9 @@ The relaxation: a byte of memory gets a price. The cost of a choice is its time 
 its workspace, and every kernel takes its choice of least cost. For any price, also a rounded one,
 the sum of these costs minus the price of the whole pool is a lower bound of the time. To find the
 best price, kernels start at their smallest workspaces and move down their convex hulls of time over
-workspace, the steepest step first. The best price is the slope of the step at which the pool is
-exhausted. The division found in this way is at most one such step from the bound (Sinha and
-Zoltners 1979; Pisinger 1995).
+workspace, the steepest step first. The best price is the slope of the first step that no longer
+fits the pool. The time of the division found in this way exceeds the bound by at most the time that
+this step would save (Sinha and Zoltners 1979; Pisinger 1995).
 
 The search: the reduced cost of a choice is its cost minus that of its kernel's best choice. A
 division costs at least the bound plus the reduced cost of any one of its choices. So a choice is
@@ -32,12 +32,12 @@ import numpy as np
 
 from ucudnn.solvers._base import SAFE, AbstractDivider, Division, Integers, Pool, undominated
 
-# Number of binary digits behind the point of the price, used if numbers exceed 64 bits and Python's
-# ints are used.
+# Number of binary digits after the point of a price, if numbers exceed 64 bits and are therefore
+# Python's ints.
 _DIGITS = 40
-# Number of states that are kept when the state limit is exceeded.
+# Number of states (partial divisions) that are kept when the state limit is exceeded.
 _FOLLOWED = 1 << 12
-# With no more states than this, it is not worth the time to test each state's bound at every price.
+# With this many states or fewer, it is not worth the time to test their bounds at every price.
 _FEW = 1 << 7
 # Prices at which a state's bound is computed, in 64ths of the price that is best for the whole
 # pool. The price that is best for the remaining kernels is near it.
@@ -53,14 +53,14 @@ class Exact(AbstractDivider):
     (0, 1)
 
     If there are more partial divisions than `state_limit`, only the most promising ones are
-    followed. The lower bound then limits how far the result is from the optimum. This happens if
-    times and workspaces are proportional; no known network reaches the limit.
+    followed. The lower bound then limits how far the result is from the optimum. This can happen if
+    times and workspaces are proportional; no known network reaches `state_limit`.
     """
 
     state_limit: int = 1 << 18
 
     def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap; optimal within the state limit."""
+        """Divide one pool among its kernels; optimal unless `state_limit` was exceeded."""
         relaxation = relax(pool)
         search = _Search(pool, relaxation)
         proven = search.run(self.state_limit)
@@ -105,7 +105,7 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """A price of memory, and the bound and choices that follow from it; costs are in ns / scale.
+    """A price of memory, and the bound and choices that follow from it; 1 ns costs `scale`.
 
     For every division of the pool, scale * time = bound + the sum of the reduced costs of its
     choices + price * unused bytes.
@@ -115,8 +115,8 @@ class Relaxation:
     scale: int  # units of cost in one ns
     price: int  # cost of one byte
     reduced: Integers  # cost of each choice at that price, minus the cost of its kernel's best one
-    # The best choice of each kernel at that price, up to rounding. These choices fit the pool
-    # together; after one more step down the hulls they would not.
+    # The best choice of each kernel at that price, up to rounding. Together these choices fit the
+    # pool. The next step down a hull, if there is one, would no longer fit.
     base: Integers
     bound: int  # lower bound of the cost of any division
     greedy: Integers  # choice of each kernel in a division that fits
@@ -182,7 +182,7 @@ def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, Integers, tupl
         # The first step that does not fit sets the price. Later steps may be smaller and still fit.
         if extra > left and slope == (0, 1):
             base, slope = reached.copy(), (saved, extra)
-        # A step starts where the step before it on the same hull ends, if that one was taken.
+        # A step can be taken only if the step before it on the same hull was taken.
         if extra <= left and reached[kernel] == start:
             reached[kernel] = stop
             left -= extra
@@ -218,7 +218,7 @@ def _hull(points: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
-    """Use the memory that the steps left: change one choice at a time, the one that saves most."""
+    """Use memory left over by the steps: change one choice at a time, the one that saves most."""
     sizes = np.diff(choices.starts)
     left = total_bytes - sum(choices.workspaces[reached].tolist())
     while True:
@@ -234,12 +234,12 @@ def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _States:
-    """Partial divisions after one more kernel, as differences from the base."""
+    """Partial divisions after a kernel was added, as differences from the base."""
 
     extra: Integers  # bytes more than in the base, ascending
     later: Integers  # ns more than in the base, descending
-    parents: Integers  # position of the state, before this kernel, from which a state was made
-    options: Integers  # the choice of this kernel
+    parents: Integers  # for each state, the position of the state to which the kernel was added
+    options: Integers  # for each state, the choice of the kernel
 
     def only(self, kept: Integers) -> _States:
         """The states that are given by position or by mask."""
@@ -248,7 +248,7 @@ class _States:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """For each turn, bounds of what the kernels not yet added can contribute to a division."""
+    """For each kernel in turn, bounds of what the kernels after it can add to a division."""
 
     gap: int  # largest reduced cost that a choice in a better division may have
     least: Integers  # the fewest bytes that these kernels can add; negative if they save bytes
@@ -313,7 +313,10 @@ class _Search:
         return np.flatnonzero(allowed) + places.start
 
     def _kernels(self) -> list[int]:
-        """Kernels with a choice besides the base's, those with the largest steps first."""
+        """Kernels with a choice besides that of the base, in the order in which they are added.
+
+        Kernels of which even the smallest change of workspace is large come first.
+        """
         others = self._relaxation.reduced <= self._gap()
         others[self._relaxation.base] = False
         # `largest` is greater than every step. It marks kernels of which only the base choice is
@@ -337,7 +340,7 @@ class _Search:
         return _Rest(gap, _sums_after(least), _sums_after(cheapest))
 
     def _combined(self, states: _States, options: Integers, rest: _Rest, turn: int) -> _States:
-        """Each state with each choice of one more kernel, as far as it can become better."""
+        """Each state with each choice of one more kernel, if it may lead to a better division."""
         extra = (self._extra[options, None] + states.extra).reshape(-1)
         later = (self._later[options, None] + states.later).reshape(-1)
         # Before the sort, bounds are tested at one price only. Later `_promising` tests them at the
@@ -354,7 +357,7 @@ class _Search:
         return _States(extra[kept], later[kept], kept % count, options[kept // count])
 
     def _promising(self, states: _States, rest: _Rest, turn: int) -> _States:
-        """The states that may still lead to a better division, at every price."""
+        """The states whose bounds at all prices allow a better division; few states all stay."""
         for price in range(len(_PRICES) if len(states.extra) > _FEW else 0):
             alive = self._may_improve(states.extra, states.later, rest, turn, price)
             states = states.only(alive)
@@ -375,7 +378,7 @@ class _Search:
         return np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
 
     def _improve(self, layers: list[_States]) -> None:
-        """Complete the fastest state with base choices; keep it if it is the best one so far."""
+        """Complete the fastest state with base choices; keep this division if it is the best."""
         states = layers[-1]
         # States are sorted by rising bytes and falling time, so the last one that fits is the
         # fastest.

@@ -1,10 +1,10 @@
 """Division of a pool by integer programming: HiGHS or CBC, through the modeller PuLP.
 
 It is an independent check of the exact solver. HiGHS and CBC compute in floating point with
-absolute tolerances of about 1e-6. If a model is written in bytes and ns, they report points as
-optimal that are not (for mu-cuDNN's own model in 23 of 100 limits). Here the objective and the
-memory constraint are scaled, so that one byte and one ns are far above the tolerance. The time and
-the memory of the answer are then added up in integers.
+absolute tolerances of about 1e-6. If a model is written in bytes and ns, such solvers may report
+points as optimal that are not (GLPK does so for mu-cuDNN's own model at 23 of 100 limits). Here the
+objective and the memory constraint are scaled, so that one byte and one ns are far above the
+tolerance. The time and the memory of the answer are then added up in integers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROVEN = (1, -7)
 
 @dataclass(frozen=True, slots=True)
 class IntegerProgram(AbstractDivider):
-    """Divides a pool with a solver of integer programs, "highs" or "cbc", that must leave no gap.
+    """Divides a pool by a solver of integer programs, "highs" or "cbc", that proves its answer.
 
     >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
     >>> IntegerProgram("highs").divide(pool).choice
@@ -41,7 +41,7 @@ class IntegerProgram(AbstractDivider):
     solver: str
 
     def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap; optimal within the solver's tolerance."""
+        """Divide one pool among its kernels; the division is optimal up to the tolerance."""
         try:
             import pulp
         except ImportError as error:
@@ -60,7 +60,7 @@ class IntegerProgram(AbstractDivider):
                 f"total_bytes={pool.total_bytes}, which its tolerance allows and we do not; "
                 f"use solver='exact'"
             )
-        # The solver's optimum is exact within its tolerance; the relaxation's bound may be tighter.
+        # The solver's optimum may be wrong by its tolerance; the relaxation's bound may be tighter.
         proven = max(relax(pool).bound_ns, division.time_ns - scale.doubt_ns)
         return pool.divided(division.choice, min(proven, division.time_ns), self.solver)
 
@@ -103,7 +103,7 @@ class IntegerProgram(AbstractDivider):
 
 @dataclass(frozen=True, eq=False)
 class _Scale:
-    """Scaled coefficients of all choices, minus each kernel's smallest time and workspace."""
+    """Times and workspaces of all choices, scaled, above the smallest ones of the same kernel."""
 
     times: list[float]
     workspaces: list[float]
@@ -120,8 +120,8 @@ class _Scale:
         workspaces = (choices.workspaces - np.repeat(smallest, sizes)).tolist()
         unit_ns = _unit(max(times), _DIGITS_TIME)
         unit_bytes = _unit(max(workspaces), _DIGITS_WORKSPACE)
-        # `room` is limited to the sum of all workspaces, so that it is of their scale. A larger
-        # pool would not exclude any choice either.
+        # `room` is at most the sum of all workspaces, so that it has the same scale. At that size,
+        # as at any larger one, it excludes no choice.
         return cls(
             times=[time / unit_ns for time in times],
             workspaces=[workspace / unit_bytes for workspace in workspaces],
