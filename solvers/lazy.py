@@ -2,17 +2,19 @@
 
 The solver takes the times of timed chunks, and lower bounds of the times of all others. If the
 split that it finds contains only timed chunks, no split is faster, because every other split costs
-at least its bound. Else the untimed chunks of the split are to be timed. The bounds rest on two
-assumptions about a curve, the times of one implementation over the chunk size, in any role:
+at least its bound. Else the untimed chunks of the split, or chunks of sizes near theirs, are timed
+next. A curve consists of the times of one implementation over the chunk size, in any role. The
+bounds rest on two assumptions about curves:
 
 * "grows": no chunk takes less time than a smaller one;
-* "economy": per sample, a chunk may take less time than both neighbouring timed sizes, but at most
-  a tenth less for each doubling between these two sizes after the first.
+* "economy": per sample, a chunk may take less time than both neighbouring timed sizes, but not much
+  less. Count the doublings that lead from the smaller to the larger of the two sizes. Each of them
+  but the first allows a tenth less.
 
 Measured times may contradict both assumptions. A time that is longer than that of a larger size is
 replaced by the shortest time of any larger size. Every timed size is compared with the bound that
 the other times of its curve give for it. If a time is below its bound, all bounds of the curve are
-lowered by the smallest such ratio.
+multiplied by the ratio of the two; of several such ratios, by the smallest.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class ChunkOption:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Time of the best known split, lower bound of any split, and the chunks to time next."""
+    """Time of the best known split, lower bound for all splits, and the chunks to time next."""
 
     time_ns: int | None  # of the best split of timed chunks, None if there is none
     bound_ns: int | None  # of any split, if the assumptions hold; None if no split exists
@@ -106,7 +108,7 @@ def outlook(
     best = _Solved(known, batch, launch_ns)
     optimistic = _Solved(bound_by_option, batch, launch_ns)
     time_ns, bound_ns = best.time_ns, optimistic.time_ns
-    # No chunks add up to the batch, timed or not, so nothing is worth timing.
+    # If no chunks add up to the batch, timed or not, nothing is worth timing.
     if bound_ns is None:
         return Outlook(time_ns, bound_ns)
     # A curve of which no chunk was timed has no bounds, so one chunk of each such curve is timed
@@ -183,7 +185,7 @@ def _is_new(curve: Iterable[ChunkOption]) -> bool:
 
 
 def _most_telling(option: ChunkOption) -> tuple[int, bool]:
-    """Sort key: larger sizes come last, because their times bound more sizes; then role ALONE."""
+    """Key for `max`: the largest size, because its time bounds most sizes; then role ALONE."""
     return option.batch, Role.ALONE in option.lists
 
 
@@ -194,8 +196,7 @@ def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> li
     sizes = tuple(option.batch for option in curve)
     bounds = _promises(sizes, points, tolerance)
     # The bound of a timed chunk is its time; if it ran too briefly, the lower end of its interval.
-    # `least_ns` does not apply to the undivided batch, which may take less
-    # time.
+    # `least_ns` does not apply to the undivided batch, which may take less time.
     return [
         max(bound, option.least_ns, 0 if option.lists == (Role.ALONE,) else least_ns)
         if option.interval is None
@@ -213,7 +214,7 @@ def _promises(
     points: tuple[tuple[int, Interval], ...],
     tolerance: float,
 ) -> tuple[int, ...]:
-    """Lower bounds of sizes from a curve's timed sizes, lowered if a time is below its bound."""
+    """Lower bounds for sizes, from a curve's timed sizes; lowered if a time is below its bound."""
     kept, of = 1, 1
     # Each time is compared with the bound that all other times give for its size.
     for place, (size, interval) in enumerate(points):
@@ -247,7 +248,7 @@ class _Curve:
         exact = above is not None and self._sizes[above] == size
         below = above if exact else at - 1 if at else None
         grown = 1 if below is None else self._growing[below]
-        # "economy" needs a larger timed size, and there is none.
+        # Without a larger timed size, "economy" gives no bound.
         if above is None:
             return grown
         return max(grown, self._economical(size, below, above))
@@ -275,7 +276,7 @@ def _middle(option: ChunkOption, curve: Sequence[ChunkOption]) -> ChunkOption:
     """The option nearest to the middle between the two timed sizes around a given option."""
     timed = sorted({other.batch for other in curve if other.interval is not None})
     place = bisect_left(timed, option.batch)
-    # Only the option's own time helps if it ran too briefly before, if its size was timed in
+    # No other size is of use if the option itself ran too briefly before, if its size was timed in
     # another role, or if no smaller size was timed.
     if option.batch in timed or not place:
         return option

@@ -16,12 +16,12 @@ from ucudnn.solvers._base import Item, require_int, require_items
 from ucudnn.solvers.reuse_table import ReuseTable
 from ucudnn.solvers.sweep import ANY, FIRST, LATER, SINGLE, Arc, Rows, Sweep, order
 
-# For one list of items: a chunk costs the same alone or among others, so there is one row, and
-# every chunk leads from it back to it.
+# With one list of items, a chunk costs the same alone or among others. So the table of costs has
+# one row (see sweep.py), and adding a chunk leads from this row to itself.
 _ONE_LIST = Rows(count=1, start=(0,), gate={ANY: 0}, arcs={ANY: (Arc(0, 0),)}, final=0, chain=0)
-# For three lists of items there are three rows. Row 0 has sequences of later chunks only, row 1
-# those of one first chunk and any number of later ones. Row 2 has the splits: it is not row 1,
-# because a first chunk by itself is no split.
+# With three lists of items there are three rows. Row 0 is for sequences of later chunks only, row 1
+# for those of one first chunk and any number of later ones. Row 2 is for splits. It differs from
+# row 1, because a first chunk by itself is no split, but a chunk alone is one.
 _THREE_LISTS = Rows(
     count=3,
     start=(0,),
@@ -56,10 +56,10 @@ def reuse(
     >>> table.split(3, limit=16)
     (Chunk(size=2, algorithm='fast'), Chunk(size=1, algorithm='fast'))
 
-    With all three lists, an item of `items` computes a batch alone. A split of two or more chunks
-    has one chunk of `first`, and all its other chunks are of `accumulate`. The lists differ because
-    a chunk alone is neither copied into a larger result nor added to one, and a first chunk is not
-    added.
+    With all three lists, an item of `items` computes a batch as its only chunk. A split of two or
+    more chunks has one chunk of `first`, and all its other chunks are of `accumulate`. The lists
+    differ because a chunk alone is neither copied into a larger result nor added to one, and a
+    first chunk is not added.
 
     Among splits that take equally long, the one with fewer chunks wins, then the one with less
     workspace, then the one with the lower sum of ranks.
@@ -90,7 +90,7 @@ def reuse(
 def reuse_by_position(
     items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int = 0
 ) -> ReuseTable | None:
-    """`reuse` of three lists, by the position of their chunks; None if no split is possible.
+    """`reuse` of three lists, by the position of their chunks; None if they make no split.
 
     >>> reuse_by_position({"alone": [], "first": [Item(1, 0, 5, "fast")], "later": []}, 1) is None
     True
@@ -99,8 +99,8 @@ def reuse_by_position(
     # Without later chunks a first chunk cannot be part of a split.
     if not later:
         first = ()
-    # Later chunks need a first chunk. So without first chunks, only a chunk alone can be a split,
-    # and without those there is none.
+    # Later chunks need a first chunk. So without first chunks only a chunk alone can be a split,
+    # and if there is no such chunk either, there is no split.
     if not alone and not first:
         return None
     return reuse(alone, batch, first=first, accumulate=later, launch_ns=launch_ns)
@@ -109,9 +109,9 @@ def reuse_by_position(
 def _by_role(
     items: Iterable[Item], first: Iterable[Item] | None, accumulate: Iterable[Item] | None
 ) -> dict[int, tuple[Item, ...]]:
-    """The lists by the role of their chunks, without items that no split can contain."""
-    # If only one of these two lists were given, no split of several chunks would be found, without
-    # any error.
+    """The lists as tuples, by the role of their chunks; a ConfigError if they are not valid."""
+    # With only one of these two lists, no split of several chunks would be found, so it is an error
+    # to leave the other one out.
     if (first is None) != (accumulate is None):
         missing = "first" if first is None else "accumulate"
         raise ConfigError(

@@ -16,7 +16,7 @@ from ucudnn.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class WalkEntry:
-    """Entry of a plan file for one batch: the item that computes it alone, or else the last chunk.
+    """Entry of a plan for one batch: how to compute it alone, and the last chunk of its sequence.
 
     Args:
         alone: the item that computes the batch alone, if that is best; else None.
@@ -41,9 +41,9 @@ class ReuseTable:
 
     Args:
         batch: the largest batch N.
-        rows: the states of the problem's variant.
-        costs: the items in the order of the sweep.
-        history: every cost that each batch had in each state during the sweep.
+        rows: the rows of the table of costs, see sweep.py.
+        costs: the items in the order of the sweep, and their costs.
+        history: every cost that each batch had in each row during the sweep.
     """
 
     batch: int
@@ -62,9 +62,10 @@ class ReuseTable:
         entries = self.history.entries(self.rows.final, n)
         keys, last = self.history.keys[entries].tolist(), self.history.last[entries].tolist()
         for key, item in zip(keys, last, strict=True):
-            # Keys fall from entry to entry. An entry that takes as long as the one before it only
-            # has fewer chunks or lower ranks, and is no new point of the front. If several entries
-            # have the same workspace, the last one is the fastest and replaces those before it.
+            # Keys (costs as integers) fall from entry to entry. An entry that takes as long as the
+            # one before it only has fewer chunks or lower ranks, and is no new point of the front.
+            # If several entries have the same workspace, the last one is the fastest and replaces
+            # those before it.
             if key // self.costs.unit_ns != time_ns:
                 time_ns = key // self.costs.unit_ns
                 fastest[int(self.costs.workspaces[item])] = time_ns
@@ -83,7 +84,7 @@ class ReuseTable:
     def split(self, n: int, limit: int | None = None) -> tuple[Chunk, ...]:
         """The fastest split of batch n within a workspace limit.
 
-        The sizes of all chunks but the first do not increase.
+        After the first chunk, no chunk is larger than the one before it.
 
         Args:
             n: the batch, from 1 to N.
@@ -120,11 +121,11 @@ class ReuseTable:
     def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
         """The entries of a plan for n = 1..N, from which the split of any n can be read.
 
-        If `alone` is None, `last` is the last chunk of n, and the chunks before it are those of n -
-        last.batch. The chunks found in this way take as long as those of `split`, with one
-        exception: with three lists they may be a first chunk by itself, which is no split. It would
-        have to be faster than every split and every chunk alone. Measured times exclude this,
-        because a call alone does no more work than a first chunk.
+        If `alone` of n is None, the last chunk of n is its `last`, the chunk before it is the
+        `last` of n - last.batch, and so on. The chunks found in this way take as long as those of
+        `split`, with one exception: with three lists, a first chunk by itself may be found, which
+        is no split. This happens only if it is faster than every split and every chunk alone.
+        Measured times exclude this, because a call alone does no more work than a first chunk.
 
         Args:
             limit: workspace in bytes, None for any.
@@ -143,7 +144,7 @@ class ReuseTable:
         return item if item.batch == n else None
 
     def _last(self, n: int, count: int) -> Item | None:
-        """The last chunk of the best sequence; its first chunk only if it is the only one."""
+        """The last chunk of the best sequence: its first chunk only if it has no later chunks."""
         first = None
         for role, item in self._chunks(self.rows.chain, n, count):
             if role != FIRST:
@@ -189,7 +190,7 @@ class ReuseTable:
         return self._count(int(self.costs.workspaces[self.history.last[entry]]))
 
     def _count(self, limit: int | None) -> int:
-        """Number of items of the sweep within a limit."""
+        """Number of items of the sweep whose workspace is within a limit."""
         require_limit("limit", limit)
         if limit is None:
             return len(self.costs.items)

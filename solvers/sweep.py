@@ -20,8 +20,8 @@ import numpy as np
 from ucudnn.solvers._base import SAFE, Integers, Item
 
 # Number of items per block. numpy compares a block of items with the table at once, and rejects the
-# items for whose batch the table has a cost that is as low. The items that remain are compared
-# again one by one, because the table improves while they are added.
+# items whose cost is no lower than the one that the table has for their batch. The items that
+# remain are compared again one by one, because costs in the table fall while they are added.
 _BLOCK = 512
 # Roles of a chunk: SINGLE if it is alone, FIRST of several, or LATER; ANY if the role does not
 # matter.
@@ -40,7 +40,7 @@ class Arc:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The states of the problem with one list or with three, and the transitions between them."""
+    """The rows of the table for one list of items or for three, and the arcs between them."""
 
     count: int
     start: Sequence[int]  # rows in which batch 0 costs nothing
@@ -67,10 +67,10 @@ class Costs:
 def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Costs:
     """Sort items for the sweep, and make one integer of each item's time, chunk count and rank.
 
-    Items are sorted by workspace. Any order of the items of one workspace gives the same costs.
-    Those with the least time per sample come first, because then fewer passes are needed. The order
-    does not depend on that of the lists, so that the same items always give the same splits. Items
-    larger than the batch are left out.
+    Items are sorted by workspace. Of the items of one workspace, those with the least time per
+    sample come first. Any other order of these would give the same costs, but need more passes. The
+    order does not depend on that of the lists, so that the same items always give the same splits.
+    Items larger than the batch are left out.
     """
     items, roles = _joined(lists, batch)
     batches = np.array([item.batch for item in items], np.int64)
@@ -131,7 +131,7 @@ class Sweep:
         self._rows = rows
         self._costs = costs
         self._end = batch + 1
-        # A row is nearly twice as long as the batch, because a pass reshapes it into a grid whose
+        # A row is about twice as long as the batch, because a pass reshapes it into a grid whose
         # last line may reach beyond the batch.
         self._cost = np.full((rows.count, 2 * batch + 1), costs.infinite, costs.keys.dtype)
         self._cost[list(rows.start), 0] = 0
@@ -141,7 +141,7 @@ class Sweep:
     def run(self) -> History:
         """Insert every item that lowers a cost, and sort the log by row and batch."""
         costs = self._costs
-        # Roles that no item has here have no gate; they need some value, too.
+        # A role without a gate has no items. Its place in the array needs some value, here 0.
         gates = np.array([self._rows.gate.get(role, 0) for role in range(max(self._rows.gate) + 1)])
         rows = gates[costs.roles]
         for start in range(0, len(costs.keys), _BLOCK):
@@ -168,10 +168,10 @@ class Sweep:
     def _repeated(self, row: int, size: int, key: int) -> Integers:
         """Costs of batches from `size` on after any number of copies of one chunk were added.
 
-        Batches with the same remainder modulo the size are computed together: over n, the lowest
-        cost minus that of n // size copies is a running minimum.
+        Batches n with the same remainder modulo the size are computed together: for them, the
+        lowest cost of n minus the cost of n // size copies is a running minimum over n.
         """
-        # The grid has a line per number of copies and a column per residue class.
+        # The grid has a line for each number of copies and a column for each remainder.
         lines = -(-self._end // size)
         grid = self._cost[row, : lines * size].reshape(lines, size)
         paid = self._counts[:lines] * key
@@ -217,7 +217,7 @@ class History:
         return slice(int(self.starts[cell]), int(self.starts[cell + 1]))
 
     def latest(self, row: int, n: int, count: int) -> int | None:
-        """The last entry that the first `count` items have made in a cell; None without one."""
+        """The last entry that the first `count` items made in a cell; None if they made none."""
         cell = self.entries(row, n)
         place = int(np.searchsorted(self.last[cell], count))
         return cell.start + place - 1 if place else None
