@@ -1,9 +1,9 @@
 """Collectives: formulas for the time in which ranks add up or gather data.
 
 Each message takes a latency and a time for each byte. A rank sends one message at a time, and can
-receive one at the same time. Adding up takes no time. The names are from Ben-Nun and Hoefler,
-"Demystifying Parallel and Distributed Deep Learning", ACM Computing Surveys 2019. The formula of
-`ring` is from Thakur, Rabenseifner, Gropp, IJHPCA 2005.
+receive one at the same time. Adding up takes no time. The collectives are named as in Ben-Nun and
+Hoefler, "Demystifying Parallel and Distributed Deep Learning", ACM Computing Surveys 2019. The
+formula of `ring` is from Thakur, Rabenseifner, Gropp, IJHPCA 2005.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Collective = Callable[[int, float, Link], float]
 
 
 def ring(ranks: int, size_bytes: float, link: Link) -> float:
-    """All-reduce in a ring: each 1 / ranks of the data goes round twice: added up, then copied.
+    """All-reduce in a ring: each of `ranks` parts goes round twice, to be added up, then copied.
 
     >>> ring(4, 4000, Link(1000, 1.0))
     12000.0

@@ -1,10 +1,11 @@
 """Load balancing: how many samples each of several unequal devices should compute.
 
-Each device has its own time for each local batch. The times need not increase with the batch, as
-plans are better at some sizes than at others. The makespan is the time of the slowest device.
-Dynamic programming over the devices finds the smallest makespan, and then the smallest sum of times
-within that makespan. The heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER 2018)
-is an example.
+The samples that one device computes are its local batch. Each device has its own time for each
+local batch. The times need not increase with the local batch, because plans are better at some
+sizes than at others. The makespan is the time of the slowest device. Dynamic programming over the
+devices finds the smallest makespan, and then the smallest sum of times within that makespan. An
+example of such devices is the heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER
+2018).
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ def _best(
 
     Two times are combined by `np.maximum` or by `np.add`.
     """
-    # Dynamic programming, device by device. `least` is the least time for n samples on the devices
-    # so far. `back` is the last device's size in that time, which the traceback at the end follows.
-    # Sums that might overflow 64 bits are computed with Python's ints.
+    # Dynamic programming, device by device. `least` has the least time of n samples on the devices
+    # so far, and `back` the size of the last of these devices in that division. The loop at the end
+    # reads the sizes from `back`. Sums that might overflow 64 bits are computed with Python's ints.
     infinite = 1 + sum(max(sizes.values()) for sizes in choices)
     dtype = np.int64 if 2 * infinite < SAFE else object
     least = np.full(batch + 1, infinite, dtype)

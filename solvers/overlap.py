@@ -1,11 +1,12 @@
 """Overlap of backward and gradient exchange: the best buckets, and when the exchange ends.
 
 Backward computes gradients one after the other. A bucket can be sent as soon as its last gradient
-is ready, while backward goes on; buckets are sent one after the other. If there are few large
-buckets, each waits long for its last gradient. If there are many small ones, the fixed cost of an
-exchange is paid often. A dynamic program finds the best cut into buckets. Of all cuts of the first
-n gradients, only the one whose exchanges end first matters, because the link is free for the rest
-earlier (MG-WFBP: Shi, Chu, Li, INFOCOM 2019).
+is ready, while backward goes on. If there are few large buckets, each waits long for its last
+gradient. If there are many small ones, the fixed cost of an exchange is paid often. `bucket` finds
+the best cut into buckets that are sent one after the other, by a dynamic program. Of all cuts of
+the first n gradients, only the one whose exchanges end first matters, because it leaves the link to
+the other gradients earliest (MG-WFBP: Shi, Chu, Li, INFOCOM 2019). `overlap` simulates exchanges
+that also slow each other and computing down.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Curve:
         times_ns: time in ns for each size, not falling.
 
     Raises:
-        ConfigError: there is no size, or the numbers are not as above.
+        ConfigError: there is no size, sizes do not rise, or times fall or are negative.
     """
 
     sizes: tuple[int, ...]
@@ -56,7 +57,7 @@ class Curve:
 
     @classmethod
     def line(cls, fixed_ns: float, per_byte_ns: float) -> Curve:
-        """A fixed time, and an additional time for each byte.
+        """The curve of a fixed time and an additional time for each byte.
 
         >>> Curve.line(1000, 0.5).time_ns(4096)
         3048
@@ -81,7 +82,8 @@ class Contention:
     """How much longer exchanges and computing take if they run at once.
 
     Args:
-        pair: time of two exchanges at once over the time of one: 1 to 2, in turn.
+        pair: time of two exchanges at once over the time of one: from 1 to 2; with 2, exchanges
+            run one after the other.
         computing: time of computing during exchanges over its time without them.
         exchanging: time of an exchange during computing over its time without it.
     """
@@ -108,11 +110,12 @@ class Contention:
             pair: time of two exchanges at once over the time of one.
             computing_ns: time of computing by itself.
             exchanging_ns: time of one or more exchanges in turn by themselves.
-            computed_ns: time until computing has ended if the exchanges begin with it.
-            exchanged_ns: time until the exchanges have ended.
+            computed_ns: if computing and exchanging begin at once: time until computing ends.
+            exchanged_ns: in the same run: time until the last exchange ends.
         """
-        # Both are under way until one has ended; the rest of the other one takes as long as by
-        # itself. Noise may leave nothing of them for the time before.
+        # Computing and exchanges overlap for `both_ns`. What is then left of the longer of the two
+        # takes as long as it would by itself. The rest of its time by itself belongs to `both_ns`.
+        # Because of noise this rest may be 0 or negative; at least a tenth of `both_ns` is used.
         both_ns = min(computed_ns, exchanged_ns)
         computing_ns -= computed_ns - both_ns
         exchanging_ns -= exchanged_ns - both_ns
@@ -128,7 +131,8 @@ def overlap(
 ) -> tuple[list[int], int]:
     """End of each exchange and of computing in ns, if exchanges begin while computing goes on.
 
-    Exchanges begin in this order. At most two are under way at once.
+    Exchanges begin in the order of `ready_ns`. At most two are under way at once; only one, if two
+    at once take as long as one after the other.
 
     >>> overlap([10, 20, 60], [30, 5, 5], 60, Contention())
     ([40, 45, 65], 60)
@@ -141,7 +145,7 @@ def overlap(
         ready_ns: time of computing after which each exchange may begin, not falling.
         costs_ns: duration in ns of each exchange by itself.
         computing_ns: duration of computing by itself, at least the last of `ready_ns`.
-        contention: how much they slow each other down.
+        contention: how much exchanges and computing slow each other down.
     """
     now = done = 0.0
     left = [float(cost) for cost in costs_ns]
@@ -198,14 +202,14 @@ def bucket(
 ) -> Buckets:
     """Cut gradients into contiguous buckets so that the last exchange ends as early as possible.
 
-    Of all such cuts, the result has the fewest buckets. It is exact, and found in O(n^2) operations
-    for n gradients and each bucket.
+    Of the cuts that end as early, or later by at most `slack_ns`, the result has the fewest
+    buckets. The search is exact. For n gradients it takes O(n^2) operations per bucket.
 
     >>> bucket([10, 20, 500], [1000, 1000, 10], Curve.line(100, 0.1))
     Buckets(counts=(2, 1), sizes=(2000, 10), end_ns=601)
 
     Args:
-        ready_ns: time in ns at which each gradient is ready, in the order in which they are sent.
+        ready_ns: time in ns at which each gradient is ready, in the order of sending.
         sizes: bytes of each gradient.
         curve: time of an exchange over its bytes.
         slack_ns: time in ns by which the last exchange may end later if that saves buckets.

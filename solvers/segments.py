@@ -1,10 +1,10 @@
-"""Choose how to run each module of a step, for every limit of its peak memory at once.
+"""Choose how to run each module of a step, for every limit of the step's peak memory at once.
 
 The module that runs first in forward runs last in backward. So the tensors that a module keeps for
 its backward stay allocated while all later modules run. While a module runs, a step needs the bytes
 that all earlier modules keep, plus the bytes that this module needs. A dynamic program goes from
-the last module to the first. It needs two numbers for all later modules together: their time, and
-the bytes that they need above what is allocated when they begin.
+the last module to the first. Of all later modules together it needs only two numbers: their time,
+and the bytes that they need above what is allocated when they begin.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A module of a step: it runs as a whole in one of its options, or each child by itself.
+    """A module of a step: it runs as a whole by one of its options, or child by child.
 
     >>> whole, part = Option(0, 8, 30, "whole"), Option(4, 6, 10, "part")
     >>> len(Node((whole,), children=(Node((part,)), Node((part,)))).children)
@@ -68,7 +68,7 @@ class Node:
             modules are nodes with one option.
 
     Raises:
-        ConfigError: the node has neither an option nor a child, or a value has another type.
+        ConfigError: the node has neither an option nor a child, or a value has a wrong type.
     """
 
     options: tuple[Option, ...] = ()
@@ -90,7 +90,9 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
-    """Result of `segment`: the front of a step, and the options behind each of its points.
+    """Result of `segment`: the front of a step, and the options that make each of its points.
+
+    The options of a point are read from a log, whose entries are linked.
 
     >>> root = Node((Option(0, 8, 30, "whole"),), (Node((Option(4, 6, 10, "part"),)),) * 2)
     >>> table = segment(root)
@@ -105,7 +107,8 @@ class SegmentTable:
         entries: for each point, the entry of the log that holds its first option.
         options: the options of all nodes.
         picked: for each entry of the log, the index of its option.
-        following: for each entry, the entry of the option that runs next; 0 at the end of the step.
+        following: for each entry of the log, the entry of the option that runs next; 0 at the end
+            of the step.
     """
 
     peaks: list[int]
@@ -165,7 +168,7 @@ class SegmentTable:
 
 
 def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
-    """Find the fastest choice of options for a step, for every limit of its peak at once.
+    """Find the fastest choice of options for a step, for every limit of the step's peak at once.
 
     >>> first = Node((Option(8, 10, 5, "as it is"), Option(2, 10, 8, "recomputed")))
     >>> last = Node((Option(8, 10, 5, "as it is"), Option(2, 10, 8, "recomputed")))
@@ -175,19 +178,19 @@ def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
     >>> [option.choice for option in table.choose(limit=12)]
     ['recomputed', 'as it is']
 
-    By default the front is exact, and may have as many points as there are choices. With a larger
-    resolution, of all points between two multiples of it only the fastest is kept; the point of the
-    smallest peak is always kept. Every point still has the true peak and time of its choice. For
-    any choice of m options there is a point that is no slower, and whose peak is larger by less
-    than m times the resolution.
+    By default the front is exact, and may have as many points as there are choices. If
+    `resolution_bytes` is larger than 1, of all points between two multiples of it only the fastest
+    is kept; the point of the smallest peak is always kept. Every point still has the true peak and
+    time of its choice. For any choice of m options there is a point that is no slower, and whose
+    peak is larger by less than m times the resolution.
 
     If several options of a node give the same memory and time, together with all that follows, the
     first option is chosen. An option of the node is chosen before options of its children.
 
     Args:
         root: the whole step.
-        resolution_bytes: difference of peaks in bytes, per option chosen, that does not matter; 1:
-            the front is exact.
+        resolution_bytes: difference of peaks in bytes that does not matter, for each option chosen;
+            with 1 the front is exact.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -214,7 +217,7 @@ class _Rest:
 
 
 class _Search:
-    """The dynamic program; its log has the option and the rest that each point was made of."""
+    """The dynamic program; its log says which option and which later point make each point."""
 
     def __init__(self, root: Node, resolution_bytes: int) -> None:
         self._root = root
@@ -239,7 +242,7 @@ class _Search:
         )
 
     def _ahead(self, node: Node, rest: _Rest) -> _Rest:
-        """The front of a node with all that follows it; `rest` is the front without the node."""
+        """The front of a node with all that follows it; `rest` is the front of what follows."""
         rooms = [np.maximum(rest.rooms + o.kept_bytes, o.peak_bytes) for o in node.options]
         times = [rest.times + o.time_ns for o in node.options]
         inner = rest
@@ -250,7 +253,7 @@ class _Search:
             times.append(inner.times)
         room, time = np.concatenate(rooms), np.concatenate(times)
         points = self._undominated(room, time)
-        # The points of the node's own options come first: for each option, one per point of `rest`.
+        # The points of the node's own options come first: each option with each point of `rest`.
         count = len(rest.rooms)
         is_own = points < len(node.options) * count
         entries = np.empty_like(points)
@@ -266,7 +269,7 @@ class _Search:
         return np.arange(self._entries - len(lines), self._entries)
 
     def _undominated(self, rooms: Integers, times: Integers) -> Integers:
-        """Indices of the points that no other dominates, one per multiple of the resolution.
+        """Indices of undominated points: the fastest between every two multiples of the resolution.
 
         A dominated point can be dropped: whatever modules are put before it, the point that
         dominates it is still better.
@@ -279,8 +282,8 @@ class _Search:
         multiples = ascending // self._resolution
         # Times fall, so the last point of each multiple of the resolution is the fastest.
         kept = np.append(multiples[1:] != multiples[:-1], True)
-        # The fastest point that needs the least memory is kept, too, so that the smallest peak is
-        # exact.
+        # Of the points that need the least memory, the fastest is kept, too, so that the smallest
+        # peak is exact.
         kept[np.searchsorted(ascending, ascending[0], "right") - 1] = True
         left: Integers = points[kept]
         return left
