@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from ucudnn.tuning.session import Session
 
 
-# Time in ns that a call of a planned layer takes on the host in addition to its kernel, as
-# benchmarks/overhead.py has found: it looks up its plan, and has an autograd node in Python.
+# Time in ns that a call of a planned layer takes on the host in addition to its kernel, measured by
+# benchmarks/overhead.py. In this time the call looks up its plan and makes an autograd node in
+# Python.
 PLANNED_CALL_NS = 30_000
 
 
@@ -88,7 +89,7 @@ def recall_race(
 def _keys(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool
 ) -> list[MeasurementKey]:
-    """One key per split, with an identity of this race, because samples of races do not compare."""
+    """One key per split, with an identity of the race: other races' samples are not comparable."""
     # The texts are sorted, so that the same splits in another order have the same identity.
     texts = sorted(map(str, splits))
     identity = hashlib.sha256(f"{' | '.join(texts)} | {has_bias}".encode()).hexdigest()[:16]
@@ -138,10 +139,10 @@ def choose(
     """The winner within the limit: torch's default, unless another split is clearly faster.
 
     Of finalists that tie with the fastest, the one with the least workspace wins; if several need
-    as little, the one with the fewest chunks, and then a deterministic one. A finalist ties if
-    neither is clearly faster and their median times are within 2 %, because with wide intervals
-    alone much slower calls would tie. `overhead_ns` is added to all times that are compared with
-    those of torch's default.
+    as little, the one with the fewest chunks, and then a deterministic one. A finalist ties if the
+    fastest is not clearly faster, and if the finalist takes at most 2 % longer by the median. With
+    wide intervals, the first condition alone would let much slower calls tie. `overhead_ns` is
+    added to all times that are compared with those of torch's default.
 
     >>> from ucudnn.plan import Chunk
     >>> def entry(name, *samples):
@@ -160,7 +161,7 @@ def choose(
         and (entry.is_deterministic or not deterministic)
     ]
     default = next((entry for entry in fitting if entry.split.is_default), None)
-    # If no finalist is clearly faster than torch's own convolution, only the latter is left.
+    # If no finalist is clearly faster than torch's own convolution, only torch's own is left.
     if default is not None:
         faster = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)]
         fitting = faster or [default]

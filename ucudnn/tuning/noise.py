@@ -12,8 +12,8 @@ from ucudnn.plan import KernelPlan, Plan, Timing
 _WIDE = 0.1
 # A prediction is wrong if it differs from the measured time by more than this fraction.
 _OFF = 0.25
-# A plan is noisy if more than these fractions of its kernels were timed on a busy machine, have
-# times that vary too much, or were predicted wrongly.
+# A plan is noisy if more than the first fraction of its kernels were timed on a busy machine, more
+# than the second have times that vary too much, or more than the third were predicted wrongly.
 _MOST_PERTURBED, _MOST_WIDE, _MOST_OFF = 0.1, 0.25, 0.25
 
 

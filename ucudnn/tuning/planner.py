@@ -1,4 +1,4 @@
-"""Plan one kernel under one limit: measure or recall chunks, solve, race whole calls.
+"""Plan one kernel within one limit: measure or recall chunks, solve, race whole calls.
 
 If no split fits the workspace limit, the error names the smallest limit that would suffice.
 """
@@ -38,9 +38,10 @@ class KernelPlanner:
         self._limit = source.bounds.limit
 
     def decide(self) -> KernelPlan | None:
-        """The plan that wins a race of whole calls; None if the time ran out before any was found.
+        """The plan of the best split; None if the time ran out before any split was found.
 
-        Raises PlanError if no plan fits the limit.
+        The best split has won a race of whole calls or, if there was no time for a race, is the
+        fastest by predicted times. Raises PlanError if no plan fits the limit.
         """
         try:
             # Each pass of this loop returns, raises an error, or lowers the limit for chunks.
@@ -84,8 +85,8 @@ class KernelPlanner:
         default = None if own is None else own.timing
         layers = self._source.kernel.layers
         plan = plan_by(tables, self._problem, winner.split, layers, winner.timing, default)
-        # Notes on algorithms that were ruled out are left out for those that the plan uses, and for
-        # torch's own if it was raced.
+        # Notes of the plan say why algorithms were ruled out. Algorithms that the plan uses get no
+        # such note, nor does torch's own convolution if it was raced.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
         ruled_out = [said for name, said in evidence.ruled_out if name not in raced]
         return replace(
@@ -135,7 +136,7 @@ class KernelPlanner:
         # is that of the whole call, unless the whole call adds a bias.
         if splits == [default] and own is not None and not self._source.kernel.has_bias:
             return predict(tables, splits, own)
-        # Nothing can be raced when the time is over, or in a recording that lacks this race.
+        # `raced` is None if the time is over, or if a recording lacks this race.
         raced = self._source.race(splits)
         return predict(tables, splits, self._source.default) if raced is None else raced
 
@@ -176,11 +177,13 @@ class KernelPlanner:
             raise self._nothing_fits(evidence)
         need, chunk = min(needs)
         self._call_overhead_bytes = need - chunk
-        # The limit is lowered by the whole excess. Otherwise other algorithms that need almost as
-        # much workspace would be raced one after the other. It is also set below `chunk`, so that
-        # the same split is not found again.
+        # The limit for chunks is lowered by all the bytes by which the whole call exceeds its
+        # limit. Otherwise other algorithms that need almost as much workspace would be raced one
+        # after the other. The new limit is also below `chunk`, so that the same split is not found
+        # again.
         lower = min(chunk_limit - (need - limit), chunk - 1)
-        # Even a split without any workspace would exceed the limit as a whole call.
+        # If `lower` is negative, even a split whose chunks need no workspace would exceed the limit
+        # as a whole call.
         if lower < 0:
             raise self._nothing_fits(evidence)
         # Free the operands before the next source allocates its own.
@@ -201,8 +204,9 @@ class KernelPlanner:
                 f"{format_bytes(least)} and was not timed; tune on the device with these settings"
             )
         more = "" if config.policy == "all" else " or allow more sizes by policy"
-        # This limit was not set by the user: it is what a memory budget leaves to the kernel. The
-        # caller knows what else is allocated, and adds by how much to raise the budget.
+        # If the user did not set this limit, it is what a memory budget leaves to the kernel. Then
+        # `Limits.refusal`, which knows what else is allocated, adds by how much to raise the
+        # budget.
         if config.memory_budget is not None and limit != config.limit_bytes:
             return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
         total, calls = config.total_bytes, len(source.kernel.layers)
@@ -223,7 +227,7 @@ class KernelPlanner:
 def predict(
     tables: Sequence[AbstractSplitTable], splits: Sequence[Split], default: Measurement | None
 ) -> list[Finalist]:
-    """Finalists without a race: torch's own as it was measured, others as sums of their chunks.
+    """Finalists without a race: torch's own convolution as measured, others as sums of chunks.
 
     A split with a chunk that was not timed in its position is left out.
     """
@@ -283,8 +287,8 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> Pl
 
 
 def _ran(entry: Measurement) -> bool:
-    # A candidate over the limit is run once for its workspace, and not timed. It counts, because a
-    # higher limit may allow it.
+    # A candidate that exceeds the limit is run once for its workspace, and not timed. It counts as
+    # run, because a higher limit may allow it.
     return entry.workspace_bytes is not None and entry.status != "failed"
 
 

@@ -161,8 +161,8 @@ class TuningScheduler:
         if self.session.is_recorded:
             return
         # If the user set a time budget, what is left of it is used for kernels whose plan was not
-        # raced. A default budget is not used up for small gains. If two layouts may be tuned,
-        # none of them uses it up, because the first one must leave time for the second.
+        # raced. A default budget is not used up for small gains. With layout="auto" no budget is
+        # used up, because the first layout must leave time for the second.
         race_s = LEAST_RACE_STEPS * self._step_s
         if self._config.layout == "keep" and self._budget.go_on(race_s):
             self._tune_by_gain(self.results.unraced)
@@ -202,7 +202,7 @@ class TuningScheduler:
                 self.results.plans[problem] = plan
 
     def _tune_missing(self) -> None:
-        """Tune kernels that would exceed their limit without a plan."""
+        """Tune kernels that have no plan yet, not even one by torch's own convolution."""
         for extend in self._budget.extensions(self._default_budget_s):
             if missing := self.results.missing:
                 extend()
@@ -217,7 +217,7 @@ class TuningScheduler:
 
     def _tune_each(self, groups: Iterable[Sequence[Problem]]) -> None:
         for problems in groups:
-            # With a pool, the kernels are still planned then, from what was measured before.
+            # With a pool, kernels are planned even after the deadline, by what was measured before.
             if self._budget.is_over and self.results.pool is None:
                 return
             self._report(problems[0])
@@ -253,7 +253,7 @@ class TuningScheduler:
 
     def _look(self, problem: Problem) -> None:
         """Run torch's own convolution once, to know its time and to have a plan to fall back to."""
-        # Kernels that are left out here are named in a warning at the end.
+        # A warning at the end counts the kernels that are left out here and get no plan later.
         if self.session.is_over:
             return
         source = self._source(problem)
@@ -278,14 +278,14 @@ class TuningScheduler:
 
         def source_at(batch: int) -> AbstractSource:
             limit = self.results.limit_at(plan.problem, batch)
-            # Any plan that fits will do, so that every possible gain is tolerated.
+            # Any plan that fits will do, so measuring ends at any possible gain.
             bounds = Bounds(limit, limit, tolerance=1.0)
             return self._source_within(plan.problem, bounds, batch=batch)
 
         return self.results.with_every_batch(plan, source_at)
 
     def _source(self, problem: Problem, limit: int | None = None) -> AbstractSource:
-        """The source of a kernel within a limit; None: within its present limit."""
+        """The source of a kernel within a limit; None: within the kernel's present limit."""
         limit = self.results.limit_of(problem) if limit is None else limit
         default, tolerance = self._shares.defaults.get(problem), 0.0
         if not self.session.is_recorded and self._total_ns and default is not None:

@@ -101,7 +101,7 @@ class AbstractSource(ABC):
 
     @property
     def _may_cut_rows(self) -> bool:
-        """True unless torch's own convolution fits the limit."""
+        """True unless torch's own convolution is known to fit the limit."""
         workspace, limit = self.default.workspace_bytes if self.default else None, self.bounds.limit
         # Neighbouring slabs read some input rows twice. So slabs are tried only if the limit
         # excludes torch's own convolution of the whole batch.
@@ -116,7 +116,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def hoped_front(self) -> Front:
-        """Lower bounds of the time of every split for each workspace; nothing is measured."""
+        """For each workspace a lower bound of the time of every split; nothing is measured."""
 
     def _front(self, measurements: Iterable[Sequence[Measurement]]) -> Front:
         # Splits along all axes compete for the same workspace, so they share one front.
@@ -156,7 +156,7 @@ class AbstractSource(ABC):
 
     @property
     def lacks_time(self) -> bool:
-        """True if a measurement was left out that would have ended after the time budget."""
+        """True if a measurement was left out because it would have ended after the time budget."""
         return False
 
     @abstractmethod
@@ -233,7 +233,7 @@ class LiveSource(AbstractSource):
             self.session.flush()
         measurers = [self._measurer(cut) for cut in self.cuts]
         # If the time is over, kernels of a pool also use chunks that were timed by a single run,
-        # because the pool was divided by the same times.
+        # because the division of the pool rests on such times, too.
         is_rough = self.config.total_bytes is not None and (self.session.is_over or self.lacks_time)
         return Evidence(
             tuple(tuple(one.timed if is_rough else one.usable) for one in measurers),
@@ -244,14 +244,15 @@ class LiveSource(AbstractSource):
 
     @property
     def lacks_time(self) -> bool:
-        """True if a measurement was left out that would have ended after the time budget."""
+        """True if a measurement was left out because it would have ended after the time budget."""
         return any(measurer.lacks_time for measurer in self._measurer_by_cut.values())
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Race splits as whole calls if there is time for it, else recall their race."""
         session, problem, has_bias = self.session, self.kernel.problem, self.kernel.has_bias
-        # Before the first round each call is run once for its workspace and once to warm up. If
-        # there is no time for that, a race in the cache still makes a better plan than predictions.
+        # A race takes at least three runs of each call: one for its workspace, one to warm up, and
+        # one round. If there is no time for that, a race in the cache still makes a better plan
+        # than predictions.
         race_ns = 3 * len(splits) * self._measurer(self.cuts[0]).whole_ns
         if not session.may_race or not session.has_time_for(race_ns):
             return recall_race(session, problem, splits, has_bias)
@@ -273,7 +274,7 @@ class ReplayedSource(AbstractSource):
 
     def __post_init__(self) -> None:
         # The measurement of torch's own convolution is taken from the recording, not from the
-        # argument.
+        # argument `default`.
         self.default = self.look_at_default()
 
     def look_at_default(self) -> Measurement | None:
@@ -290,8 +291,8 @@ class ReplayedSource(AbstractSource):
             raise self._miss()
         usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
         if not self._has_split(usable):
-            # When this kernel was recorded, tuning did not go beyond first runs, so their times are
-            # used.
+            # If the chunks that were timed in full make no split, chunks that were run once are
+            # used, too.
             usable = tuple(tuple(filter(self._is_timed, entries)) for entries in known)
         return Evidence(usable, known)
 
@@ -311,7 +312,7 @@ class ReplayedSource(AbstractSource):
 
     def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
         found = self._recall(cut.axis, cut.sizes)
-        # The recorded layer may have had a bias, and the layer of the replay none.
+        # The recorded layer may have had a bias, and the layer that is tuned now none.
         return tuple(entry for entry in found if entry.adds_bias == cut.adds_bias)
 
     def _recall(self, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
@@ -338,12 +339,12 @@ class ReplayedSource(AbstractSource):
         if entry.time_ns is None or (self.config.deterministic and not entry.is_deterministic):
             return False
         most = self.config.max_error
-        # Recordings that were not made by ucudnn may lack errors; a candidate of unknown error is
-        # not excluded.
+        # Recordings that were not made by ucudnn may lack the errors of results; a candidate of
+        # unknown error is not excluded.
         return most is None or (entry.error or 0.0) <= most
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """The race as it was recorded; None if it was not."""
+        """The race as it was recorded; None if it was not recorded."""
         return recall_race(self.session, self.kernel.problem, splits, self.kernel.has_bias)
 
 
