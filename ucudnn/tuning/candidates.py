@@ -76,7 +76,7 @@ class KernelCandidates:
         roles = dict.fromkeys(role_of(self.problem, one) for one in (Role.FIRST, Role.LATER))
         # Chunks of fprop and dgrad are written into a larger result. Chunks of the two smallest
         # sizes are also run in the role ALONE, because the workspace of the undivided call is
-        # extrapolated from it.
+        # extrapolated from these runs.
         tells = self._extrapolates and size in self.sizes[:2] and self.axis.extent in self.sizes
         if tells and self.problem.op != "wgrad":
             roles[Role.ALONE] = None

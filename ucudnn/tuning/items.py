@@ -1,4 +1,4 @@
-"""Measurements of one kernel as items for the solver: what a chunk costs in each role. Pure."""
+"""Measurements of one kernel as items for the solver: what a chunk costs in each role."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _single_items(
 ) -> list[Item]:
     """For each algorithm and batch the item of an undivided call: measured, or an upper bound.
 
-    A batch that was not timed costs at most as much as the next larger one that runs the same
-    implementation. A chunk alone costs at most as much as a chunk that is written into a larger
-    result.
+    A batch that was not timed is assumed to cost at most as much as the next larger one, if both
+    run the same implementation. A chunk alone costs at most as much as a chunk that is written into
+    a larger result.
     """
     # A later chunk of wgrad is added to a sum, so its time does not bound that of a chunk alone.
     later = [] if problem.op == "wgrad" else chunk_items(problem, measurements, Role.LATER)
@@ -100,14 +100,14 @@ def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
     """
     if is_whole:
         return (Role.ALONE,)
-    # A part of fprop or dgrad that was timed in the role ALONE may have no position in a split: it
-    # ran only to extrapolate the workspace of the whole call.
+    # A chunk of fprop or dgrad that was run in the role ALONE and is not the whole batch has no
+    # position in a split: it ran only to extrapolate the workspace of the whole call.
     places = (Role.FIRST, Role.LATER)
     return tuple(place for place in places if role_of(problem, place) == role)
 
 
 def rank_of(algorithm: str, is_deterministic: bool) -> int:
-    """Rank that breaks ties, lower first: deterministic before others, then torch's default."""
+    """Rank of an item, the lower is preferred: deterministic algorithms, then torch's default."""
     return 2 * (not is_deterministic) + (algorithm != DEFAULT_ALGORITHM)
 
 
@@ -126,7 +126,10 @@ def chunk_items(
     role: Role,
     size_by_part: Mapping[Problem, int] | None = None,
 ) -> list[Item]:
-    """Items of one role; their workspace includes `held_bytes`."""
+    """Items of the chunks measured in one role; their workspace includes `held_bytes`.
+
+    With `size_by_part` only chunks of these problems are included, else only micro-batches.
+    """
     total = held_bytes(problem, role)
     items = []
     for entry in measurements:

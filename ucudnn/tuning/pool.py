@@ -116,7 +116,7 @@ def divided(
 
 @dataclass(eq=False)
 class WorkspacePool:
-    """Divides one pool of workspace, and divides it anew after each measurement."""
+    """Divides one pool of workspace, and divides it anew after each turn of measurements."""
 
     config: Config
     layers: Mapping[Problem, tuple[str, ...]]
@@ -195,8 +195,9 @@ class WorkspacePool:
         now = monotonic()
         until = None if deadline is None else now + _DIVIDING * max(0.0, deadline - now)
         try:
-            # A pass that measured nothing is the last one, because the next would find the same. In
-            # a second tune that is the first pass.
+            # A pass that measured nothing is the last one, because the next pass would find the
+            # same. In a second tune, which finds all measurements in the cache, the first pass is
+            # the last one.
             while True:
                 before = self.session.measured
                 self._settled = {problem: set() for problem in self.layers}
@@ -217,14 +218,14 @@ class WorkspacePool:
     def learn(self) -> bool:
         """True if planning the kernels has shown that another division is needed or better.
 
-        Planning shows what calls need beyond their chunks, and times of chunks within the parts.
+        Planning shows how much workspace calls need beyond their chunks, and times more chunks.
         """
         for problem, error in self._refusals.items():
             one = self._known[problem]
             # The first point of the front is the least workspace that the chunks of one call need.
             # The error names the least that all calls of the kernel need together.
             surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
-            # The error shows nothing new, so another division would fail in the same way.
+            # If the error shows nothing new, another division would fail in the same way.
             if surplus <= self._surplus.get(problem, 0):
                 raise error
             self._surplus[problem], self._learned[problem] = surplus, error
@@ -306,7 +307,8 @@ class WorkspacePool:
                 if one.least and _below(one) not in self._settled[problem]
             ]
             if not unseen:
-                # Some chunks were not run for lack of time. They might fit, so no error is raised.
+                # If chunks were not run for lack of time, no error is raised, because they might
+                # fit. Otherwise `divided` raises the error.
                 if self._lacking_time:
                     break
                 divided(known, self._total_bytes, self.config.solver)
@@ -333,8 +335,8 @@ class WorkspacePool:
     def _look_for(self, problem: Problem, limit: int, until: float | None) -> None:
         """Measure a kernel until one of its splits fits a limit."""
         session = self.session
-        # Any split will do here. The time for chunks is set to be over, so that measuring ends as
-        # soon as there is a plan.
+        # Any split will do here. The time for chunks (`until`) is set to be over, so that measuring
+        # ends as soon as there is a plan.
         session.until, session.race_until = 0.0, until
         source = self.source_of(problem, limit)
         self.on_work(problem)
@@ -421,8 +423,8 @@ class WorkspacePool:
             sources = self._sources(problem)
             self._hoped[problem] = pareto(p for one in sources for p in one.hoped_front())
         known, points = self._known[problem], list(self._known[problem].front)
-        # If nothing is left to measure within a limit, the best split within it is also a lower
-        # bound for every smaller limit.
+        # If nothing is left to measure within a limit, the time of the best split within this limit
+        # is also a lower bound within every smaller limit.
         best = {_reach(limit): known.time_within(limit) for limit in self._settled[problem]}
         for point in self._hoped[problem]:
             starts = [point.workspace_bytes, *(1 + reach - known.surplus for reach in best)]
@@ -435,7 +437,7 @@ class WorkspacePool:
 
 
 def _reach(limit: int) -> int:
-    """Bytes of the largest limit for which measurements within `limit` suffice: 5 % more."""
+    """The largest limit in bytes that counts as measured once `limit` is measured: 5 % more."""
     return limit + limit // 20
 
 

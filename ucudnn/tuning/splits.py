@@ -32,7 +32,8 @@ from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bound
 # A chunk should take ten times as long as its call takes on the host (about 20 us in PyTorch). On
 # the CPU the time of a chunk includes that of the call.
 WORTHWHILE_NS = 10 * 20_000
-# Penalties per chunk in ns; each penalty gives one split to race. With 0, times count as measured.
+# The solver adds a penalty in ns to the time of each chunk. Each of these penalties gives one split
+# to race. With 0, times count as measured.
 # 2 ms are for a busy machine, on which threads wait for each other at the end of a chunk. With 1 s,
 # only the number of chunks counts.
 CHUNK_NS = (0, 2_000_000, 1_000_000_000)
@@ -40,7 +41,7 @@ CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 # Items by the position of their chunk in a split.
 Items = Mapping[str, Sequence[Item]]
 # How to compute each batch n = 1..N, as `ReuseTable.walk` returns it: undivided, or by a last chunk
-# of some size after the best chunks of the batch that is left.
+# of some size after the best chunks of the remaining samples.
 Walk = Sequence[WalkEntry]
 
 
@@ -128,12 +129,12 @@ class PlanDraft:
         return None if item is None else item.algorithm
 
     def _last(self, n: int, is_passed: bool) -> Item | None:
-        """Last chunk of a batch's best chain of chunks; None if it has or needs no chain."""
+        """Last chunk of a batch's best chain of chunks; None if the batch has or needs no chain."""
         return None if n in self._ended and not is_passed else self._walk[n - 1].last
 
     @property
     def _ended(self) -> frozenset[int]:
-        """Batches left to torch's own convolution; chains of larger ones may lead through them."""
+        """Batches left to torch's own convolution; chains of larger batches may pass through."""
         return self._undivided if self.winner.is_default else frozenset()
 
     def _passed(self) -> set[int]:
@@ -166,7 +167,7 @@ def end_of(walk: Walk) -> Split | None:
 
 
 class Point(NamedTuple):
-    """The best split within some workspace."""
+    """Time of the best split within some workspace."""
 
     workspace_bytes: int
     time_ns: int
@@ -191,7 +192,8 @@ class AbstractSplitTable(ABC):
     """Splits of one kernel along one axis, found from the measurements of its chunks.
 
     Law: every split of `splits` computes the whole problem by chunks that fit the limit. The first
-    split is the fastest of all whose chunks were timed and take long enough to be worth a call.
+    split is the fastest of all whose chunks were timed and take long enough to be worth a call; if
+    there is none, shorter chunks are allowed.
     """
 
     axis: AbstractAxis
@@ -226,8 +228,8 @@ class AbstractSplitTable(ABC):
     def front(self) -> Front:
         """Front of time over workspace of the splits of the largest batch, without a limit.
 
-        Its points are splits into chunks that take long enough to be worth their calls. Only for
-        less workspace than those need, it has splits into shorter chunks.
+        Its points are splits into chunks that take long enough to be worth their calls. Splits into
+        shorter chunks are included only if they need less workspace than any of these.
         """
         points: list[Point] = []
         for choice in (worthwhile(self.items), self.items):
@@ -241,13 +243,16 @@ class AbstractSplitTable(ABC):
         return pareto(points)
 
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each chunk of a split; None if a chunk was not timed."""
+        """The fastest measurement of each chunk of a split.
+
+        None if a chunk was not timed, or if the split is along another axis.
+        """
         if axis_of(self.axis.problem, split) != self.axis:
             return None
         found = []
         for position, chunk in zip(positions(len(split.chunks)), split.chunks, strict=True):
-            # The last slab of a split may have fewer rows than the slab that was measured. The time
-            # of the full one is used.
+            # The last slab of a split may have fewer rows than the slab that was measured. Then the
+            # time of the measured one is used.
             wanted = self.axis.size_of(chunk), chunk.algorithm
             items = self.items[position]
             fitting = [item for item in items if (item.batch, item.algorithm) == wanted]
@@ -281,8 +286,8 @@ class BatchSplits(AbstractSplitTable):
         """Splits of the largest batch to race as whole calls, the fastest by its chunks first."""
         splits = [split for split in map(end_of, self._walks) if split is not None]
         batch, limit = self.axis.extent, self.limit
-        # The solver prefers chunks whose samples were short by chance. So the best undivided call
-        # is always raced, too.
+        # The solver prefers chunks whose times were short by chance. So the best undivided call is
+        # always raced, too.
         undivided = [
             item
             for item in self.items[Role.ALONE]
@@ -435,7 +440,7 @@ def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[It
 def worthwhile(items: Items) -> Items:
     """The items, without those that take too little time to be worth their calls."""
     return {
-        # A chunk that runs alone stays, because there is no alternative with fewer calls.
+        # A chunk that runs alone stays, because no split has fewer calls.
         position: [
             item for item in group if position == Role.ALONE or item.time_ns >= WORTHWHILE_NS
         ]
@@ -450,14 +455,14 @@ def _time_ns(item: Item) -> int:
 def _walk_all(
     items: Items, batch: int, limit: int | None, launch_ns: int = 0
 ) -> tuple[WalkEntry, ...]:
-    """The fastest split of every batch; it has short chunks only if nothing else fits."""
+    """The fastest split of every batch; too short chunks are used only if no others fit."""
     tables = (reuse_by_position(choice, batch, launch_ns) for choice in (worthwhile(items), items))
     found = [table.walk(limit) for table in tables if table is not None]
     merged = []
     for entries in zip(*found, strict=True):
         chosen = next((entry for entry in entries if entry.alone or entry.last), entries[0])
-        # A back-pointer leads from n to n - last.batch, where the chain goes on. Even if n itself
-        # is best computed alone, chains of larger batches may lead through n.
+        # `last` of n is a back-pointer: the chain goes on at n - last.batch. It is kept even if n
+        # itself is best computed alone, because chains of larger batches may lead through n.
         last = next((entry.last for entry in entries if entry.last), None)
         merged.append(WalkEntry(chosen.alone, last))
     return tuple(merged) or (WalkEntry(None, None),) * batch
@@ -472,7 +477,8 @@ def _with_end_of(
         # No chain leads through the largest batch, so its unused back-pointer may stay.
         merged[n - 1] = WalkEntry(timed[n - 1].alone, walk[n - 1].last)
         return tuple(merged)
-    # Replace every back-pointer on the way down, so that the chain from N has only timed chunks.
+    # Replace every back-pointer on the way down from the largest batch, so that its chain has only
+    # timed chunks.
     while n and (last := timed[n - 1].last) is not None:
         merged[n - 1] = WalkEntry(None if n == len(walk) else walk[n - 1].alone, last)
         n -= last.batch
