@@ -67,7 +67,7 @@ class WorkspaceModel:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Largest workspace for which this machine has memory; `fits` checks the limit."""
+        """The largest workspace to try on this machine; `fits` checks the workspace limit."""
         if self.limit is not None:
             return self.available_bytes
         whole = _operand_bytes(self.candidates.problem)
@@ -114,7 +114,8 @@ class WorkspaceModel:
             if size <= arm.size or self.fits(arm, workspace)
         ]
         if not points:
-            # If any workspace would fit the memory, a chunk may run before its workspace is known.
+            # If no limit is set and any workspace would fit the memory, a chunk may run before its
+            # workspace is known.
             return None if self._must_be_known else 0
         return _on_the_line(points, arm.size, self.candidates.sizes)
 
@@ -129,12 +130,13 @@ class WorkspaceModel:
         same = sorted((other.size, found) for other, found in known if other.role == arm.role)
         if same:
             return same
-        # a later chunk may need a temporary result, which is no workspace of a chunk alone
+        # The workspace of a later chunk may include a temporary result, unlike that of a chunk
+        # alone.
         others = sorted(
             (other.size, max(0, workspace - self._own_result(other.size)))
             for other, workspace in known
         )
-        return list(dict(others).items())  # per size, the role that needs more
+        return list(dict(others).items())  # per size, the point of the role that needs more
 
     def _own_result(self, size: int) -> int:
         candidates = self.candidates
@@ -158,7 +160,7 @@ def _operand_bytes(problem: Problem) -> int:
 
 
 def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[int]) -> int:
-    """Workspace of a size: that of the next larger known size, else extrapolated on a line."""
+    """Workspace at a size: that of the next larger known size, else extrapolated on a line."""
     for known, workspace in points:
         if known >= size:
             return workspace
@@ -166,14 +168,15 @@ def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[i
     if len(points) > 1:
         less_size, less = points[-2]
         return workspace + max(0, workspace - less) * (size - known) // (known - less_size)
-    if size == sizes[sizes.index(known) + 1]:  # optimistic: gives a second point
+    # The next size is assumed to need no more, so that it can be run and gives a second point.
+    if size == sizes[sizes.index(known) + 1]:
         return workspace
     return workspace * size // known
 
 
 @dataclass(eq=False)
 class _Known:
-    """Conclusions from the measurements at one moment; times and reasons are added on demand."""
+    """Conclusions from a state of the measurements; times and reasons are added on demand."""
 
     entries: Sequence[Measurement]
     # For each curve the chunks that take long enough to extrapolate from, as (size, time in ns).
@@ -297,14 +300,15 @@ class Elimination:
         ]
         roofline = None if known.is_disproved else self.roofline
         roofline_ns = 0 if roofline is None else roofline.time_ns(cost)
-        # Noise makes measured times longer, and so also the bounds that follow from them. The
-        # lowest bound is used.
+        # Noise makes measured times longer, and so also the bounds that are extrapolated from them.
+        # The lowest of these is used.
         return max(roofline_ns, min(extrapolated, default=0))
 
     def _is_disproved(self) -> bool:
         """True if a measured time was below the bound of the roofline.
 
-        The roofline's rates are too low if other processes used the machine at that time.
+        The roofline's rates are too low if other processes used the machine while these rates were
+        measured.
         """
         roofline = self.roofline
         return roofline is not None and any(
@@ -335,13 +339,13 @@ class Elimination:
         return sorted((arm for arm in found if arm is not None), key=self.expected_ns)
 
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
-        """The curve's smallest arm that is expected to run for `_TRIAL_NS`; or None."""
+        """The smallest of a curve's arms that is expected to run for `_TRIAL_NS`; or None."""
         first = arms[0]
         is_known = self.candidates.curves[first] in self._so_far().informative
         if is_known or self.candidates.cost(first.size, first.algorithm) is None:
             return None
         runnable = [arm for arm in arms if self.workspaces.can_be_run(arm)]
-        # If no time of the kernel is known, the smallest chunk costs least.
+        # If no time of the kernel is known, the smallest chunk is tried, because it costs least.
         if not runnable or best_ns is None:
             return next(iter(runnable), None)
         least = _TRIAL_NS * self.candidates.axis.extent
@@ -349,7 +353,7 @@ class Elimination:
 
 
 def growth(small: Cost, large: Cost) -> float:
-    """Lower bound of the ratio of two times: that of the larger cost over that of the smaller.
+    """Lower bound of a ratio: the time of a chunk of cost `large` over that of one of cost `small`.
 
     >>> growth(Cost(100, 50, 0), Cost(400, 100, 0))
     2.0

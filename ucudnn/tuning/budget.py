@@ -30,9 +30,9 @@ _LEAST_PART = 0.05
 # The least number of steps in a race of whole steps: one to warm up and to see how long steps are,
 # two for the peaks of the contestants, and two for one round.
 LEAST_RACE_STEPS = 5
-# Only torch's own convolution is measured for a kernel that takes less than this many times the
-# ignored share of the step: a plan would have to save more than a tenth of its time to save that
-# share.
+# Only torch's own convolution is measured for a kernel whose time is less than this many times the
+# ignored share of the step (`Effort.ignored_share`). To save that share, a plan would have to save
+# more than a tenth of the kernel's time.
 _LOOKED_AT_ONCE = 10
 # A possible gain of more than this fraction of a kernel's time is never ignored, however small the
 # kernel's share of the step is.
@@ -148,18 +148,18 @@ class Budget:
         """Functions that extend the deadline for kernels over their limit that have no plan.
 
         If the user set the budget, there is one function: it gives these kernels the time that is
-        reserved for the race of steps. For a default budget there are two: the first gives them as
-        much time again, the second unlimited time.
+        reserved for the race of steps. For a default budget there are two functions: the first
+        gives these kernels as much time as the default budget, the second unlimited time.
         """
         if self._end is not None:
             return [self._use_reserve]
         return [partial(self.extend, seconds) for seconds in (default_s, None)]
 
     def go_on(self, race_s: float) -> bool:
-        """Set the deadline to the end of a budget that the user set; False if no budget was set.
+        """Move the deadline to the end of a budget that the user set; False if none was set.
 
-        The time reserved for the race of whole steps stays reserved if it is at least `race_s`
-        seconds, so that a race fits.
+        Time that is reserved for the race of whole steps stays reserved, unless less than the
+        `race_s` seconds that a race needs are left of it.
         """
         if self._end is None:
             return False
@@ -238,7 +238,7 @@ class Stake:
 
     @property
     def gain_ns(self) -> int:
-        """Upper bound of the time that a plan saves; all time of the kernel if it must have one."""
+        """Upper bound of the time that a plan saves; the kernel's whole time if it needs a plan."""
         return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
 
     def is_ignored(self, step_ns: int, effort: Effort) -> bool:
@@ -266,7 +266,7 @@ class Stake:
 
 @dataclass(eq=False)
 class StepShares:
-    """Known times of torch's own convolutions in a step."""
+    """What each kernel takes of a step, by the known times of torch's own convolutions."""
 
     session: Session
     layers: Mapping[Problem, tuple[str, ...]]

@@ -62,7 +62,7 @@ class KernelMeasurer:
         self._requests = Requests(
             self._listed, records, self._elimination, max(tolerance, TOLERANCE), must_probe
         )
-        # Whether a chunk was not measured because it would have ended after the time budget.
+        # True if a chunk was not measured because it would have ended after the time budget.
         self.lacks_time = False
 
     @cached_property
@@ -102,10 +102,11 @@ class KernelMeasurer:
         return self._requests.hoped_front()
 
     def look_at_default(self) -> Measurement | None:
-        """First measurement of torch's own convolution of the whole batch; None if it fails.
+        """First measurement of torch's own convolution of the whole batch.
 
-        The time of the first run is cached apart from later, more precise times, so that a second
-        tune decides by the same time as the first tune.
+        None if the convolution fails or there is no time for it. The time of the first run is
+        cached apart from later, more precise times, so that a second tune decides by the same time
+        as the first tune.
         """
         arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         own = self._session.key(self._listed.problem, arm.algorithm)
@@ -151,7 +152,7 @@ class KernelMeasurer:
         for arm in first_runs:
             if self._is_over():
                 return False
-            # an arm that ran just before may have been so fast that this one is ruled out
+            # An arm that ran just before may have been so fast that this one is ruled out.
             if self._listed.curves[arm] in self._elimination.reasons():
                 continue
             if self._in_time([arm]):
@@ -160,7 +161,9 @@ class KernelMeasurer:
         wanted = wanted if self._measure(wanted) else []
         is_done = not first_runs and not wanted
         if is_done and self._elimination.is_active and not self._requests.has_plan():
-            self._elimination.is_active = False  # the rest may be slow, but no other fits
+            # Now candidates that were ruled out as slow are measured, because the others make no
+            # plan.
+            self._elimination.is_active = False
             return True
         return bool(first_runs or wanted)
 
@@ -226,7 +229,7 @@ class KernelMeasurer:
         return found
 
     def _measure(self, arms: Sequence[Arm]) -> bool:
-        """Run each new candidate once, then race those that can still win; False if none ran."""
+        """Run each new candidate once, then race those that can still win; False if nothing ran."""
         looked = False
         for arm in arms:
             entry = self._records.by_arm.get(arm)

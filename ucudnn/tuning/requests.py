@@ -51,7 +51,7 @@ class KernelRecords:
         return WorkspaceModel(self.listed, self.by_arm, self.limit, memory)
 
     def recall(self) -> None:
-        """Read what is known: from the cache, or measured for a kernel with the same chunks."""
+        """Read known measurements: from the cache, and those of kernels with the same chunks."""
         for arm in self.listed.by_arm:
             known = self.session.find(self.key(arm))
             if known is not None:
@@ -87,7 +87,7 @@ class KernelRecords:
         return workspace is not None and self.workspaces.fits(arm, workspace)
 
     def is_open(self, arm: Arm) -> bool:
-        """True for a candidate that was run once, was not timed in full, and can still win."""
+        """True for a candidate that was timed, but not in full, and can still win."""
         entry = self.by_arm.get(arm)
         if entry is None or entry.status != "screened" or self.has_lost(arm, entry):
             return False
@@ -104,7 +104,7 @@ class KernelRecords:
         return winner is not None and self.is_usable(rival, winner)
 
     def fastest(self, arm: Arm) -> Arm:
-        """The fastest known arm of the same size and role as the given one."""
+        """The fastest usable arm of the same size and role as the given one."""
         rivals = {
             other: entry
             for other, entry in self.by_arm.items()
@@ -113,9 +113,12 @@ class KernelRecords:
         return min(rivals, key=lambda other: rivals[other].time_ns or 0)
 
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
-        """Time of the fastest allowed arm of each size and role, as (median, upper end) in ns."""
+        """For each size and role the time of the fastest usable arm, in ns.
+
+        The time is a pair: the median, and the upper end of its interval.
+        """
         usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
-        # They are sorted by falling time, so that in the dict the fastest arm replaces slower ones.
+        # Arms are sorted by falling time, so that in the dict the fastest arm replaces slower ones.
         return {
             (arm.size, arm.role): (interval.time_ns, interval.high_ns)
             for arm, entry in sorted(usable, key=lambda item: -(item[1].time_ns or 0))
@@ -203,7 +206,7 @@ class Requests:
         return second if workspaces.can_be_run(second) else None
 
     def _is_worth_telling(self, curve: str, whole: Arm) -> bool:
-        """True if the undivided call may fit, and only small chunks in role ALONE can show it."""
+        """True if small chunks in role ALONE are needed to show whether the undivided call fits."""
         if not self.records.workspaces.may_fit(whole) or self.records.workspaces.can_be_run(whole):
             return False
         return any(
