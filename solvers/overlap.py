@@ -6,7 +6,7 @@ gradient. If there are many small ones, the fixed cost of an exchange is paid of
 the best cut into buckets that are sent one after the other, by a dynamic program. Of all cuts of
 the first n gradients, only the one whose exchanges end first matters, because it leaves the link to
 the other gradients earliest (MG-WFBP: Shi, Chu, Li, INFOCOM 2019). `overlap` simulates exchanges
-that also slow each other and computing down.
+that slow computing down, and each other.
 """
 
 from __future__ import annotations
@@ -113,9 +113,10 @@ class Contention:
             computed_ns: if computing and exchanging begin at once: time until computing ends.
             exchanged_ns: in the same run: time until the last exchange ends.
         """
-        # Computing and exchanges overlap for `both_ns`. What is then left of the longer of the two
-        # takes as long as it would by itself. The rest of its time by itself belongs to `both_ns`.
-        # Because of noise this rest may be 0 or negative; at least a tenth of `both_ns` is used.
+        # Computing and exchanges run at once for `both_ns`. What is then left of the longer of the
+        # two takes as long as it would by itself. Without that, each has the time that the part
+        # done during `both_ns` would take by itself. Because of noise this time may be 0 or
+        # negative, so at least a tenth of `both_ns` is used.
         both_ns = min(computed_ns, exchanged_ns)
         computing_ns -= computed_ns - both_ns
         exchanging_ns -= exchanged_ns - both_ns
@@ -202,8 +203,8 @@ def bucket(
 ) -> Buckets:
     """Cut gradients into contiguous buckets so that the last exchange ends as early as possible.
 
-    Of the cuts that end as early, or later by at most `slack_ns`, the result has the fewest
-    buckets. The search is exact. For n gradients it takes O(n^2) operations per bucket.
+    Of all cuts whose last exchange ends at most `slack_ns` later than that, the result has the
+    fewest buckets. The search is exact. For n gradients it takes O(n^2) operations per bucket.
 
     >>> bucket([10, 20, 500], [1000, 1000, 10], Curve.line(100, 0.1))
     Buckets(counts=(2, 1), sizes=(2000, 10), end_ns=601)

@@ -34,14 +34,14 @@ LEAST_RACE_STEPS = 5
 # ignored share of the step (`Effort.ignored_share`). To save that share, a plan would have to save
 # more than a tenth of the kernel's time.
 _LOOKED_AT_ONCE = 10
-# A possible gain of more than this fraction of a kernel's time is never ignored, however small the
-# kernel's share of the step is.
+# A kernel that is tuned is measured on while its possible gain is more than this fraction of its
+# time, however small its share of the step is.
 _MOST_TOLERANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The limits of one value of `Config.effort`."""
+    """The limits of one value of `Config.effort`; here a step means only its convolutions."""
 
     # The default time budget in training steps, None for no budget, and its bounds in seconds.
     budget_steps: int | None
@@ -181,7 +181,7 @@ class Budget:
         return self.deadline is not None and monotonic() >= self.deadline
 
     def keep_for(self, count: int) -> None:
-        """Keep half of the remaining time for `count` kernels, in equal parts.
+        """Keep half of the remaining time for `count` kernels that must get a plan, in equal parts.
 
         Finding any plan of a kernel takes some time, however little the kernel could gain.
         """
@@ -191,9 +191,9 @@ class Budget:
     def allot(self, session: Session, part: float, kept: int, waiting: int) -> None:
         """Set a session's deadlines for a group of kernels by its part of the remaining time.
 
-        A part of the remaining time is kept for `waiting` kernels, of which `kept` are in the
-        group. The group gets what is kept for its own kernels, and the fraction `part` of the time
-        that is not kept for any kernel.
+        `keep_for` keeps a part of the remaining time for `waiting` kernels, of which `kept` are in
+        the group. The group gets what is kept for its own kernels, and the fraction `part` of the
+        time that is not kept for any kernel.
         """
         if self.deadline is None:
             return
@@ -230,7 +230,8 @@ def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
 class Stake:
     """What one kernel takes of a step, and what a plan for it could save."""
 
-    # Time of all calls by torch's own convolution, and its lower bound by any algorithm.
+    # Time of all calls of the kernel by torch's own convolution, and a lower bound of the time of
+    # these calls by any algorithm.
     time_ns: int
     least_ns: int
     # True if torch's own convolution exceeds the workspace limit, so that a plan must be found.
@@ -252,7 +253,7 @@ class Stake:
         return is_small and not self.is_forced
 
     def tolerance(self, step_ns: int, effort: Effort) -> float:
-        """The fraction of the kernel's time below which possible gains are ignored.
+        """The possible gain, as a fraction of the kernel's time, at which measuring it ends.
 
         >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])
         0.06

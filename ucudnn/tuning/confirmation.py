@@ -1,4 +1,4 @@
-"""Race finalists as whole calls against torch's default, which only a clear gain replaces."""
+"""Race finalists as whole calls against torch's default; only a clear gain replaces the default."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class KernelChoices:
 def divided(
     choices: Mapping[Problem, KernelChoices], total_bytes: int, solver: str
 ) -> dict[Problem, int]:
-    """Workspace of each call of each kernel that minimises the total time.
+    """The workspace in bytes that each call of a kernel gets, so that the total time is minimal.
 
     Raises PlanError if the pool is too small.
 
