@@ -1,4 +1,4 @@
-"""Advice on a model: what fills the memory of a step, ways to run the step, a verdict. Pure."""
+"""Advice on a model: what fills the memory of a step, ways to run it, a verdict. Runs nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _CLIFF = 5.0
 # A kernel is also on a cliff if torch takes at least this many times as long for it as in
 # channels_last. Both times are measured, so a smaller factor is enough.
 _LAYOUT_CLIFF = 2.0
-# Savings below these fractions of a step's time and of its peak are not worth tuning for.
+# Savings of less than these fractions, of a step's time and of its peak, are not worth tuning for.
 _WORTHWHILE = 0.05
 _WORTHWHILE_MEMORY = 0.1
-# A way to run the step is recommended for saving memory if its peak is at most `_SMALL` times, and
-# its time at most `_AFFORDABLE` times, that of the step as it is. If all ways with such a small
-# peak take longer, the one with the smallest peak is recommended.
+# A way to run the step is recommended for saving memory if its peak is at most `_SMALL` times the
+# peak, and its time at most `_AFFORDABLE` times the time, of the step as it is. If all ways with
+# such a small peak take longer than that, the one with the smallest peak is recommended.
 _SMALL, _AFFORDABLE = 0.75, 1.25
 # The workspace limit that is suggested is large enough for kernels that take this fraction of the
 # time of all convolutions.
@@ -48,8 +48,8 @@ class KernelAdvice:
         problem: what is computed.
         layers: names of the layers, one per call.
         timing: timing of one call; None if the kernel was not timed.
-        channels_last: timing of one call in channels_last; None if it was not timed, if the problem
-            is in channels_last already, and in 1-D, which has no such layout.
+        channels_last: timing of one call in channels_last; None if such a call was not timed: for
+            lack of time, or because the problem is in channels_last already or is 1-D.
         direct_ns: time of a direct convolution at the full speed of the machine; 0: not known.
         least_ns: lower bound of the time of one call by any algorithm; 0: not known.
     """
@@ -66,7 +66,7 @@ class KernelAdvice:
         return 0 if self.timing is None else self.timing.time_ns * len(self.layers)
 
     def gain_ns(self) -> int:
-        """Upper bound of the time that any algorithm could save in all calls; 0 if not known."""
+        """Upper bound of the time that other algorithms could save in all calls; 0: not known."""
         # Without a lower bound of the kernel's time, it is not known how much could be saved.
         if not self.least_ns:
             return 0
@@ -143,10 +143,10 @@ class WayAdvice:
         how: what a user must do to run steps this way, as an imperative.
         peak_bytes: peak of a step, including what is allocated before it.
         time_ns: time of a step; the median if several steps were timed.
-        ratio: time divided by that of the step as it is, with its 95 % interval; None if the two
-            steps were not timed in turn.
+        ratio: time of this way divided by the time of the step as it is, with the 95 % interval;
+            None if the two steps were not timed in turn.
         rounds: number of rounds in which the two steps were timed in turn.
-        is_estimated: True if computed from other measurements; False if such a step was run.
+        is_estimated: True if peak and time are estimates; False if such a step was run.
         memory_format: "keep" or "channels_last".
         division: segments and micro-batches of the step.
         largest: the largest batch that fits the memory budget; None if there is no budget or the
@@ -180,7 +180,7 @@ class WayAdvice:
         return self.time_ns / own_ns if self.ratio is None else self.ratio[0]
 
     def price(self, own_ns: int) -> str:
-        """`factor` as text: with its interval after several rounds, with a `~` if estimated."""
+        """`factor` as text, with its interval if there were several rounds; `~`: estimated."""
         if self.ratio is not None and self.rounds > 1:
             return "{:.2f} ({:.2f} to {:.2f})".format(*self.ratio)
         mark = "~" if self.is_estimated else ""
@@ -203,7 +203,7 @@ class Advice:
         budget_bytes: memory budget of a step; None: no budget.
         own_peak_bytes: peak of the step as it is, without workspace; 0: not known.
         load: average number of processors that other processes used while steps ran.
-        spread: interquartile range of the times of the step as it is, over their median.
+        spread: interquartile range of the times of the step as it is, divided by their median.
         left_out: ways that were not tried, with the reason.
         reason: why no step was run; "" if a step was run.
     """
@@ -244,8 +244,8 @@ class Advice:
             return None
         ends = {way.name: way.ratio for way in faster if way.ratio is not None}
         least = min(faster, key=lambda way: ends[way.name][0])
-        # Ways whose confidence intervals overlap that of the fastest way count as equally fast. Of
-        # these, the way with the smallest peak is taken.
+        # Ways whose confidence intervals overlap the interval of the fastest way count as equally
+        # fast. Of these, the way with the smallest peak is taken.
         level = [way for way in faster if ends[way.name][1] <= ends[least.name][2]]
         return min(level, key=lambda way: (way.peak_bytes, ends[way.name][0]))
 
@@ -262,7 +262,7 @@ class Advice:
 
     @property
     def suggested_limit(self) -> int | None:
-        """A workspace limit in bytes that would lower the peak and affect few kernels, or None."""
+        """A workspace limit in bytes that lowers the peak and affects few kernels, or None."""
         known = [
             (kernel.timing.workspace_bytes, kernel.time_ns())
             for kernel in self.kernels
@@ -310,8 +310,8 @@ class Advice:
     def _on_time(self) -> Iterator[str]:
         """Clauses of the verdict on time: what makes steps shorter, or what noise may hide."""
         best = self.fastest
-        # Another layout, micro-batches and segments change what kernels compute. So with a faster
-        # way the cliffs of the step as it is are not mentioned.
+        # Another layout, micro-batches and segments change what kernels compute. So if such a way
+        # is faster, the verdict does not mention cliffs, which are of the step as it is.
         if best is not None:
             yield (
                 f"{best.how}: a step then takes {best.price(self.step_ns)} times as long and "
@@ -330,7 +330,7 @@ class Advice:
             yield from self._on_noise()
 
     def _on_noise(self) -> Iterator[str]:
-        """Clauses of the verdict on ways that may be faster but are not known to be."""
+        """Clauses of the verdict on ways that may be faster, which noise or few steps hide."""
         own, raced = self.step_ns, [way for way in self.ways[1:] if way.ratio is not None]
         known = raced or [way for way in self.ways[1:] if not way.is_estimated]
         hopes = [
@@ -353,7 +353,7 @@ class Advice:
     def _on_memory(self) -> Iterator[str]:
         """What to do for less memory."""
         best, small = self.fastest, self.smallest
-        # The way that is advised for its time may save as much memory.
+        # If the fastest way needs no more memory than this one, it is advised already.
         if small is None or (best is not None and best.peak_bytes <= small.peak_bytes):
             return
         about = "about " if small.rounds < LEAST_ROUNDS else ""
@@ -365,10 +365,10 @@ class Advice:
 
     @property
     def smallest(self) -> WayAdvice | None:
-        """A way to advise if memory is short, preferably a measured one; None if all are large."""
+        """A way to advise if memory is short, one that was run if possible; None: all are large."""
         most = _SMALL * self.step_peak_bytes
         small = [way for way in self.ways if way.peak_bytes <= most and not way.is_estimated]
-        if not small and self.suggested_limit is not None:  # then a plan would save enough
+        if not small and self.suggested_limit is not None:  # a plan with this limit saves enough
             small = [way for way in self.ways if way.peak_bytes < self.step_peak_bytes]
         cheap = [way for way in small if way.factor(self.step_ns) <= _AFFORDABLE]
         return min(cheap or small, key=lambda way: way.peak_bytes, default=None)
@@ -508,15 +508,15 @@ class Advice:
 
 
 def _room(way: WayAdvice) -> tuple[int, int]:
-    """Sort key: greater for a larger batch, then for less time per sample."""
+    """Sort key, greater for a larger batch, and at equal batches for less time per sample."""
     assert way.largest is not None
     return way.largest.batch, -way.largest.sample_ns
 
 
 def _limit_for(known: Iterable[tuple[int, int]]) -> int:
-    """The least limit, a multiple of 1 MiB, that is enough for the kernels with most of the time.
+    """The least workspace limit that is enough for kernels with `_UNTOUCHED` of the time.
 
-    `known` has the workspace in bytes and the time in ns of each kernel.
+    It is a multiple of 1 MiB. `known` has the workspace in bytes and the time in ns of each kernel.
     """
     known = sorted(known)
     total, taken = sum(time_ns for _, time_ns in known), 0

@@ -47,19 +47,20 @@ from ucudnn.units import format_bytes
 _MOST_S = 60.0
 # The least number of seconds for timing kernels, however long the steps before it took.
 _LEAST_S = 5.0
-# Fractions of `_MOST_S` by which trying ways, and then timing them in turn, should end. Kernels get
-# the rest.
+# Ways are tried until the first of these fractions of `_MOST_S` is over, then timed in turn until
+# the second is over. The rest of the time is for timing kernels.
 _TRIALS_PART, _STEPS_PART = 0.5, 0.8
-# Rounds that a race must have time for, and the most ways that race against the step as it is.
+# The number of rounds that a race must have time for, and the largest number of ways that race
+# against the step as it is.
 _ROUNDS, _MOST_RIVALS = 3, 4
-# Segments are searched for that keep the peak within these fractions of the peak of the step as it
+# The search is for segments with a peak of at most these fractions of the peak of the step as it
 # is. The most useful fraction comes first.
 _SHARES = (0.5, 0.25, 0.75)
-# Steps that a search for segments within one limit takes, and steps that the trial of a way takes.
+# Number of steps for a search for segments within one limit, and for the trial of another way.
 _SEARCH_STEPS, _TRIAL_STEPS = 6, 4
-# Steps that the first trial takes, which runs at least two sizes of micro-batches.
+# Number of steps for the first trial, that of micro-batches of at least two sizes.
 _FIRST_STEPS = 9
-# The most steps that are run to check the largest batch.
+# The largest number of steps that are run to check the estimate of the largest batch.
 _MOST_CHECKS = 3
 # A way is too slow to be of use for its time if a step takes more than this many times as long as
 # by its rival: the step as it is, or the fastest micro-batches.
@@ -82,8 +83,8 @@ def advise(
     The ways are the step as it is, channels_last, segments, micro-batches, checkpoints and, by
     estimate, a plan for the convolutions. With a memory budget, the verdict is the largest batch
     that fits it. There is no search for plans, and nothing is cached. Advice takes about a minute
-    for steps of up to a second. Steps are run on deep copies of the model; model and random states
-    do not change. Steps of a compiled model are run as if it were not compiled, with a warning.
+    for steps of up to a second. Steps are run on deep copies of the model; the model and the states
+    of random generators do not change. A compiled model is run uncompiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -115,7 +116,7 @@ def advise(
         )
     names = layers_by_problem(traced.layers, config)
     began, backend = monotonic(), open_backend(config.backend)
-    # torch has no channels-last layout in 1-D, and "nhwc" problems are in that layout already.
+    # torch has no channels_last layout in 1-D, and "nhwc" problems are in channels_last already.
     has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in names)
     advice = _Trials(model, example_inputs, backend, config, began).advice(has_other)
     until = max(began + _MOST_S, monotonic() + _LEAST_S)
@@ -123,7 +124,7 @@ def advise(
     # Function modes of the caller, such as `with torch.device(...)`, would change where operands
     # are allocated.
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        # The kernels that probably take longest come first: time may run out.
+        # The kernels that probably take longest come first, because the time may run out.
         for problem in sorted(names, key=lambda p: -p.flops * len(names[p])):
             found[problem] = _timed_kernel(backend, problem, names[problem], until)
             if on_kernel is not None:
@@ -146,7 +147,7 @@ def require_live(config: Config) -> None:
 
 @dataclass
 class _Trials:
-    """Runs a step in every way that there is time for: `_MOST_S` from `began` on."""
+    """Runs a step in as many ways as there is time for: `_MOST_S` seconds, counted from `began`."""
 
     model: nn.Module
     inputs: Any
@@ -253,7 +254,7 @@ class _Trials:
         how = "leave it as it is"
         if self.search is not None:
             _, peak, self.own_ns = self.search.seen[0]
-            # Use the peak that the profile has seen, so that the causes of the peak add up to it.
+            # The peak is taken from the profile, so that the causes in the profile add up to it.
             if self.profile is not None:
                 peak = self.profile.peak_bytes - self._held
         else:
@@ -313,7 +314,7 @@ class _Trials:
         if reason:
             self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
             return
-        # This way is the most useful one, so it is tried even if steps are long.
+        # This way is the most useful one, so it gets time for some steps even if these are long.
         assert search.until is not None
         search.until = max(search.until, monotonic() + _FIRST_STEPS * self.own_ns / 1e9)
         before = len(search.seen)
@@ -339,7 +340,8 @@ class _Trials:
         """Try segments with a peak of at most this share of the peak of the step as it is."""
         own, name = self.ways[0].peak_bytes, f"segments at {share:.0%}"
         limit = int(share * own) - self._held
-        # Segments found within a larger share may fit this one, too; then no search is needed.
+        # Segments that were found for a larger share may have a peak within this share, too. Then
+        # no search is needed.
         done = [way.peak_bytes for way in self.ways if way.name.startswith("segments")]
         if share < _SHARES[0] and any(peak <= limit + self._held for peak in done):
             return
@@ -436,7 +438,7 @@ class _Trials:
         self.ways.append(replace(way, is_estimated=True))
 
     def _budget(self) -> int | None:
-        """The memory budget in bytes; None if none is set or the largest batch cannot be found."""
+        """The memory budget in bytes; None: it is not set, or no largest batch can be found."""
         if self.config.memory_budget is None:
             return None
         if self.profile is None or not (self.is_single and self.batch):
@@ -445,7 +447,7 @@ class _Trials:
         return self.config.with_budget_of(self.ways[0].peak_bytes).budget_bytes
 
     def _find_largest(self, budget: int) -> None:
-        """Estimate each way's largest batch by a step of another batch, and check the best one."""
+        """Estimate each way's largest batch from a step of another batch; check the best one."""
         other = self.batch // 2 or 2
         points: dict[str, list[tuple[int, int]]] = {}
         for place, way in enumerate(self.ways):
@@ -493,7 +495,7 @@ class _Trials:
         return True
 
     def _step_at(self, way: WayAdvice, batch: int) -> tuple[int, int]:
-        """Peak and time of a step of another batch; the peak includes memory held throughout."""
+        """Peak and time of a step of another batch; the peak counts what is held all through it."""
         inputs = _resized(self.example, self.batch, batch)
         steps = Steps(self.model, inputs, self.is_training, way.memory_format, way.division)
         times = list[int]()
@@ -535,7 +537,10 @@ def _resized(inputs: Any, count: int, batch: int) -> Any:
 def _timed_kernel(
     backend: AbstractBackend, problem: Problem, layers: tuple[str, ...], until: float
 ) -> KernelAdvice:
-    """Time one kernel by torch's own convolution, in both layouts, until a `time.monotonic`."""
+    """Time one kernel by torch's own convolution, in both layouts.
+
+    No run begins after the `time.monotonic` of `until`.
+    """
     others = []
     if problem.rank > 1 and problem.layout == "nchw":
         others.append(replace(problem, layout="nhwc"))
@@ -548,8 +553,8 @@ def _timed_kernel(
         for one in (problem, *others)
     ]
     timing, *last = (_timed(backend, one, until) for one in (problem, *others))
-    # A measured time below the lower bound shows that the bound is wrong: the machine was busy
-    # when its peak rates were measured.
+    # A measured time below the lower bound shows that the bound is wrong, because the machine was
+    # busy when its peak rates were measured. Then no bound is given.
     seen = min((each.time_ns for each in (timing, *last) if each), default=0)
     return KernelAdvice(
         problem,
@@ -567,7 +572,7 @@ def _timed(backend: AbstractBackend, problem: Problem, until: float) -> Timing |
     try:
         run = backend.executable(problem, DEFAULT_ALGORITHM).alone
         call = partial(run, *backend.operands(problem, problem.batch))
-        # This run warms the kernel up, too.
+        # The run by which workspace is measured also warms the kernel up.
         workspace = backend.workspace_bytes(call, [(problem, DEFAULT_ALGORITHM)])
         samples = [backend.elapsed_ns(call)]
         while len(samples) < _MOST_SAMPLES and sum(samples) < _ENOUGH_NS and monotonic() < until:

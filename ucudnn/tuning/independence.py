@@ -16,8 +16,8 @@ from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import has_samples
 from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
 
-# Differences up to these fractions of the largest value of a result are tolerated, because sums in
-# another order are rounded differently. The keys are bytes per element.
+# Differences of two results up to these fractions of their largest value are tolerated, because
+# sums in another order are rounded differently. The keys are bytes per element.
 _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
 # Results of these types belong to no sample, so they must be the same for a batch and for a part of
 # the batch.
@@ -27,7 +27,7 @@ _OF_ANY_MODULE = vars(nn.Module()).keys()
 
 @dataclass(frozen=True, slots=True)
 class Independence:
-    """What was found out about a module.
+    """Whether a module may run in micro-batches, and whether its forward may be repeated.
 
     Args:
         reason: why its samples must stay together; "" if it may run in micro-batches.
@@ -67,7 +67,7 @@ def examined(
 
 @dataclass
 class _Probe:
-    """Replaces a module's forward, and also tests whether samples depend on each other."""
+    """Replaces a module's forward: it tests the module, and then calls the replaced forward."""
 
     module: nn.Module
     hidden: Callable[..., Any] | None
@@ -89,8 +89,8 @@ class _Probe:
             args, kwargs = tree_unflatten(leaves, spec)
             return forward(*args, **kwargs)
 
-        # A module is not tried while a module that contains it is being tried, and not again once
-        # it has failed.
+        # A module is not tried while a module around it is being tried. It is tried again in each
+        # later call, until one shows a reason against micro-batches.
         if not self.busy and not self.found.get(self.name, Independence()).reason:
             self.busy.append(self)
             with torch.no_grad(), same_random_states():
@@ -167,8 +167,8 @@ class _Trial:
             return "its arguments have one sample" if self._count else "it has no samples"
         if not all(self._is_divisible(one) for one in whole):
             return "its results are not one for each sample"
-        # All samples but one are replaced by NaN, or negated: the result of the one that is kept
-        # must not change.
+        # All samples but one are replaced by NaN, or negated: the result of the unchanged sample
+        # must stay the same.
         for kept, change in ((self._count // 2, _no_numbers), (0, torch.neg)):
             alone, _ = self._results(self._parts(partial(_all_but, kept, change)))
             if _are_other(_at(slice(kept, kept + 1), whole), _at(slice(kept, kept + 1), alone)):
@@ -206,7 +206,7 @@ class _Trial:
         return tree_flatten(self._run([*leaves]))
 
     def _left(self) -> dict[str, list[Any]]:
-        """Copies of the values in plain attributes of the modules, by name."""
+        """Copies of what the call left in plain attributes of the modules, by name."""
         return {
             f"{prefix}.{name}" if prefix else name: [
                 _copy(one)
@@ -247,7 +247,7 @@ def _no_numbers(leaf: Tensor) -> Tensor:
 
 
 def _all_but(kept: int, change: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
-    """A batch in which all samples but one are changed; integers are set to the one kept."""
+    """A batch in which all samples but `kept` are changed: integers to copies of that sample."""
     if leaf.is_floating_point() or leaf.is_complex():
         others = change(leaf.detach())
         others[kept] = leaf[kept]
@@ -272,7 +272,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]], **how: bool) -> str:
-    """Name of an attribute with another value; "" if there is none."""
+    """Name of an attribute that has another value now than before; "" if there is none."""
     names = (name for name, one in now.items() if _are_other(before.get(name, []), one, **how))
     return next(names, "")
 

@@ -1,4 +1,4 @@
-"""Keep whole steps of a model within a memory budget: limit their workspace, and check a step."""
+"""Keep steps of a model within a memory budget: divide them, limit workspace, check a step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Limits:
 
         Args:
             problem: the kernel.
-            batch: batch of the step, in which less is live if it is smaller; None: the kernel's.
+            batch: batch of the step; None: that of `problem`. If it is smaller than that of
+                `problem`, fewer bytes are live, which leaves more for workspace.
         """
         if self.budget_bytes is None:
             return self.common
@@ -67,7 +68,7 @@ class Limits:
         return left if self.common is None else min(left, self.common)
 
     def live(self, problem: Problem) -> int:
-        """Bytes live beside a kernel's workspace; if not known, the largest value of any kernel."""
+        """Bytes live beside a kernel's workspace; if not known, the largest of all kernels."""
         return self.live_bytes.get(problem, max(self.live_bytes.values(), default=0))
 
     def decides(self, problem: Problem) -> bool:
@@ -84,8 +85,8 @@ class Limits:
             for problem, error in errors.items()
             if error.smallest_bytes is not None
         }
-        # An error that names no smallest workspace is returned first, because no budget would help
-        # that kernel.
+        # If an error names no smallest workspace, it is the one to report: no budget would help its
+        # kernel.
         if len(needs) < len(errors):
             return next(error for problem, error in errors.items() if problem not in needs)
         worst = max(needs, key=lambda problem: needs[problem])
@@ -101,7 +102,7 @@ class Limits:
 
 @dataclass
 class _Layout:
-    """What is known of steps in one layout of the model."""
+    """What is known of the memory of steps in one layout of the model."""
 
     profiler: StepProfiler
     held: Held
@@ -158,10 +159,10 @@ class MemoryBudget:
         self.division = WHOLE
         self._search: SegmentSearch | None = None
         self._began = monotonic() if began is None else began
-        # Bytes of the budget that a division of the step must leave free: in an earlier pass they
-        # were missing for the workspace of kernels.
+        # Bytes of the budget that a division of the step must leave free, because kernels lacked
+        # them for their workspace in an earlier pass.
         self._spared = 0
-        # If a step by torch is within the budget but for its workspace, limits for the workspace
+        # If a step by torch without its workspace is within the budget, limits for the workspace
         # may suffice, and no segments are needed.
         if budget >= profile.own_peak_bytes and not config.loop:
             return
@@ -214,8 +215,8 @@ class MemoryBudget:
             with undisturbed(self._model):
                 if not search.reason_against_parts():
                     search.try_(StepDivision(micro_batch=1))
-        # Divided steps that exceed the budget only by their workspace are accepted: limits for the
-        # workspace may suffice.
+        # A division whose steps exceed the budget only by their workspace is accepted, too: limits
+        # for the workspace may suffice.
         least: list[Way] = []
         for one in sorted(search.seen, key=lambda one: one.peak_bytes):
             if one.division.micro_batch is None or self.config.loop:
@@ -225,7 +226,8 @@ class MemoryBudget:
                 way = one.way(self._held.total)
                 name = f"{way.name}, without workspace"
                 least.append(replace(way, name=name, peak_bytes=peak, time_ns=0))
-        # Segments inside micro-batches come last: small micro-batches that recompute more are slow.
+        # Segments inside micro-batches are tried last, because small micro-batches that recompute
+        # modules are slow.
         with undisturbed(self._model):
             best = self._best(search, limit, inside=True)
         if best.peak_bytes <= limit:
@@ -260,13 +262,13 @@ class MemoryBudget:
             traced: the convolutions of divided steps in this layout.
 
         Raises:
-            PlanError: a step cannot be computed, follows another plan, or needs more than the
-                budget without any workspace.
+            PlanError: a step cannot be computed, needs more than the budget even without workspace,
+                or the model was converted and follows another plan.
         """
         if memory_format not in self._layouts:
             self._layouts[memory_format] = self._profiled(memory_format, traced)
         layout, config = self._layouts[memory_format], self.config
-        # The step allocates gradients of the parameters, which are as large as these at any batch.
+        # Beside what is held, a training step allocates gradients as large as the parameters.
         fixed = layout.held.total + layout.held.parameters
         return Limits(config.limit_bytes, config.budget_bytes, layout.live_bytes, fixed)
 
@@ -286,7 +288,7 @@ class MemoryBudget:
         return _Layout(profiler, profile.held, dict(profile.live_bytes))
 
     def noted(self, plan: Plan) -> Plan:
-        """The plan with the memory of a step, and with the bytes that are live at each kernel."""
+        """The plan with what is known of a step's memory and the bytes live at each kernel."""
         layout = self._layouts[plan.memory_format]
         limits = Limits(None, self.config.budget_bytes, layout.live_bytes)
         kernels = tuple(replace(one, live_bytes=limits.live(one.problem)) for one in plan.kernels)
@@ -295,8 +297,8 @@ class MemoryBudget:
     def checked(self, plan: Plan) -> Plan | None:
         """The plan with the peak of a step that runs it; None if the peak exceeds the budget.
 
-        If calls of a kernel exceed the budget, that kernel gets as much less workspace in the next
-        pass.
+        If calls of a kernel exceed the budget, its workspace limit in the next pass is lower by the
+        excess.
 
         Raises:
             PlanError: a kernel that has no plan exceeds the budget.
@@ -352,7 +354,7 @@ def _computed(run: Callable[[], Result]) -> Result:
     Raises:
         PlanError: the steps cannot be computed.
     """
-    # Function modes of the caller, as `with torch.device("meta")`, would change where tensors
+    # Function modes of the caller, such as `with torch.device("meta")`, would change where tensors
     # are allocated.
     try:
         with torch._C.DisableTorchFunction():

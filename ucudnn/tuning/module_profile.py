@@ -20,13 +20,15 @@ from ucudnn.solvers import Option
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module in a step, with the numbers of the marks at its begin and end.
+    """One call of a module in a step.
+
+    A mark is a numbered moment of the step at which memory or time is read.
 
     Args:
         name: name of the module; None: the call is the whole step.
         forward: numbers of the marks before and after its forward.
         backward: numbers of the marks before and after its backward; empty: it has no backward.
-        children: calls inside it, in order.
+        children: calls of other modules inside this call, in order.
         samples: number of samples in its arguments.
         result_bytes: bytes of the tensors that it returns.
         argument_bytes: bytes of its arguments that have gradients.
@@ -48,7 +50,7 @@ class ModuleCall:
 
     @property
     def is_nested(self) -> bool:
-        """True if the backwards of its children run inside its own, in the reverse order."""
+        """True if the backwards of its children run in reverse order inside that of this call."""
         if not self.backward:
             return not any(child.backward for child in self.children)
         times = [self.backward[0]]
@@ -58,7 +60,7 @@ class ModuleCall:
 
 
 class ModuleWatcher:
-    """Makes a mark at the begin and end of the forward and the backward of modules.
+    """Makes a mark when the forward or the backward of a module begins or ends.
 
     Args:
         model: the model whose step is run.
@@ -72,8 +74,8 @@ class ModuleWatcher:
         self._marks = 0
         self._stack = [self.root]
         # Calls whose backward has begun and not ended. If the arguments of a call have no gradients
-        # or are written to, nothing shows the end of its backward. Then it ends when the backward
-        # of a call outside it begins or ends.
+        # or are written to, nothing shows the end of its backward. Then its backward counts as
+        # ended when the backward of a call that is not inside it begins or ends.
         self._open: list[ModuleCall] = []
         self._model = model
         self._names = names
@@ -102,7 +104,7 @@ class ModuleWatcher:
             end_mark = self.mark()
         self._close(end_mark, self.root)
         begins = [call.backward[0] for call in self.root.walk() if call.backward]
-        # The backward of the step begins when that of the first of its calls begins.
+        # The backward of the step begins when the first backward of any call begins.
         self.root.forward.append(min(begins, default=end_mark))
         self.root.backward = [min(begins), end_mark] if begins else []
 
@@ -116,8 +118,8 @@ class ModuleWatcher:
 
             def apart(tensor: Tensor) -> Tensor:
                 # Each call gets views of its arguments: when the gradients of these views are
-                # there, the backward of the call is over. Arguments that are the same tensor get
-                # the same view, because attention checks for that.
+                # there, the backward of the call is over. If two arguments are the same tensor,
+                # they get the same view, because attention checks whether they are the same.
                 if not (tensor.requires_grad and torch.is_grad_enabled()):
                     return tensor
                 return views.setdefault(id(tensor), tensor.view_as(tensor))
@@ -165,7 +167,7 @@ class ModuleWatcher:
                 tensor.grad_fn.register_prehook(began)
 
     def _close(self, number: int, at: ModuleCall) -> None:
-        """End the backward of each open call that neither is the call `at` nor contains it."""
+        """End the backward of each open call, but for the call `at` and the calls around it."""
         held = [one for one in self._open if at in one.walk()]
         for one in self._open:
             if one not in held:
@@ -178,10 +180,10 @@ class ModuleCost(NamedTuple):
 
     Args:
         kept_bytes: bytes allocated after its forward, above what there was before its forward.
-        forward_bytes: the most in its forward, above what there was before its forward.
-        backward_bytes: the most in its backward, above what there was before its forward.
+        forward_bytes: the most bytes in its forward, above what there was before its forward.
+        backward_bytes: the most bytes in its backward, above what there was before its forward.
         beside_bytes: bytes allocated beside `kept_bytes` when its backward begins: gradients of its
-            result, and of parameters of later modules.
+            result, and gradients of the parameters of later modules.
         forward_ns: time of its forward.
         backward_ns: time of its backward; 0 if it has none.
     """
@@ -205,7 +207,7 @@ class ModuleProfile:
 
     Args:
         root: the whole step as a call, which contains all other calls.
-        spans: allocated memory between marks.
+        spans: allocated memory between marks; the span with a mark's number ends at this mark.
         times_ns: time in ns at each mark.
     """
 
@@ -215,7 +217,7 @@ class ModuleProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the step has allocated above what was there before it."""
+        """The most bytes that were allocated in the step, above what was allocated before it."""
         return max(span.peak_bytes for span in self.spans)
 
     @property
@@ -224,7 +226,7 @@ class ModuleProfile:
         return self.times_ns[-1] - self.times_ns[0]
 
     def cost(self, call: ModuleCall) -> ModuleCost:
-        """What a call costs as it was run."""
+        """What a call cost in the step that was run."""
         (begin, end), before = call.forward, self._level(call.forward[0])
         kept, forward_ns = self._level(end) - before, self._ns(begin, end)
         forward_bytes = self._peak(begin, end) - before
@@ -238,7 +240,7 @@ class ModuleProfile:
         )
 
     def between(self, call: ModuleCall) -> list[Option]:
-        """Costs of a call's own operations: before, between and after its children, as options."""
+        """Costs, as options, of what a call computes before, between and after its children."""
         forward, backward = [call.forward[0]], call.backward[-1:]
         for child in call.children:
             forward += child.forward
@@ -279,8 +281,8 @@ def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> 
         watchers.append(ModuleWatcher(steps.model, names, mark))
         watchers[-1].run(steps)
 
-    # Collect garbage now: else tensors in cycles of references would be freed at some moment of the
-    # step.
+    # Garbage is collected now, else tensors in cycles of references would be freed at an arbitrary
+    # moment of the step.
     gc.collect()
     spans = backend.spans(watched)
     assert spans is not None

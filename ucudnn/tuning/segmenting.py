@@ -42,18 +42,18 @@ _MOST_HALVINGS = 7
 # Resolution of the solver, as a fraction of the peak of the step: smaller differences of peaks do
 # not matter.
 _RESOLUTION = 1 / 4096
-# Until they are timed, micro-batches of half the size are assumed to take 2 ** _SLOWER times as
-# long.
+# If micro-batches are half as large, the whole batch is assumed to take 2 ** _SLOWER times as long,
+# until such micro-batches are timed.
 _SLOWER = 0.05
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
 # A division is raced only if a single step by it takes no more than this fraction of the time of
 # the undivided step.
 _CLEARLY = 0.95
-# Least number of steps for a trial and a race: two to profile the trial, then one each to warm up
-# and one each in a round.
+# Least number of steps for the trial of a division and its race: two to profile it, then for each
+# of the two contestants one to warm up and one in a round.
 _LEAST_STEPS = 6
-# Number of points of the front that are shown, roughly.
+# Roughly the number of estimated ways (points of the front of a step) that are shown.
 _SHOWN = 16
 # Largest number of divisions into segments that are tried for one limit.
 _MOST_TRIALS = 8
@@ -73,11 +73,11 @@ class Seen(NamedTuple):
     time_ns: int
 
     def cost(self, limit: int) -> tuple[int, int]:
-        """Sort key, less for the better step: bytes of the peak over a limit, then the time."""
+        """Sort key, less for the better step: bytes by which the peak exceeds a limit; the time."""
         return max(0, self.peak_bytes - limit), self.time_ns
 
     def way(self, held_bytes: int) -> Way:
-        """This step as a plan keeps it; `held_bytes` are allocated all through a step."""
+        """This step in the form that a plan keeps; `held_bytes` are allocated all through it."""
         segments, size = self.division
         peak = self.peak_bytes + held_bytes
         if size is not None:
@@ -103,16 +103,16 @@ class SegmentSearch:
 
     Attributes:
         seen: the steps that were run; the first one is not divided.
-        findings: by name, what was found of the modules that were examined.
-        until: as in the arguments; it may be changed.
+        findings: what was found out about each module that was examined, by its name.
+        until: the argument of this name; callers may set it anew.
 
     Args:
         model: any module.
         inputs: an example input.
         backend: backend of the model's device; it must be able to report allocated memory.
         is_training: True: a step is forward and backward; False: forward without a graph.
-        until: the `time.monotonic` after which only necessary steps are begun; None: it follows
-            from the default budget of the effort, which begins now.
+        until: the `time.monotonic` after which steps begin only while no step fits the limit;
+            None: it follows from the default budget of the effort, which begins now.
         effort: as in `Config`.
     """
 
@@ -133,8 +133,8 @@ class SegmentSearch:
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
         self.findings: dict[str, Independence] = {}
         self._known: dict[Segment, _Known] = {}
-        # Ratios of measured to estimated times, for each module in micro-batches of a size, and for
-        # each number of micro-batches.
+        # Ratios of measured to estimated times. The keys are a module with its micro-batch size, or
+        # a number of micro-batches, whatever the module.
         self._ratios: dict[tuple[str, int | None] | int, list[float]] = {}
         # Modules without children are no candidates for segments, because they keep their result
         # and little else.
@@ -151,7 +151,7 @@ class SegmentSearch:
         self._samples = {call.name: call.samples for call in self._root.walk()}
 
     def ways(self, held_bytes: int) -> tuple[Way, ...]:
-        """The ways to run a step: those that were run, and the estimated ones of the front.
+        """The ways to run a step: those that were run, and estimated ones from the front.
 
         Args:
             held_bytes: bytes that are allocated all through a step.
@@ -169,7 +169,7 @@ class SegmentSearch:
         return tuple((name, one.reason) for name, one in self.findings.items() if one.reason)
 
     def _tree(self, root: ModuleCall) -> ModuleCall:
-        """The tree of calls with only those that may be segments; notes their costs, too."""
+        """The tree of those calls only that may be segments; their estimated costs are noted."""
         counts: dict[str | None, int] = {}
         for call in root.walk():
             counts[call.name] = counts.get(call.name, 0) + 1
@@ -227,7 +227,7 @@ class SegmentSearch:
             self._known[one] = _Known(one, Option(call.result_bytes, peak, time_ns, one))
 
     def table(self) -> SegmentTable:
-        """The front of the step, from the costs that are known so far."""
+        """The divisions that no other beats in both peak and time, by the costs known so far."""
         resolution = max(1, round(self._own.peak_bytes * _RESOLUTION))
         return segment(self._node(self._root), resolution)
 
@@ -309,7 +309,7 @@ class SegmentSearch:
     ) -> None:
         """Run the model in micro-batches of one sample, of two, of four, with segments inside.
 
-        Fewer micro-batches are better, so the size grows until a step does not fit the limit.
+        Larger micro-batches are faster, so the size grows until a step does not fit the limit.
         """
         size = 1
         while self._is_training and size < self._steps.batch:
@@ -323,9 +323,9 @@ class SegmentSearch:
                 last = self.try_(division(size, inner.within(max(0, room)).division.segments))
                 if last.peak_bytes <= limit or room <= 0:
                     break
-                # The memory beside the micro-batches may be larger than estimated, so the second
-                # attempt leaves more room for it. The last attempt takes the segments with the
-                # smallest peak.
+                # Beside the current micro-batch, the step may hold more memory than estimated. So
+                # the second attempt leaves more room for that. The third and last attempt takes the
+                # segments with the smallest peak.
                 room = room - 2 * (last.peak_bytes - limit) if is_first else 0
             if last.peak_bytes > limit or self.is_over(2):
                 break
@@ -344,7 +344,7 @@ class SegmentSearch:
             inside: as for `within`.
 
         Raises:
-            ConfigError: the samples of the model depend on each other.
+            ConfigError: the model cannot run on parts of a batch.
         """
         batch = self._steps.batch
         sizes = [batch >> n for n in range(1, _MOST_HALVINGS) if batch >> n]
@@ -393,7 +393,7 @@ class SegmentSearch:
         return best.division
 
     def race(self, division: StepDivision, rival: StepDivision = WHOLE) -> Raced:
-        """Race steps by two divisions in turn; the rival takes the place of torch in the result."""
+        """Race steps by two divisions; in the result, the rival's times are given as torch's."""
         samples = race(
             [partial(self.elapsed_ns, one) for one in (rival, division)],
             self.is_over,
@@ -403,7 +403,7 @@ class SegmentSearch:
         return raced_of(*samples)
 
     def elapsed_ns(self, division: StepDivision) -> int:
-        """Time in ns of a step by a division; further steps are divided in the same way."""
+        """Time in ns of a step by a division, which stays set for later calls of `self._steps`."""
         self._steps.divide(division)
         with gradient_mode(self._is_training):
             return self._backend.elapsed_ns(self._steps)
@@ -416,13 +416,13 @@ class SegmentSearch:
                 self.findings.update(examined(self._steps.model, self._steps, left))
 
     def _described(self, one: Segment) -> Segment:
-        """The segment with the fields `shared` and `training` that its module was found to need."""
+        """The segment with the fields `shared` and `training` filled in for its module."""
         found = self.findings[one.module]
         modes = (module.training for module in self._modules[one.module].modules())
         return replace(one, shared=found.shared, training=sum(modes))
 
     def try_(self, division: StepDivision) -> Seen:
-        """Run a step by a division, and note what its segments cost in it."""
+        """Run a step by a division, and note what the segments of the division cost in the step."""
         steps, names = self._steps, {one.module: one for one in division.segments}
         if division.micro_batch is not None or (len(names) > 1 and "" in names):
             names = {}  # a module that runs several times in a step has no single cost
@@ -482,18 +482,18 @@ class SegmentSearch:
 
 
 def _kept_of(count: int) -> list[int]:
-    """Numbers of micro-batches, out of so many, that are tried to be kept and not recomputed."""
+    """Out of `count` micro-batches, the numbers that segments may keep and not recompute."""
     return sorted({0, 1, count // 4, count // 2, 3 * count // 4}) if count > 1 else [0]
 
 
 def faster_division(
     model: nn.Module, inputs: Any, traced: Traced, config: Config, began: float
 ) -> StepDivision:
-    """The division that makes steps faster within their present memory; `WHOLE` if there is none.
+    """The division that makes steps faster without a larger peak; `WHOLE` if there is none.
 
     Args:
         model: any module.
-        inputs: the inputs that it was traced with.
+        inputs: the inputs that the model was traced with.
         traced: the convolutions of the model.
         config: the settings, without a memory budget.
         began: the `time.monotonic` from which the time budget counts.
@@ -503,7 +503,7 @@ def faster_division(
     if not is_run or len(several) > 1:
         return WHOLE
     (inputs,), backend = several, open_backend(config.backend)
-    # If all results together fit the processor's cache, micro-batches would not be faster.
+    # If all results of convolutions together fit the cache, micro-batches would not be faster.
     results = sum(
         prod(problem.result_shape) * problem.bytes_per_element
         for _, problem in traced.layers
@@ -546,10 +546,10 @@ def half_of(config: Config, began: float) -> float | None:
 def _recomputed(
     call: ModuleCall, cost: ModuleCost, part: float, gradients: int, one: Segment
 ) -> Option:
-    """The estimated cost of a call that is recomputed in micro-batches, but for those it keeps.
+    """The estimated cost of a call as a segment that recomputes the micro-batches it does not keep.
 
     `cost` is that of the call in the undivided step, `part` the fraction of the batch that a
-    micro-batch has, and `gradients` the bytes of the gradients of the call's parameters.
+    micro-batch has, and `gradients` the bytes of the gradients of the module's parameters.
     """
     result = call.result_bytes
     inside = round(part * (cost.kept_bytes - result))
@@ -559,11 +559,11 @@ def _recomputed(
     # are in memory at once.
     forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
     forward += max(0, one.kept - 1) * inside
-    # The micro-batches that are kept go first, and the others find their memory free again.
+    # In backward, the kept micro-batches come first; the others use the memory that these free.
     backward = result + beside + call.argument_bytes + max(1, one.kept) * inside
     backward += round(part * transient)
-    # Smaller micro-batches are assumed to be slower. So of the sizes whose times may be equal, the
-    # largest is run first.
+    # Smaller micro-batches are assumed to be slower (`_SLOWER`). So of several sizes that fit, the
+    # largest is tried first.
     forwards = 2 - one.kept * part
     time_ns = round((forwards * cost.forward_ns + cost.backward_ns) * part**-_SLOWER)
     return Option(result + one.kept * inside, max(forward, backward), time_ns, one)

@@ -1,9 +1,9 @@
 """Judge a plan by whole training steps, which make the last decision on it.
 
-A plan whose kernels are all faster can still slow down a step, because planned calls cost the host
-more, and because the caches hold other data. If steps are not faster beyond the noise, the kernels
-that make them faster are found by their times inside the steps, or by halving. All other kernels
-are given back to torch.
+A plan whose kernels are all faster can still slow down a step: planned calls take longer to start,
+and in a step the caches hold other data. If steps are not faster beyond the noise, the kernels that
+make them faster are found by their times inside the steps, or by halving the set of kernels. All
+other kernels are given back to torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ucudnn.tuning.step_rounds import (
     tells,
 )
 
-# Least number of steps in a race of two contestants: one each to warm up, and one each in a round.
-# A step that is run for its peak warms up, too.
+# Least number of steps in a race of two contestants: each runs one step to warm up, and one in a
+# round. A step that is run to measure its peak warms up, too.
 LEAST_STEPS = 4
 
-# Reasons why steps were not raced: the budget has no time for them, or all of the plan is torch's.
+# Reasons why steps were not raced: the time is over, or the plan has only torch's own convolutions.
 NO_ROOM = "the time budget has no room for them"
 NOTHING = "it changes nothing"
 
@@ -49,14 +49,14 @@ class StepMeter:
     # the peak of allocated memory in bytes instead.
     elapsed: Callable[[Step], int]
     peak: Callable[[Step], int]
-    # The `time.monotonic` at which steps must end, and the time of one step in ns, from which the
-    # end of further steps is estimated.
+    # The `time.monotonic` at which the last step must end; and the time of one step in ns, from
+    # which the end of further steps is estimated.
     until: float | None = None
     step_ns: int = 0
-    # Shortest times so far of a step by torch (False) and by a plan (True), because the first step
-    # may take much longer than the next ones.
+    # Shortest times so far of a step by torch (False) and by a plan (True). The shortest ones are
+    # kept, because the first step may take much longer than the next ones.
     shortest_ns: dict[bool, int] = field(default_factory=dict)
-    # Like `install`, but also times kernels inside the step; None if that would slow the step down.
+    # Like `install`, but also times kernels inside steps; None if that would slow the steps down.
     timed: Callable[[Plan | None], AbstractContextManager[Mapping[Problem, int]]] | None = None
 
     def is_over(self, steps: int = 0) -> bool:
@@ -77,7 +77,7 @@ class StepMeter:
         return time_ns
 
     def times(self, step: Step, plan: Plan | None) -> StepTimes:
-        """Times of one step and of its kernels, as far as they can be timed."""
+        """Time of one step, and of its kernels if these can be timed inside it."""
         if self.timed is None:
             return StepTimes(self.elapsed_ns(step, plan), {})
         with self.timed(plan) as kernels_ns:
@@ -114,12 +114,12 @@ class StepJudge:
     def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
         """The plan with the outcome of its race, and without kernels that make steps no faster.
 
-        The plan must change something. A kernel whose default exceeds the workspace limit keeps its
-        plan, whatever it costs. `raced` is the plan's race against torch, with peaks, if that was
-        run already.
+        At least one kernel of the plan must not be torch's own. A kernel that torch's own
+        convolution may not replace keeps its plan, even if that slows steps down. `raced` is the
+        plan's race against torch, with peaks, if that race was run already.
         """
-        # The other kernels must stay planned: torch's own convolutions would exceed the workspace
-        # limit, or would not be deterministic.
+        # All kernels but the free ones must stay planned: torch's own convolutions would exceed the
+        # workspace limit, or would not be deterministic.
         free = replaceable(plan)
         rest = _without(plan, free)
         raced = raced or self._raced_with_peaks(plan, rest)
@@ -138,8 +138,8 @@ class StepJudge:
         else:
             kept = self._kept(plan, free)
         dropped = [one for one in free if one not in kept]
-        # Steps may be slower by the whole plan although no kernel was found that slows them down:
-        # then drop all kernels.
+        # If steps by the whole plan are slower although no kernel was found that slows them down,
+        # all kernels are dropped.
         if _is_torchs(rest) and raced.race.is_loss:
             dropped = dropped or free
         return self._judged_without(dropped, plan, raced)
@@ -147,12 +147,12 @@ class StepJudge:
     def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced | None:
         """A race of the plan against torch, with the peaks of both; None if there is no time."""
         of_three = bool(_changed(rest)) and rest.kernels != plan.kernels
-        # The kernels that must stay planned may take part by themselves. They then take two more
-        # steps: one to warm up, and one in the round.
+        # The plan with only the kernels that must stay planned may take part as a third contestant,
+        # with two more steps: one to warm up, and one in the round.
         round_steps = 2 + 2 * of_three
         peaks = list[int]()
-        # To take a peak a step is run. It warms up, and its time says more about the next steps
-        # than that of the very first step, which may take a third longer.
+        # The steps that are run to measure the peaks also warm up. Their times say more about the
+        # next steps than the time of the very first step, which may take a third longer.
         for one in (None, plan):
             if self.meter.is_over(round_steps + 1):
                 return None
@@ -177,20 +177,20 @@ class StepJudge:
 
     def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
         """The plan without the dropped kernels, with the race of what is left of it."""
-        # Nothing is dropped: the parts of the plan were faster, although the whole race was not.
+        # Nothing is dropped if the kernels were faster in parts, although the whole plan was not.
         if not dropped:
             return replace(plan, step_race=raced.race)
         left, race = _without(plan, dropped), raced.race
         torch_peak, plan_peak = race.torch_peak_bytes, race.plan_peak_bytes
         if _is_torchs(left):
-            # The plan is torch's own now, so that there is nothing to race.
+            # All kernels are torch's own now, so there is nothing to race.
             race, plan_peak = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds), torch_peak
         elif raced.rest is not None and not replaceable(left):
             race = raced.rest
         elif self.meter.is_over(LEAST_STEPS):
             race = StepRace(reason="the time budget has no room for steps without what did not pay")
         else:
-            # The first race was of another plan: steps without the dropped kernels are timed anew.
+            # The first race was of the plan with the dropped kernels, so the rest is raced anew.
             again, others = self._race(left), _changed(left)
             race, is_loss = again.race, again.race.is_loss and not again.pays
             if is_loss and len(replaceable(left)) == len(others):
@@ -200,7 +200,7 @@ class StepJudge:
         return replace(left, step_race=race)
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
-        """Find the kernels with which a step is faster than without them, by halving."""
+        """Find, by halving, the kernels with whose plans a step is faster than without."""
         if len(kernels) == 1:
             return []
         middle, kept = len(kernels) // 2, list[KernelPlan]()
@@ -227,7 +227,7 @@ class StepJudge:
     ) -> list[list[StepTimes]]:
         """Run timed steps until it is clear whether the last contestant is faster than the rival.
 
-        `rival` is the index of a contestant.
+        `rival` is the index of the rival in `contestants`.
         """
         plan = contestants[-1]
         assert plan is not None
@@ -235,8 +235,7 @@ class StepJudge:
         def is_decided(samples: Samples) -> bool:
             by_rival, by_plan = samples[rival], samples[-1]
             raced = raced_inside(by_rival, by_plan, plan, replaceable(plan))
-            # It is not clear if the kernels are faster but the steps seem slower: more rounds
-            # follow.
+            # If the kernels are faster but the steps seem slower, it is not clear yet.
             is_clear = raced.pays and raced.race.ratio <= 1
             return is_clear or tells(*steps_ns([by_plan, by_rival]))
 
@@ -245,14 +244,14 @@ class StepJudge:
 
 
 def _proven(raced: Raced) -> Raced:
-    """The same race, but with too few rounds it counts as no gain."""
+    """The same race, but if it has too few rounds, the plan does not count as paying."""
     return raced._replace(pays=raced.pays and raced.race.rounds >= LEAST_ROUNDS)
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True if torch's own convolution may replace a kernel's plan.
 
-    It must be within the workspace limit, and deterministic if the plan is. With a pool it
+    It must be within the workspace limit, and deterministic if the plan must be. With a pool it
     must need no more workspace than the kernel's plan.
     """
     if plan.config.deterministic and not kernel.default_is_deterministic:
@@ -280,8 +279,8 @@ def _is_torchs(plan: Plan) -> bool:
 
 def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:
     """The plan with torch's own convolution for some kernels."""
-    # Within a limit smaller batches keep their splits, because whether their defaults fit was not
-    # measured.
+    # If there is a limit, smaller batches keep their splits: it was not measured whether torch's
+    # own convolutions of these batches fit.
     settings = plan.config
     limits = (settings.limit_bytes, settings.total_bytes, plan.memory)
     every_batch = all(limit is None for limit in limits)
