@@ -36,8 +36,8 @@ from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
 from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import race, raced_of, tells
 
-# A race is given time for this many steps, even beyond a default budget: each of the two
-# contestants warms up, and three rounds decide a clear race.
+# A race is given time for this many steps, even beyond a default budget: one step of each of the
+# two contestants to warm up, and three rounds, which decide a clear race.
 RACE_STEPS = 8
 # A hint on channels_last is given time for this many steps: one to warm up, and a pair.
 HINT_STEPS = 3
@@ -58,7 +58,7 @@ def judged(
 ) -> Plan:
     """The plan after a race of whole steps, or with the reason why no race was run.
 
-    `began` is the `time.monotonic` from which the budget counts, by default now. If the model is
+    `began` is the `time.monotonic` from which the time budget counts; None: now. If the model is
     compiled, compiled steps are raced.
     """
     reason = _reason_against_steps(model, example_inputs, plan, config)
@@ -76,8 +76,8 @@ def judged(
             step = Steps(model, example_inputs, _has_backward(plan), division=plan.division)
             compilation = compile_steps(model, step, plan.device.type)
             plan = with_relaid(replace(plan, compilation=compilation), step)
-            # The first step warms up, and the default budget is computed from its time.
             began += 0 if compilation is None else compilation.seconds
+            # This step warms up, and the default budget is computed from its time.
             step_ns = backend.elapsed_ns(step)
             hint_steps = HINT_STEPS if hints else 0
             until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
@@ -85,14 +85,14 @@ def judged(
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=NOTHING))
             else:
-                # If the user set a budget, the race may also use the time of the hint.
+                # In a default budget time is reserved for the hint; in a budget that the user set,
+                # the race may use all of the time.
                 is_set = config.time_budget_s is not None
                 plan = StepJudge(step, meter if is_set else meter.earlier(hint_steps)).judge(plan)
             if not hints:
                 return plan
             return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
-    # Only the race is incomplete, the plan is not. So the error that is raised for Ctrl-C holds the
-    # plan.
+    # On Ctrl-C only the race is incomplete, so the error that is raised holds the whole plan.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
     # A model that was traced on fake tensors may still fail on real ones, for example for lack of
@@ -160,9 +160,9 @@ def convolutions_s(plan: Plan) -> float:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     with undisturbed(model), warnings.catch_warnings():
-        # torch.compile may compute convolutions in another layout than they were planned in. The
-        # race shows what the plan gains in that case. Warnings are off, because they would be about
-        # steps that the user did not run.
+        # Compiled code may compute convolutions in another layout than they were planned in. The
+        # race shows what the plan gains all the same. Warnings that they are unplanned are off,
+        # because the user did not run these steps.
         if is_compiled(model):
             warnings.simplefilter("ignore", UnplannedWarning)
         yield
@@ -175,7 +175,7 @@ def _has_other_layout(plan: Plan) -> bool:
 
 
 def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
-    """Time a few steps in turn: by torch in channels_last, and by the plan, which is warm."""
+    """Time a few steps in turn: by torch in channels_last, and by the plan, already warmed up."""
     if meter.is_over(HINT_STEPS):
         return LayoutHint(reason=_USED_UP)
     try:
@@ -253,7 +253,7 @@ def judged_in_layouts(
 def _compiled(
     model: nn.Module, steps: Mapping[str, Steps], device_type: str
 ) -> tuple[Compilation | None, str]:
-    """Compile the steps of both layouts, or of none; say why a model must keep its layout."""
+    """Compile the steps of both layouts, or of none; also the reason to keep the layout, or ""."""
     own = compile_steps(model, steps["keep"], device_type)
     if own is None or not own.is_compiled:
         return own, ""
@@ -287,7 +287,7 @@ def _meter(
     # `parts` is empty, because a step is no list of problems: the allocator measures its peak.
     peak = partial(backend.workspace_bytes, parts=())
     install = _Installer(backend, plans)
-    # On a GPU kernels are not timed inside a step: it computes them while the host goes on, and a
+    # On a GPU kernels are not timed inside a step: the host goes on while the GPU computes, and a
     # step would have to wait for each kernel that is timed.
     timed = install.timed if backend.device().type == "cpu" else None
     return StepMeter(install, backend.elapsed_ns, peak, until, step_ns, timed=timed)
@@ -296,8 +296,8 @@ def _meter(
 class _Installer:
     """Installs one plan after the other, and keeps for each plan the calls that were looked up.
 
-    Without that each step would look up all its calls, and this time would count as time of the
-    step.
+    Otherwise each step would look up all its calls again, and the time of its race would include
+    that.
     """
 
     def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:
@@ -331,14 +331,14 @@ class _Installer:
 def _until(
     config: Config, began: float, step_ns: int, race_steps: int, layouts: int = 1
 ) -> float | None:
-    """The `time.monotonic` at which a race must end, by the set or the default budget; or None."""
+    """The `time.monotonic` at which a race must end, by the time budget; None: at no time."""
     if config.time_budget_s is not None:
         return began + config.time_budget_s
     budget_s = EFFORTS[config.effort].budget_s(step_ns)
     if budget_s is None:
         return None
-    # A default budget leaves time for `race_steps`: a race that is cut short would drop kernels
-    # that it could not judge, and all that was measured of them would be lost.
+    # With a default budget there is always time for `race_steps`: a race that is cut short would
+    # drop kernels that it could not judge, and all that was measured of them would be lost.
     return max(began + layouts * budget_s, monotonic() + race_steps * step_ns / 1e9)
 
 
@@ -373,7 +373,7 @@ def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilati
 
 
 def with_relaid(plan: Plan, steps: Steps) -> Plan:
-    """The plan with the number of convolutions that compiled steps compute in another layout."""
+    """The plan, with a note of how many convolutions a compiled step has in another layout."""
     compilation = plan.compilation
     if compilation is None or not compilation.is_compiled:
         return plan

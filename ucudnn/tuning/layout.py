@@ -36,11 +36,11 @@ Samples = Sequence[Sequence[int]]
 _EPS_OF_TF32 = 2.0**-10
 # Results of two layouts differ by rounding, because sums have another order. Differences are
 # tolerated up to this many times the difference that a change of all weights by one rounding makes.
-# 1 to 3 times was seen.
+# Observed differences were 1 to 3 times as large as that one.
 _MOST_TIMES = 10.0
-# Relative differences of outputs and of gradients up to these powers of the coarsest rounding need
-# no further test. Gradients differ more, because rounding may move a ReLU's input across zero or
-# change the maximum of a pool: by 0.002 in a ResNet-18.
+# Relative differences of outputs and of gradients up to these powers of the coarsest relative
+# rounding (eps) need no further test. Gradients differ more, by 0.002 in a ResNet-18, because
+# rounding may move a ReLU's input across zero or change the maximum of a pool.
 _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 
 
@@ -49,8 +49,8 @@ class LayoutEntrant(NamedTuple):
 
     memory_format: str
     plan: Plan | None
-    # False for torch's own convolutions if any of them may not replace the plan, for example
-    # because it exceeds the workspace limit. They are timed for comparison then, and cannot win.
+    # False for torch's own convolutions if any of them may not replace the plan of its kernel, for
+    # example because it exceeds the workspace limit. Then they are timed for comparison only.
     is_allowed: bool
 
 
@@ -66,7 +66,7 @@ def entrants(plans: Mapping[str, Plan]) -> list[LayoutEntrant]:
 
 
 def _best(of: Sequence[LayoutEntrant], samples: Samples, memory_format: str) -> int:
-    """Index of a layout's best contestant: its plan if that pays, or if torch's may not win."""
+    """Index of a layout's best entrant: its plan if that pays, or if torch's own may not win."""
     # `entrants` lists torch's own first in each layout, then the plan if there is one.
     torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
     if not plans:
@@ -87,7 +87,7 @@ def winner(of: Sequence[LayoutEntrant], samples: Samples) -> int:
 def is_decided(of: Sequence[LayoutEntrant], samples: Samples) -> bool:
     """True if the rounds show clearly whether each plan pays, and which layout is faster."""
     pairs = [(_best(of, samples, "channels_last"), _best(of, samples, "keep"))]
-    # In the list of contestants, the one before a plan is torch's own in the same layout.
+    # In the list of entrants, the one before a plan is torch's own in the same layout.
     pairs += [(i, i - 1) for i, one in enumerate(of) if one.plan is not None]
     return all(tells(samples[one], samples[other]) for one, other in pairs)
 
@@ -175,7 +175,8 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
 
     Outputs and gradients of a step in both layouts are compared. If they differ by more than
     rounding usually causes, one more step is run with all weights changed by one rounding. It shows
-    how strongly rounding changes the results of this model. An out-of-memory error is raised.
+    how strongly rounding changes the results of this model. If memory is too small for a step, that
+    error is raised.
     """
     truth = own.results()
     try:
@@ -207,7 +208,7 @@ def _coarsest_eps(plan: Plan) -> float:
 
 
 def _differences(truth: StepResults, found: StepResults) -> tuple[float, float]:
-    """The largest relative difference of an output, and that of all gradients taken together.
+    """The largest relative difference of any output, and the one of all gradients together.
 
     All gradients are compared together, because a single gradient may be nothing but rounding,
     such as that of a bias before batch norm.

@@ -32,8 +32,8 @@ from ucudnn.tuning.results import Progress
 from ucudnn.tuning.segmenting import faster_division
 from ucudnn.tuning.tuner import device_type, tune_problems
 
-# The largest number of passes of tuning. If a step needs more memory than was measured for its
-# kernels alone, they get that much less in the next pass.
+# The largest number of passes of tuning with a memory budget. If kernels need more memory in a step
+# than when they were measured alone, the next pass lowers their workspace limits by the difference.
 _MOST_PASSES = 4
 
 Report = Callable[[Progress], None]
@@ -104,7 +104,7 @@ class _Tuning:
     division: StepDivision = WHOLE
 
     def run(self) -> Plan:
-        """Tune the model and judge the plan; repeat it while steps exceed the memory budget."""
+        """Tune the model and judge the plan; repeat both while steps exceed the memory budget."""
         plan = self._within_budget(self._traced())
         if self.division != WHOLE:
             plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
@@ -181,7 +181,8 @@ class _Tuning:
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         budget_s = self.config.time_budget_s
-        # The progress of both tunings is reported as that of one. `more` kernels are still to come.
+        # The progress of both tunings is reported as that of one. While the first one runs, `more`
+        # is the number of kernels of the second one.
         before = latest = Progress("", 0, 0, 0, 0)
         more = len(set(_problems(traced["channels_last"])))
 
@@ -197,7 +198,7 @@ class _Tuning:
             if self.on_progress is not None:
                 self.on_progress(latest)
 
-        # A budget that the user set is for both layouts together, a default one for each layout.
+        # A time budget that the user set is for both layouts together, a default one for each.
         half_s, race_steps = budget_s and budget_s / 2, LAYOUT_RACE_STEPS // 2
         own = self._tuned(traced["keep"], half_s, race_steps, report, "keep")
         before, more = latest, 0

@@ -28,7 +28,7 @@ class ModuleCall:
         name: name of the module; None: the call is the whole step.
         forward: numbers of the marks before and after its forward.
         backward: numbers of the marks before and after its backward; empty: it has no backward.
-        children: calls of other modules inside this call, in order.
+        children: calls of modules inside this call, in order.
         samples: number of samples in its arguments.
         result_bytes: bytes of the tensors that it returns.
         argument_bytes: bytes of its arguments that have gradients.

@@ -1,4 +1,4 @@
-"""Reasons for each kernel's plan: its front, and the best rejected alternatives. Pure."""
+"""Reasons for each kernel's plan: its front, and the best rejected alternatives. Runs nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ucudnn.units import format_bytes, format_ns
 # The measurements of the plan's machine. Each key is a problem with its batch replaced by 1, so
 # that the measurements of chunks of all sizes are under one key.
 _Known = dict[Problem, list[Measurement]]
-# Statuses of measurements with a time.
+# The statuses of those measurements that have a time.
 _TIMED = ("ok", "screened")
-# The least ratio of times that is printed as more than 1.00.
+# Ratios of times between 1 and this one are printed as 1.00.
 _SLOWER = 1.005
 # The largest number of alternatives that a rationale lists.
 _MOST = 8
@@ -33,9 +33,9 @@ class Alternative:
     time_ns: int | None
     # Workspace of the whole call or of its largest chunk; None if it is not known.
     workspace_bytes: int | None
-    # The largest relative error (L2) of its chunks against float64; None if it is not known.
+    # The largest relative error (L2) of the split's chunks against float64; None: not known.
     error: float | None
-    # Whether the whole call was timed; else `time_ns` is the sum of the times of its chunks.
+    # True if the whole call was timed; False: `time_ns` is the sum of the times of its chunks.
     is_measured: bool
     # Why the plan does not take this way.
     reason: str
@@ -55,7 +55,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Rationale:
-    """Everything that is known of a kernel beside its plan."""
+    """What is known of a kernel beside its plan: its front and the rejected alternatives."""
 
     # (workspace in bytes, time in ns) of each split on the Pareto front, workspace rising. The time
     # of a split is the sum of the times of its chunks.
@@ -65,7 +65,7 @@ class Rationale:
 
 
 def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationale, ...]:
-    """Find the front and the rejected alternatives of each kernel of a plan, in its order.
+    """Find the front and the rejected alternatives of each kernel, in the order of the plan.
 
     >>> from ucudnn import Config
     >>> from ucudnn.measurement import Conditions, Device, Software
@@ -104,8 +104,8 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
         if entry.key.subject == Subject.CHUNK and entry.status == "ok"
     ]
     points = []
-    # A split consists of algorithms that add a bias, or of algorithms that do not, so each kind has
-    # its own splits.
+    # The algorithms of a split either all add the bias or none does, so each kind has its own
+    # splits.
     for adds_bias in (False, True):
         usable = [
             entry
@@ -121,7 +121,7 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
 
 
 def _as_timed(problem: Problem, algorithm: str) -> str:
-    """A name of an implementation for each batch, so that no time is used for another one."""
+    """Another implementation for each batch, so that no batch takes the time of another one."""
     return f"{algorithm} at {problem.batch}"
 
 
@@ -183,7 +183,7 @@ def _of_one_algorithm(problem: Problem, known: Sequence[Measurement]) -> Iterato
             time_ns = sum(item.time_ns for item in items)
             yield Alternative(split, time_ns, workspace, None, False, "")
     for entry in chunks:
-        # It ran once for its workspace, which was too large for timing it.
+        # An "untimed" candidate ran once, and its workspace was too large for timing it.
         if entry.status == "untimed" and entry.key.problem == problem:
             split = _undivided(problem, entry.key.algorithm)
             yield Alternative(split, None, entry.workspace_bytes, None, False, "")

@@ -75,7 +75,7 @@ class Results:
     """Plans so far of one model's kernels; kernels without a plan run torch's own convolution."""
 
     layers: Mapping[Problem, tuple[str, ...]]
-    limits: Limits  # apart from the parts of a pool
+    limits: Limits  # with a pool, each kernel's part of it counts instead
     defaults: Mapping[Problem, Measurement]
     kernel_of: Callable[[Problem, str], str | None]
     config: Config
@@ -87,19 +87,19 @@ class Results:
     # Kernels that have no split within the user's limit. They are named together at the end, so
     # that the user can raise the limit once for all of them.
     over_limit: dict[Problem, PlanError] = field(default_factory=dict)
-    # Kernels of which smaller batches have no plan, because the time did not suffice.
+    # Kernels that have no plan for some smaller batches, because the time did not suffice.
     unfinished: set[Problem] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # Cached, because `kernels` and `missing` ask for the same plans again and again.
+        # Cached, because `kernels` and `missing` ask for the same plans by torch again and again.
         self._undivided = lru_cache(maxsize=None)(self._plan_undivided)
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """For each kernel that has a plan within its limit, the best plan so far."""
         plans = (self.plans.get(p) or self.by_torch(p) for p in self.layers)
-        # A plan by torch's own convolution that does not cover all batches is left out, because
-        # without it torch runs the same.
+        # A plan by torch's own convolution that does not cover all batches is left out: calls
+        # without a plan run torch's own convolution, too.
         return tuple(
             plan
             for plan in plans
@@ -179,11 +179,11 @@ class Results:
     def with_every_batch(
         self, plan: KernelPlan, source_at: Callable[[int], AbstractSource]
     ) -> KernelPlan:
-        """The plan with a split of every batch for which any split fits.
+        """The plan with a split for every batch for which any split fits.
 
-        For some batches torch runs other implementations than for the largest batch. torch's own
-        convolution of such a batch is run once. If it exceeds the limit, the batch is tuned as a
-        kernel of its own.
+        For some batches torch runs another implementation than for the largest batch, and its
+        workspace is not known. So torch's own convolution of such a batch is run once. If it may
+        not be used, for example by the limit, the batch is tuned as a kernel of its own.
         """
         problem, missing = plan.problem, plan.uncovered()
         if self.limit_of(problem) is None and not self.config.deterministic:
@@ -253,7 +253,7 @@ class Results:
 
 
 def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
-    """The plan with the splits that tuning a smaller batch by itself has found, if any fits."""
+    """The plan with the splits that are found by tuning a smaller batch by itself, if any fits."""
     try:
         smaller = KernelPlanner(source).decide()
     except PlanError:
@@ -277,7 +277,7 @@ def _all_over_limit(
         (error,) = refused.values()
         return PlanError(f"{error}{remedy}", error.smallest_bytes)
     needs = [(error.smallest_bytes or 0, str(problem)) for problem, error in refused.items()]
-    # The kernel that needs most comes first: its workspace is the limit that fits all of them.
+    # The kernel that needs most comes first: a limit as large as its workspace fits all of them.
     needs.sort(reverse=True)
     listed = ", ".join(f"{format_bytes(need)} for {name}" for need, name in needs)
     most = format_bytes(needs[0][0])

@@ -73,7 +73,7 @@ class Seen(NamedTuple):
     time_ns: int
 
     def cost(self, limit: int) -> tuple[int, int]:
-        """Sort key, less for the better step: bytes by which the peak exceeds a limit; the time."""
+        """Sort key, less for the better step: bytes of the peak beyond a limit, then the time."""
         return max(0, self.peak_bytes - limit), self.time_ns
 
     def way(self, held_bytes: int) -> Way:

@@ -1,4 +1,4 @@
-"""State of one device that measures: backend, cache, worker, deadlines and counts."""
+"""State of measuring on one device: backend, cache, worker, deadlines and counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNIT = 10**12
 
 @dataclass
 class Session:
-    """State of one device that measures: the backend, the cache, deadlines and counts."""
+    """State of measuring on one device: the backend, the cache, deadlines and counts."""
 
     backend: AbstractBackend
     cache: AbstractCache
@@ -41,8 +41,8 @@ class Session:
     effort: Effort = EFFORTS["thorough"]
     # True: measure everything anew, even if it is in the cache.
     remeasure: bool = False
-    # The `time.monotonic` at which a budget that was set ends. Nothing begins that is expected to
-    # end later.
+    # The `time.monotonic` at which the time budget ends that the user set; None: none was set.
+    # Nothing begins that is expected to end later.
     deadline: float | None = None
     measured: int = 0
     reused: int = 0
@@ -87,7 +87,7 @@ class Session:
         )
 
     def _machine_key(self, subject: Subject, dtype: str = "float32") -> MeasurementKey:
-        """The key of a time of the machine itself, which depends on a dtype and on no problem."""
+        """The key of a peak rate of the machine, which depends on a dtype and on no problem."""
         problem = Problem("fprop", 1, 1, 1, (1,), (1,), dtype=dtype)
         return self.key(problem, "", subject=subject)
 
@@ -101,7 +101,7 @@ class Session:
 
         They are cached like measurements, so that a second tune decides as the first did.
         """
-        # `thorough` tuning rules nothing out by a bound.
+        # With the effort "thorough" no algorithm is ruled out by a bound.
         if not self.effort.ignored_share:
             return None
         keys = [self._machine_key(one, dtype) for one in (Subject.OPERATIONS, Subject.TRAFFIC)]
@@ -112,8 +112,8 @@ class Session:
             for key, speed in zip(keys, found[:2], strict=True):
                 time_ns = round(_UNIT * 1e9 / speed)
                 self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
-        # The numbers are read back from the cache, so that this run computes with the same rounded
-        # numbers as a second run.
+        # The numbers are taken from their measurements, so that this run computes with the same
+        # rounded numbers as a run that finds them in the cache.
         operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
@@ -136,7 +136,7 @@ class Session:
         return self.recording is not None
 
     def stop_at(self, deadline: float | None) -> None:
-        """Measure nothing after a `time.monotonic`, None for no limit."""
+        """Measure nothing after the `time.monotonic` of `deadline`; None: no end."""
         self.until = self.race_until = deadline
 
     @property
@@ -145,7 +145,7 @@ class Session:
         return self.until is not None and monotonic() >= self.until
 
     def has_time_for(self, time_ns: float) -> bool:
-        """True if something that takes so many ns is expected to end within the budget."""
+        """True if something that takes `time_ns` is expected to end before the deadline."""
         return self.deadline is None or monotonic() + time_ns / 1e9 <= self.deadline
 
     @property
@@ -188,11 +188,11 @@ class Session:
         return measurement
 
     def state(self) -> DeviceState:
-        """What perturbs times now; nothing with a worker, whose results say it themselves."""
+        """What perturbs times now; empty with a worker, whose process notes it in its results."""
         return self.backend.state() if self._worker is None else DeviceState()
 
     def note(self, measurement: Measurement) -> None:
-        """Keep a measurement for the cache that is not one of a candidate, so it is not counted."""
+        """Keep a measurement for the cache without counting it, because it is of no candidate."""
         self._fresh[measurement.key] = measurement
 
     def flush(self) -> None:

@@ -58,7 +58,7 @@ class StepProfile:
     calls: tuple[tuple[Problem, int], ...] = ()
 
     def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
-        """The memory of the step in the form that a plan keeps; the step is torch's, undivided."""
+        """This memory in the form that a plan keeps; the profiled step is torch's, undivided."""
         return StepMemory(
             budget_bytes=budget_bytes,
             parameters_bytes=self.held.parameters,
@@ -88,8 +88,8 @@ class StepProfiler:
         before = self.backend.allocated_bytes()
         runner = None
         if plan is not None:
-            # The plan's users may have set unplanned="error". In this step, torch computes the
-            # kernels that the plan leaves out.
+            # In this step torch computes the kernels that the plan leaves out, even if the user's
+            # setting is unplanned="error".
             config = replace(plan.config, unplanned="torch")
             runner = Runner(plan, config)
         with undisturbed(self.model):
@@ -97,7 +97,8 @@ class StepProfiler:
                 self.model, self.inputs, self.is_training, self.memory_format, self.division
             )
             with gradient_mode(self.is_training):
-                # The first step looks kernels up and fills caches, which later steps need not do.
+                # The first step also looks up each call in the plan and fills torch's caches. Only
+                # the second step, which need not do that, is profiled.
                 self._watched(step, runner, lambda: None)
                 watcher, spans = self._spans(step, runner)
         return _profile(self._held(before), watcher, spans)

@@ -1,7 +1,7 @@
 """Rounds of whole steps by several contestants in turn, and what they show.
 
-The convolutions of a step may be timed inside it. They show the gain of a plan in fewer rounds than
-the time of the whole step does, because its noise may be larger than the gain of all convolutions.
+The convolutions of a step may be timed inside it. Their times show the gain of a plan in fewer
+rounds than times of whole steps, whose noise may be larger than the gain of all convolutions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ucudnn.problem import Problem
 # difference.
 _MOST_ROUNDS = 7
 
-# Confidence of intervals in races of steps. With it, the interval of six or seven pairs leaves out
-# the smallest and the largest ratio, so that one perturbed round cannot hide a difference. The
-# interval of fewer pairs spans all ratios.
+# Confidence of the intervals that decide whether steps are faster. With it, the interval of six or
+# seven pairs leaves out the smallest and the largest ratio, so that one perturbed round cannot hide
+# a difference. The interval of fewer pairs spans all ratios.
 CONFIDENCE = 0.75
 
 _Times = TypeVar("_Times")
@@ -32,12 +32,12 @@ _Times = TypeVar("_Times")
 class StepTimes(NamedTuple):
     """Time of a step, and of its kernels.
 
-    To time kernels inside a step on a GPU, the step would have to wait for each of them and would
-    take longer.
+    On a GPU kernels are not timed inside steps: a step would have to wait for each of them, and
+    would take longer.
     """
 
     step_ns: int
-    # For each kernel the time of all its calls in the step together.
+    # For each kernel, the time of all its calls in the step together; empty: they were not timed.
     kernels_ns: Mapping[Problem, int]
 
 
@@ -52,11 +52,12 @@ class Raced(NamedTuple):
     # True if steps by the plan are faster beyond the noise, or if its kernels, all together, are
     # faster inside the steps. Also True if there were too few rounds to know, and no clear loss.
     pays: bool
-    # The kernels that are faster by the median over the steps, each compared by itself. None: it is
-    # not known which ones, or the steps are slower for another reason than the kernels.
+    # The kernels whose own median ratio over the rounds is below 1. None: it is not known which
+    # ones are, or the steps are slower for another reason than the kernels.
     faster: frozenset[Problem] | None = None
-    # Some kernels must stay planned. If steps with only these kernels planned took part, too: their
-    # race against torch. Then `pays` and `faster` compare the plan with those steps.
+    # The race against torch of steps in which only those kernels are planned that must stay
+    # planned; None if such steps did not take part. If they did, `pays` and `faster` compare the
+    # plan with them.
     rest: StepRace | None = None
 
 
@@ -102,7 +103,7 @@ def steps_ns(samples: Samples) -> list[list[int]]:
 
 
 def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True if the interval of the ratio shows clearly a gain, a loss or no difference.
+    """True if the interval of the ratio of times clearly shows a gain, a loss or no difference.
 
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
@@ -120,8 +121,8 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
     ratio, low, high = ratio_interval(by_plan, by_torch)
     rounds = len(by_plan)
     outcome = StepRace(median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds)
-    # So few rounds prove nothing. But the plan's kernels have each won a race before, so the plan
-    # is only given up for a clear loss.
+    # So few rounds prove nothing. But each of the plan's kernels has won a race before, so the plan
+    # is given up only for a clear loss.
     if rounds < LEAST_ROUNDS:
         return Raced(outcome, not outcome.is_loss)
     return Raced(outcome, _is_faster(by_plan, by_torch))
@@ -135,7 +136,7 @@ def raced_inside(
 ) -> Raced:
     """The outcome of a race in which the kernels of steps were timed, too.
 
-    Only `kernels` are compared: the plan's kernels that torch computes instead in the steps
+    Only `kernels` are compared: those kernels of the plan that are torch's own in the steps
     `by_torch`.
     """
     raced = raced_of(*steps_ns([by_torch, by_plan]))
@@ -168,7 +169,7 @@ def raced_inside(
 
 
 def _is_faster(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True if the first times are shorter than the other ones, beyond the noise."""
+    """True if the times `ones` are shorter than the times `others`, beyond the noise."""
     _, _, most = ratio_interval(ones, others, CONFIDENCE)
     return most < 1
 

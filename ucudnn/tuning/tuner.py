@@ -60,7 +60,7 @@ def tune_problems(
 ) -> Plan:
     """Measure and plan the convolutions of a training step; equal ones are measured once.
 
-    Problems with a larger part of the step are measured more carefully.
+    Problems that take a larger part of the step are measured more carefully.
 
     Args:
         layers: the name of a layer and its problem, once per call. All of them are planned;
@@ -70,11 +70,10 @@ def tune_problems(
         measurements: an open cache to use, which stays open; None: the cache of the config.
         backend: backend of the device; None: the one that the settings name.
         biased: problems to whose result a layer adds a bias, which is timed with them.
-        reserved_steps: time of the budget to leave unused, in steps.
+        reserved_steps: number of steps for which the budget must leave time after measuring.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
-        budget_s: seconds of the time budget for these problems; None: the whole budget of the
-            settings.
+        budget_s: the part of the time budget for these problems, in seconds; None: all of it.
 
     Raises:
         ConfigError: there is no problem to plan.
@@ -205,7 +204,8 @@ def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
         return RecordedBackend(cache, config.device)
     if config.device is None:
         return open_backend(config.backend)
-    # A device profile has an effect only with cuDNN, so with other backends it is refused.
+    # `device` names a device profile here. It has an effect only with cuDNN, so with other backends
+    # it is refused.
     if config.backend != "cudnn":
         raise ConfigError(
             f"device (={quoted(config.device)}) is what backend='recorded' replays, or a GPU's "
@@ -257,7 +257,7 @@ def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 
 
 def _is_engine(entry: Measurement) -> bool:
-    """True for an engine of cuDNN that computes a plain convolution, as listed without a GPU."""
+    """True for a convolution without bias by an engine of cuDNN, as cuDNN lists without a GPU."""
     # torch's own convolution is left out, because it exists with any version of cuDNN.
     is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
     return is_candidate and not entry.adds_bias
