@@ -1,4 +1,4 @@
-"""Candidates and measurements: what was measured, and the key with all that it depends on."""
+"""Candidates and measurements: what was measured, and the key of all that a time depends on."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Subject(StrEnum):
 
     Attributes:
         CHUNK: a candidate, in one role.
-        FIRST_RUN: the first run of a candidate, whose time is kept apart from its later, more
-            precise times.
+        FIRST_RUN: the first run of a candidate. Its time is kept apart from the candidate's later,
+            more precise times.
         CALL: a whole call by one split (`MeasurementKey.split`), in a race with other splits.
         OPERATIONS: 10^12 operations at the machine's peak rate, in the dtype of the problem.
         TRAFFIC: moving 10^12 bytes at the machine's peak rate; `workspace_bytes` is the size of the
@@ -56,8 +56,8 @@ class Role(StrEnum):
     """Role of a chunk in a split: its position, and what its call does with the result.
 
     Attributes:
-        ALONE: the only chunk; its call returns the result. A first chunk may have this role, too,
-            if it is computed by such a call (see `role_of`).
+        ALONE: the only chunk; its call returns the result. The first of several chunks may have
+            this role, too, if it is computed by such a call (see `role_of`).
         FIRST: the first of several chunks; its call begins a sum in float32, to which later chunks
             are added.
         LATER: any other chunk; its call writes into, or adds to, an existing result.
@@ -129,7 +129,7 @@ class Device:
         type: "cpu" or "cuda".
         name: the model, as the processor or driver reports it.
         isa: vector instruction set that torch uses, "" on a GPU.
-        cores: physical processors, or streaming multiprocessors on a GPU.
+        cores: number of physical processors, or of streaming multiprocessors on a GPU.
         compute_capability: such as "9.0", "" on a CPU.
         memory_bytes: memory of a GPU; 0 on a CPU, where the size of the memory changes no time.
         power_limit_w: power limit of a GPU in watts; 0 on a CPU.
@@ -179,7 +179,7 @@ class Conditions:
         threads: torch's intra-operator threads on a CPU, 0 on a GPU.
         allocator: name of the memory allocator, such as "glibc" or
             "glibc,mmap_threshold=1073741824".
-        ranks_per_device: processes that share the device.
+        ranks_per_device: number of ranks that share the device.
         mps_percent: share of a GPU's processors that MPS grants; 100 for a process that has the
             GPU to itself, 0 if several processes take turns on the GPU without MPS.
     """
@@ -237,7 +237,7 @@ class Measurement:
 
     Args:
         key: what the numbers depend on.
-        status: "ok" (timed in full), "screened" (one sample, too slow to go on), "untimed"
+        status: "ok" (timed in full), "screened" (timed, but eliminated or not raced yet), "untimed"
             (run once for its workspace, which was over the limit) or "failed".
         time_ns: time of one chunk, the median of `samples`; None if it was not timed.
         spread_ns: interquartile range of `samples`.
@@ -249,7 +249,7 @@ class Measurement:
         notes: further remarks, for people, such as "throttled=power".
         failure: kind of the failure; None if the candidate did not fail, or if the kind is not
             known.
-        lost_to: the algorithm that it lost its race against, if it was eliminated; else "".
+        lost_to: the algorithm by which the candidate was eliminated from its race; "": it was not.
         implementation: as in `Candidate`.
         is_deterministic: as in `Candidate`.
         adds_bias: as in `Candidate`.
@@ -292,10 +292,10 @@ class Measurement:
         return self.load > 0
 
     def may_replace(self, known: Measurement) -> bool:
-        """Whether a cache may store this in place of `known`, a measurement with the same key.
+        """True if a cache may store this in place of `known`, a measurement with the same key.
 
-        It may not if this was measured under load and `known` was not, unless the status of this
-        says something new.
+        A measurement under load may not replace one without load, unless its status says something
+        new.
         """
         if known.is_perturbed or not self.is_perturbed:
             return True

@@ -11,7 +11,8 @@ from ucudnn.errors import PlanError
 from ucudnn.units import Count, Ratio, format_bytes, format_ns
 
 MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
-# A gain or a loss decides nothing if it is less than this fraction of a step's time.
+# A loss by a plan, and a gain by another layout or another way to run steps, count only if they are
+# more than this fraction of a step's time.
 TOLERATED = 0.01
 # A step race with fewer rounds than this does not show how noisy its times are. Then only a loss of
 # more than the fraction `_CLEAR_LOSS` counts as a loss.
@@ -38,7 +39,7 @@ class Origin:
         effort: the setting `effort`.
         budget: the most seconds that tuning was allowed to take; "" if there was no limit.
         seconds: seconds that tuning took, rounded.
-        load: processes that were ready to run at the end of tuning, on average of a minute.
+        load: average number of processes that ran or waited to run in the last minute of tuning.
         left_out: kernels that have no plan, or none for some smaller batches, because the time
             budget was used up.
         over_limit: kernels without a plan, because no split fits the workspace limit.
@@ -77,12 +78,13 @@ class StepRace:
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
         rounds: pairs of steps that were timed.
-        torch_peak_bytes: peak of what a step by torch's own convolutions allocates.
-        plan_peak_bytes: peak of what a step by the plan allocates.
+        torch_peak_bytes: peak of a step by torch's own convolutions, above what was allocated
+            before it; 0 if it was not measured.
+        plan_peak_bytes: peak of a step by the plan, as above.
         dropped: kernels given back to torch, because steps were not faster with their plans.
-        reason: why no step was run; "" if steps were run.
-        inside: (ratio, low, high) as above, but of the summed times of the kernels that the plan
-            changes, timed inside the steps; None if kernels were not timed inside steps.
+        reason: why no steps by the plan were raced; "" if they were.
+        inside: (ratio, low, high) as above, but for the sum of the times, inside the steps, of the
+            kernels that the plan changes; None if kernels were not timed inside steps.
     """
 
     torch_ns: Count = 0
@@ -188,8 +190,8 @@ class Contestant:
     Args:
         memory_format: "keep", as the model was, or "channels_last".
         is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
-        time_ns: median time of a step; if no step was run, the sum of its kernels.
-        ratio: median over the rounds of its time divided by that of the first contestant.
+        time_ns: median time of a step; if no step was run, the sum of the times of its kernels.
+        ratio: median over the rounds of its time divided by the time of the first contestant.
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
         peak_bytes: peak of allocated memory in a step; 0 if no step was run.
@@ -229,7 +231,7 @@ class LayoutRace:
         winner: index of the contestant that won.
         rounds: number of rounds, in each of which every contestant ran one step; 0: the sums of the
             kernels' times were compared.
-        reason: why the model keeps its layout, or why no steps were run; "" if steps were run.
+        reason: why the model keeps its layout, or why no steps were raced; "" if steps were raced.
 
     Raises:
         PlanError: the winner is no contestant.
@@ -291,7 +293,7 @@ class LayoutHint:
         channels_last_ns: median time of a step by torch's own convolutions in channels_last.
         plan_ns: median time of a step by the plan, in the model's own layout.
         rounds: number of rounds, each with one step by torch and one step by the plan.
-        reason: why no such steps were timed; "" if they were timed.
+        reason: why steps in channels_last were not timed; "" if they were timed.
     """
 
     channels_last_ns: Count = 0
@@ -301,7 +303,7 @@ class LayoutHint:
 
     @property
     def ratio(self) -> float:
-        """Time of a step in channels_last divided by that of a step by the plan; 1 if not timed."""
+        """Time of a step in channels_last over the time of a step by the plan; 1 if not timed."""
         return self.channels_last_ns / self.plan_ns if self.plan_ns else 1.0
 
     def __str__(self) -> str:
@@ -358,7 +360,7 @@ class StepMemory:
         is_training: True: the step is forward and backward; False: forward without a graph.
         calls: for each planned convolution of a step by the plan, in order: (index of its kernel in
             the plan, bytes that are live beside its workspace).
-        ways: the ways to run the step that were tried or estimated, that of torch first.
+        ways: the ways to run the step that were tried or estimated, the undivided step first.
         whole: modules that cannot run in micro-batches, each with the reason.
     """
 

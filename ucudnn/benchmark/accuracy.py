@@ -2,16 +2,16 @@
 
 Each candidate is checked once for each problem that it computes, on the operands with which it is
 timed. Some elements of its result, a crop, are compared with values computed in float64
-(`Reference`). The whole result is searched for elements that are not finite: for all candidates but
-torch's own its memory is filled with NaN before the run, so that an element that was not written is
-still NaN.
+(`Reference`). The whole result is searched for elements that are not finite. Except for torch's own
+convolution, the memory of the result is filled with NaN before the run, so that an element that was
+not written is still NaN.
 
 Computing the whole result in float64 would take many times as long as the candidate. A wrong
 implementation is wrong in whole samples, channels or rows, mostly at a border, so a crop is enough
-to show it. The crop has the first, a middle and the last sample and channel, and along each spatial
-axis positions at both ends and in the middle. Each element is computed from its definition as a sum
-of products, with gathered operands, on the device that holds them. No code is shared with the
-convolutions of torch or cuDNN.
+to show it. The crop has the first, a middle and the last sample and channel. Along each spatial
+axis it has positions at both ends and in the middle. Each element is computed from its definition
+as a sum of products, with gathered operands, on the device that holds them. No code is shared with
+the convolutions of torch or cuDNN.
 
 The cost is bounded for every problem. A crop takes at most 2**23 multiplications, unless the
 smallest crop, with three positions per axis, already takes more. That can happen for a weight
@@ -37,8 +37,8 @@ from ucudnn.execution.execute import empty_result
 from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
-# In a check, a chunk of a weight gradient is added to this value. It is not 0, so that the check
-# notices if a chunk overwrites the sum or adds nothing.
+# In a check, a later chunk of a weight gradient is added to a sum with this value. It is not 0, so
+# that the check notices if the chunk overwrites the sum or adds nothing.
 _BASE = 1.0
 # Limits of the time and of the memory that one reference takes; the module docstring explains them.
 _MOST_PRODUCTS = 1 << 23
@@ -54,8 +54,8 @@ _DOUBLE = torch.float64
 class Check:
     """A run of one candidate in one role, whose result is judged afterwards.
 
-    Memory is not filled with NaN for torch's own convolution: torch can fill memory only in its
-    deterministic mode, in which it may choose another kernel on a GPU.
+    While torch's own convolution runs, new memory is not filled with NaN: torch can fill memory
+    only in its deterministic mode, in which it may choose another implementation on a GPU.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Check:
         """Relative error (L2) of the result of `run`; infinite if any element is not finite."""
         found = self._total()
         adds = self._role == Role.LATER and self._part.op == "wgrad"
-        # If nothing was added to the sum, all its elements are finite all the same, so this is
-        # tested. It may be right if the expected values are all zero.
+        # If nothing was added to the sum, all its elements are finite all the same, so this has a
+        # test of its own. Adding nothing may be right if all expected values are zero.
         untouched = adds and bool(reference.expected.any()) and _keeps_base(found)
         if untouched or not _is_finite(found):
             return float("inf")
@@ -128,8 +128,8 @@ def compare(found: Tensor, expected: Tensor) -> float:
     0.2
     """
     difference, scale = float((found - expected).norm()), float(expected.norm())
-    # If all expected values are zero, the relative error of others is not defined; it counts as
-    # infinite.
+    # If all expected values are zero, the relative error of any other value is not defined. It
+    # counts as infinite.
     if scale == 0.0:
         return float("inf") if difference else 0.0
     return difference / scale
@@ -260,7 +260,7 @@ def _terms(problem: Problem) -> int:
 
 
 def _operands(problem: Problem, a: Tensor, b: Tensor, plane: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Parts of both operands for a plane of the result, as (summed axis, flattened positions)."""
+    """The parts of both operands for a plane of the result, as (summed axis, flat positions)."""
     row, column = plane
     inputs, outputs = (
         channels // problem.groups for channels in (problem.in_channels, problem.out_channels)
@@ -309,13 +309,13 @@ def _gathers(
 
 
 def _source(problem: Problem, axis: int, position: Tensor, term: Tensor) -> tuple[Tensor, int]:
-    """Index along an axis of the first operand for a position and a term, times a divisor.
+    """Index along an axis of the first operand for a position and a term, as a fraction.
 
-    The divisor is the second value. A term exists only if the divisor divides the first value: in
-    a strided convolution an input is read by some outputs only.
+    The first value is the index times a divisor, the second value is the divisor. A term exists
+    only if the index is an integer: in a strided convolution an input is read by some outputs only.
     """
     stride, dilation = problem.stride[axis], problem.dilation[axis]
-    # Output o and tap k of the kernel read the input at
+    # Output o and tap k of the filter read the input at
     #     i = o * stride - padding + k * dilation.
     # dgrad solves this for o, which exists where the stride divides i + padding - k * dilation.
     begin = problem.padding[axis][0]
@@ -340,5 +340,5 @@ def _blocks(extent: int, most: int) -> Iterator[slice]:
 
 
 def _facing(values: Tensor, axis: int, rank: int) -> Tensor:
-    """A list of indices as a tensor along one of several axes."""
+    """Indices as a tensor with so many axes, along one of which they lie."""
     return values.view([-1 if place == axis else 1 for place in range(rank)])

@@ -1,4 +1,4 @@
-"""Measurements on a device: first runs of candidates, rounds of candidates, whole calls."""
+"""Measurements on a device: first runs of candidates, rounds of candidates or of whole calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ucudnn.split import DEFAULT_ALGORITHM, Split
 
 
 class Arm(NamedTuple):
-    """One candidate of a kernel: a chunk size along the axis, an algorithm, the chunk's role."""
+    """A candidate of a kernel in one role: a chunk size, an algorithm, the role of the chunk."""
 
     size: int
     algorithm: str
@@ -34,10 +34,12 @@ class Arm(NamedTuple):
 class Look(NamedTuple):
     """Result of the first run of a candidate."""
 
-    workspace_bytes: int  # the most that a chunk of this size needs, at an end or inside
-    error: float  # the largest relative error (L2) of a chunk of this size, at an end or inside
+    # The most workspace, and the largest relative error (L2), of a chunk of this size. Slabs at the
+    # ends of the rows and in between are considered.
+    workspace_bytes: int
+    error: float
     # Shortest time of the runs after the first one. For torch's own convolution on a CPU it is the
-    # time of the first run if that took long. None if the workspace exceeds the limit.
+    # time of the first run if that run was long. None if the workspace exceeds the limit.
     time_ns: int | None
 
 
@@ -67,16 +69,16 @@ class AbstractBench(ABC):
     """Measures the candidates of one kernel.
 
     Law: if a candidate fails, only this candidate is reported as failed, and all others are
-    measured. `look` raises an error for a failure, the other methods return a result that holds it.
+    measured. `look` raises an error for a failure; the results of the other methods hold failures.
     """
 
     @abstractmethod
     def look(self, arm: Arm, limit: int | None) -> Look:
         """Run a candidate for the first time, to find its workspace, its error and its time.
 
-        If its workspace exceeds the limit in bytes, it is not run again for its time. The first
-        line of a RuntimeError says why the candidate failed. An UnsupportedError means that this
-        kernel cannot be measured at all.
+        If its workspace exceeds the limit in bytes, the candidate is not run again for its time. If
+        it fails, a RuntimeError is raised, whose first line says why. An UnsupportedError means
+        that this kernel cannot be measured at all.
         """
 
     @abstractmethod
@@ -133,14 +135,14 @@ class LocalBench(AbstractBench):
     def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
         error, workspace = 0.0, 0
         firsts_ns = list[int]()
-        # For slabs, those at both ends are run, too, because their padding may take workspace or be
-        # handled wrongly.
+        # Slabs at both ends are run, too, because their padding may take workspace or be handled
+        # wrongly.
         for part in (self._axis.part(arm.size), *self._axis.ends(arm.size)):
             reference = self._reference(ring, part)
             check, part_workspace = self._checked(ring, part, arm.algorithm, arm.role, firsts_ns)
             error = max(error, check.error(reference))
             workspace = max(workspace, part_workspace)
-        # No plan within this limit can use the candidate, so it is timed only if the limit is
+        # No plan within this limit can use the candidate, so it is not timed until the limit is
         # raised.
         if limit is not None and workspace > limit:
             return Look(workspace, error, None)
@@ -153,7 +155,7 @@ class LocalBench(AbstractBench):
     def _reference(self, ring: Ring, part: Problem) -> Reference:
         """Float64 values of a part's result, computed once for all algorithms and roles."""
         if part not in self._references:
-            # The same operands as those of `Check.run`.
+            # These are the operands on which `Check.run` runs the candidate.
             a, b, _ = ring.chunk(part, 0)
             self._references[part] = Reference(part, a, b)
         return self._references[part]
@@ -195,7 +197,7 @@ class LocalBench(AbstractBench):
         until: float | None,
         known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     ) -> list[Result]:
-        """The result of each entrant: of its rounds, or the reason why it could not enter them."""
+        """The result of each entrant: its rounds, or the reason why it could not take part."""
         entrants: dict[int, Entrant] = {}
         results = [Result() for _ in entering]
         for place, enter in enumerate(entering):
@@ -247,7 +249,7 @@ class LocalBench(AbstractBench):
             call = bind(self._backend, self._axis.problem, splits[place])
             loop = WholeLoop(ring, call, bias)
             sampler = Sampler(loop, self._backend)
-            # This is the first run of the call. If it fails, the call leaves the race.
+            # This is the first run of the call. If it fails, the call takes no part in the race.
             workspaces[place] = self._workspace_of(loop, call)
             sampler.warm_up(self._how.wholes)
             return Entrant(sampler.sample_ns)

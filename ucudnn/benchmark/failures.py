@@ -1,4 +1,4 @@
-"""Failures of candidates, and how the kind of a failure is found from the error that was raised."""
+"""Failures of candidates; the kind of a failure is found from the error that was raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ucudnn.errors import first_line
 from ucudnn.measurement import FailureKind
 
 # Texts of errors for lack of memory. torch's CPU allocator, CUDA and cuDNN (status 4003 and 4004)
-# raise a plain RuntimeError then, which differs from other errors only by its text.
+# raise a plain RuntimeError for it, which differs from other errors only by its text.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -28,7 +28,7 @@ class Failure(NamedTuple):
 
 
 class CandidateError(RuntimeError):
-    """A candidate's error in another process; its own class may not be importable here."""
+    """A candidate's error in another process, whose original class may not be importable here."""
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.ERROR) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class CandidateError(RuntimeError):
 
 
 class LostError(CandidateError):
-    """A candidate ended its process or took too long; `turn` is its index among several."""
+    """A candidate ended its process or took too long; `turn` is its index among its rivals."""
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.CRASH, turn: int = 0) -> None:
         super().__init__(reason, kind)

@@ -46,23 +46,23 @@ class Protocol:
     target: float = 0.05
     # After `least_rounds`, no more rounds begin once all rounds together have taken this long.
     enough_ns: int = 500_000_000
-    # Largest number of single runs before the first sample. Warm-up ends earlier if two successive
-    # runs differ by no more than the fraction `stable`.
+    # Largest number of single runs to warm up, before the first sample. Warm-up ends earlier if the
+    # times of two successive runs differ by no more than the fraction `stable`.
     warm_ups: int = 4
     stable: float = 0.1
-    # A sample should take at least this long. If a chunk takes less time, a sample consists of
-    # several runs, because reading the clock costs microseconds.
+    # A sample should take at least this long, because reading the clock costs microseconds. If a
+    # run takes less time, a sample consists of several runs.
     sample_ns: int = 4_000_000
     # One factor for each of the first rounds: a candidate whose time is more than this many times
     # the best one leaves the race.
     lapped: tuple[float, ...] = (3.0, 1.5)
     # A candidate's share is its processor time per elapsed time. A round is perturbed if a
-    # candidate was interrupted and its share was less than this fraction of that in its best round.
+    # candidate was interrupted and had less than this fraction of its share in its best round.
     lost_share: float = 0.8
     # Largest number of perturbed rounds that are repeated.
     repeats: int = 5
-    # True: end, once there were `least_rounds`, as soon as every candidate is clearly faster or
-    # clearly no faster than the first one.
+    # True: the rounds end, though not before `least_rounds`, as soon as every other candidate is
+    # clearly faster or clearly no faster than the first one.
     stops_when_decided: bool = False
 
 
@@ -75,7 +75,7 @@ FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000
 # before it is used again.
 _RING_CACHES = 2
 # Least number of runs in a sample of later chunks. The first run takes longer than the next ones,
-# because the caches are full of other data, as they are in a call.
+# because the caches are full of other data. So does the first later chunk of a call.
 _LEAST_CHUNKS = 4
 # A run that is shorter than this is easily perturbed, because other processes get time slices of
 # about this length.
@@ -196,7 +196,7 @@ class AbstractLoop(ABC):
 
 
 class ChunkLoop(AbstractLoop):
-    """Runs one candidate in one role over the chunks of a ring, one after the other."""
+    """Runs one candidate in one role on the chunks of a ring, one after the other."""
 
     def __init__(self, ring: Ring, executable: Executable, part: Problem, role: Role) -> None:
         self._ring = ring
@@ -219,8 +219,8 @@ class ChunkLoop(AbstractLoop):
     def _run(self, chunks: Sequence[tuple[Slices, Slices, Slices]]) -> None:
         """Run chunks, and allocate and free memory for their results as a call would.
 
-        malloc may take large blocks from the system and return them in every call. Then the first
-        chunk that writes to a page takes longer, as it does in a call.
+        malloc may take a large block from the system for each result and give it back afterwards.
+        Then the first chunk that writes to a page takes longer, here as in a call.
         """
         ring, executable, result = self._ring, self._executable, None
         is_sum = ring.problem.op == "wgrad"
@@ -243,7 +243,7 @@ class ChunkLoop(AbstractLoop):
 
 
 class WholeLoop(AbstractLoop):
-    """Runs whole calls on rotating buffers, each on the next batch; with a bias if there is one."""
+    """Runs whole calls on a ring, each on the next batch; with a bias if there is one."""
 
     def __init__(self, ring: Ring, call: Call, bias: Tensor | None = None) -> None:
         self._ring = ring
@@ -300,8 +300,8 @@ class Sampler:
     def warm_up(self, protocol: Protocol) -> None:
         """Run until two successive times agree, and set the number of runs in a sample.
 
-        A long run needs no warm-up, because the time until caches are filled is a small part of it.
-        A very long run whose time is known is not repeated at all.
+        After a long run no further one is needed, because the time until caches are filled is a
+        small part of it. A very long run whose time is known is not repeated at all.
         """
         known_ns = self._once_ns
         before = time_ns = known_ns if known_ns >= _LONG_NS else self.once_ns()
@@ -321,8 +321,8 @@ class Sampler:
         """Mean time of a run over consecutive ones."""
         times = self._times
         elapsed_ns = self._backend.elapsed_ns(self._loop.prepare(times))
-        # Other processes keep the machine busy. The next samples have fewer runs, because short
-        # samples are less likely to be perturbed.
+        # After a sample that took too long, the next ones have fewer runs: other processes keep the
+        # machine busy, and short samples are less likely to be perturbed.
         if elapsed_ns > self._most_ns:
             self._times = max(self._loop.least_times, times // 2)
         return max(1, elapsed_ns // times)

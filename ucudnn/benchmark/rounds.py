@@ -22,7 +22,7 @@ WORTHWHILE_GAIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """Something to time. Entrants of the same group, a size and a role, race each other."""
+    """Something to time. Entrants of the same group (a size and a role) race each other."""
 
     sample_ns: Callable[[], int]
     group: tuple[int, str] | None = None
@@ -60,7 +60,7 @@ def run_rounds(
     on_turn: Callable[[int], None] = lambda _: None,
     until: float | None = None,
 ) -> list[Result]:
-    """Time entrants in turn, each round in another order, until every interval is narrow.
+    """Time entrants in turn, in random order, until enough is known or a limit ends the rounds.
 
     `known` has, by group, the time of a rival that was timed before: its median, and the upper end
     of its interval. `on_turn` gets the number of an entrant before each of its samples. No round
@@ -120,8 +120,8 @@ def _take_turns(
         try:
             readings[number] = _read(backend, entrants[number])
         except RuntimeError as error:
-            # After a fault on a GPU everything in this process fails: the error is raised, so that
-            # the next entrants are not noted as failed.
+            # After a fault on a GPU everything in this process fails. Then the error is raised, so
+            # that the other entrants are not noted as failed.
             if backend.is_broken():
                 raise
             results[number].failure = failure_of(error)
@@ -136,8 +136,8 @@ def _is_disturbed(
     for number, reading in readings.items():
         if reading.share is not None:
             most_share[number] = max(most_share[number], reading.share)
-            # A candidate whose threads wait has a small share of the processors as well. Only an
-            # involuntary context switch shows that another process took a processor.
+            # A small share alone may mean that the candidate's threads wait. Only an involuntary
+            # context switch shows that another process took a processor.
             lost = reading.share < protocol.lost_share * most_share[number]
             disturbed |= lost and reading.switches > 0
     return disturbed
@@ -177,9 +177,8 @@ def _drop_beaten(
 ) -> None:
     """Drop rivals after a round.
 
-    After each of the first rounds, rivals are dropped that are slower than the best one by more
-    than a factor, which falls from round to round. Later, rivals are dropped whose interval lies
-    above that of the best one.
+    In the first rounds, these are rivals that take more than `protocol.lapped` times as long as the
+    best one. Later, they are rivals whose interval lies above the interval of the best one.
     """
     if not protocol.lapped:
         return
@@ -215,7 +214,7 @@ def _is_decided(results: Sequence[Result]) -> bool:
     first, *others = (result.samples for result in results if result.is_racing)
     for samples in others:
         _, low, high = ratio_interval(samples, first)
-        # It is not clear yet whether the gain is worthwhile, and more rounds may show it.
+        # The gain may be worthwhile, and may be too small: more rounds may show which.
         if low < 1 - WORTHWHILE_GAIN and high > 1 - WORTHWHILE_GAIN / 2:
             return False
     return True

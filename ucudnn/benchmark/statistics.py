@@ -62,7 +62,7 @@ def ratio_interval(
 
 
 def _outermost(count: int, confidence: float) -> int:
-    """The k for which the k-th smallest and k-th largest sample enclose the median."""
+    """The largest k for which the k-th smallest and k-th largest sample enclose the median."""
     outside = 1 - confidence
     k, tail = 0, 0.0
     # The true median is outside of the interval if it is below the k-th smallest or above the k-th

@@ -1,8 +1,8 @@
 """Measure in a child process; if a candidate hangs or kills that process, a new one is started.
 
 The child is a new interpreter that imports this module. It is not forked, because a GPU context
-does not survive a fork. Nor is it multiprocessing's "spawn", which would run a script without `if
-__name__ == "__main__"` a second time.
+does not survive a fork. Nor does multiprocessing start it by "spawn", which would run the user's
+script a second time if that has no `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ucudnn.split import Split
 from ucudnn.system.processes import start_python
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
-# The first answer of a child may take this long, because it waits for imports and, on a GPU, for
-# the context.
+# The first answer of a child may take this many seconds, because the child first imports modules
+# and, on a GPU, creates a context.
 _START_S = 120.0
 
 
@@ -50,8 +50,8 @@ class Worker:
         connection = self._started()
         try:
             connection.send((axis, how, method, arguments))
-        # The child ended between two calls, which is no failure of a candidate. A new child is
-        # asked.
+        # The child ended between two requests, which is no failure of a candidate. So a new child
+        # is asked.
         except OSError:
             self.close()
             connection = self._started()
@@ -59,8 +59,8 @@ class Worker:
         turn, patience_s = 0, self._backend.candidate_timeout_s
         while True:
             try:
-                # The time counts from the last message of the child, which sends one before each
-                # run of a race.
+                # `patience_s` counts from the last message of the child, which sends one before
+                # each sample of a race.
                 if not connection.poll(patience_s):
                     self.close()
                     raise LostError(
@@ -175,8 +175,8 @@ class WorkerBench(AbstractBench):
         left = list(range(len(asked)))
         while left:
             try:
-                # Samples of one round are compared as pairs, so the other candidates start over
-                # without the one that was lost.
+                # Samples of one round are compared as pairs. So if a candidate is lost, the others
+                # start over without it.
                 still = [asked[place] for place in left]
                 answers = self._worker.ask(self._axis, self._how, method, still, *more)
             except LostError as lost:
@@ -188,7 +188,7 @@ class WorkerBench(AbstractBench):
 
 
 def serve(descriptor: int) -> None:
-    """Answer the requests of a `Worker` until it ends; runs in the child."""
+    """Answer the requests of a `Worker` until the worker ends; this runs in the child."""
     # A terminal sends Ctrl-C to the child as well; the parent handles it and ends the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as connection, torch.no_grad():

@@ -296,8 +296,7 @@ def _meter(
 class _Installer:
     """Installs one plan after the other, and keeps for each plan the calls that were looked up.
 
-    Otherwise each step would look up all its calls again, and the time of its race would include
-    that.
+    Otherwise each step would look up all its calls again, and that would count as time of the step.
     """
 
     def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:

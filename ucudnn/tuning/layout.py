@@ -175,8 +175,8 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
 
     Outputs and gradients of a step in both layouts are compared. If they differ by more than
     rounding usually causes, one more step is run with all weights changed by one rounding. It shows
-    how strongly rounding changes the results of this model. If memory is too small for a step, that
-    error is raised.
+    how strongly rounding changes the results of this model. An error for lack of memory is raised
+    again.
     """
     truth = own.results()
     try:

@@ -188,7 +188,7 @@ class Session:
         return measurement
 
     def state(self) -> DeviceState:
-        """What perturbs times now; empty with a worker, whose process notes it in its results."""
+        """What perturbs times now; empty with a worker, whose rounds note it themselves."""
         return self.backend.state() if self._worker is None else DeviceState()
 
     def note(self, measurement: Measurement) -> None:

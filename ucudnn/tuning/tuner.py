@@ -73,7 +73,7 @@ def tune_problems(
         reserved_steps: number of steps for which the budget must leave time after measuring.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
-        budget_s: the part of the time budget for these problems, in seconds; None: all of it.
+        budget_s: the part of the time budget for these problems, in seconds; None: the whole.
 
     Raises:
         ConfigError: there is no problem to plan.
