@@ -21,7 +21,7 @@ class FailureKind(StrEnum):
         OUT_OF_MEMORY: there was too little memory; at another time there may be enough.
         CRASH: the candidate ended its process, or the process can no longer use the device.
         HANG: the candidate did not end in time.
-        WRONG: the result of the candidate is not that of the convolution.
+        WRONG: the candidate computed another result than the convolution has.
         ERROR: the candidate raised another error.
     """
 

@@ -190,11 +190,11 @@ class Contestant:
     Args:
         memory_format: "keep", as the model was, or "channels_last".
         is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
-        time_ns: median time of a step; if no step was run, the sum of the times of its kernels.
+        time_ns: median time of a step; if no steps were raced, the sum of the times of its kernels.
         ratio: median over the rounds of its time divided by the time of the first contestant.
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
-        peak_bytes: peak of allocated memory in a step; 0 if no step was run.
+        peak_bytes: peak of allocated memory in a step; 0 if no steps were raced.
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
     """
@@ -253,7 +253,7 @@ class LayoutRace:
 
     @property
     def is_by_sums(self) -> bool:
-        """True if no step was run, and the sums of the kernels' times decided."""
+        """True if no steps were raced, and the sums of the kernels' times decided."""
         return bool(self.contestants) and self.rounds == 0
 
     def __str__(self) -> str:

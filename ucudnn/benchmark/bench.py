@@ -261,9 +261,10 @@ class LocalBench(AbstractBench):
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
         """Workspace of a call in bytes.
 
-        A backend may not see when a library allocates memory inside an algorithm. Then it adds the
-        largest such amount to the peak of the whole call, even if that peak is caused by another
-        chunk. So if the chunks have different algorithms, each chunk is also measured by itself.
+        A backend may not see memory that a library allocates inside an algorithm. Then it adds the
+        most that any chunk's algorithm so allocates to the peak of the whole call, which another
+        chunk may have caused. So if the chunks have different algorithms, each chunk is also
+        measured by itself.
         """
         together = self._backend.workspace_bytes(loop.once, call.parts)
         parts = dict.fromkeys(call.parts)

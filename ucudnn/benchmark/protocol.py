@@ -310,8 +310,8 @@ class Sampler:
             if abs(time_ns - before) <= protocol.stable * before:
                 break
             before = time_ns
-        # A sample has so many runs that it takes `Protocol.sample_ns`, which is long compared with
-        # reading the clock.
+        # A sample has so many runs that it takes about `Protocol.sample_ns`, which is long compared
+        # with reading the clock. But it has at most 64 runs.
         self._times = max(self._loop.least_times, min(64, protocol.sample_ns // time_ns))
         # A sample that takes longer than this was perturbed; the method `sample_ns` then shortens
         # the next ones.

@@ -66,8 +66,7 @@ def _outermost(count: int, confidence: float) -> int:
     outside = 1 - confidence
     k, tail = 0, 0.0
     # The true median is outside of the interval if it is below the k-th smallest or above the k-th
-    # largest sample. The probability of each is that of fewer than k heads among `count` fair
-    # coins.
+    # largest sample. Each is as probable as fewer than k heads in `count` tosses of a coin.
     while k < count // 2:
         tail += comb(count, k) / 2**count
         if 2 * tail > outside:

@@ -1,4 +1,7 @@
-"""Advice on a model: what fills the memory of a step, ways to run it, a verdict. Runs nothing."""
+"""Advice on a model: what fills the memory of a step, ways to run it, a verdict. Runs nothing.
+
+"The step as it is" is a step of the unchanged model by torch: in its own layout, and undivided.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ _LAYOUT_CLIFF = 2.0
 # Savings of less than these fractions, of a step's time and of its peak, are not worth tuning for.
 _WORTHWHILE = 0.05
 _WORTHWHILE_MEMORY = 0.1
-# A way to run the step is recommended for saving memory if its peak is at most `_SMALL` times the
-# peak, and its time at most `_AFFORDABLE` times the time, of the step as it is. If all ways with
-# such a small peak take longer than that, the one with the smallest peak is recommended.
+# A way to run the step is recommended for saving memory if, compared with the step as it is, its
+# peak is at most `_SMALL` times as large and its time at most `_AFFORDABLE` times as long. If all
+# ways with such a small peak take longer, the one with the smallest peak is recommended.
 _SMALL, _AFFORDABLE = 0.75, 1.25
 # The workspace limit that is suggested is large enough for kernels that take this fraction of the
 # time of all convolutions.
@@ -176,7 +179,7 @@ class WayAdvice:
         return known and self.ratio is not None and self.ratio[2] < 1 - TOLERATED
 
     def factor(self, own_ns: int) -> float:
-        """Time of this way divided by that of the step as it is."""
+        """Time of this way divided by the time of the step as it is."""
         return self.time_ns / own_ns if self.ratio is None else self.ratio[0]
 
     def price(self, own_ns: int) -> str:

@@ -98,7 +98,7 @@ def advise(
         config: the settings; only `ops`, `backend` and `memory_budget` matter; default: `Config()`.
         real: compute one step to find the convolutions, for a model whose control flow depends on
             values.
-        on_kernel: called after every kernel, with the number of kernels done and that of all.
+        on_kernel: called after every kernel, with the numbers of kernels done and of all kernels.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution, or the
@@ -234,7 +234,7 @@ class _Trials:
         self._note_load()
 
     def _has_time(self, name: str, steps: int, part: float = _TRIALS_PART) -> bool:
-        """True if so many steps fit a fraction of `_MOST_S`; else `name` is noted as left out."""
+        """True if `steps` more steps fit `part` of `_MOST_S`; else `name` is noted as left out."""
         if monotonic() + steps * self.own_ns / 1e9 <= self.began + part * _MOST_S:
             return True
         self.left_out.append(f"{name} (no time)")

@@ -284,7 +284,7 @@ def _has_backward(plan: Plan) -> bool:
 def _meter(
     backend: AbstractBackend, plans: Iterable[Plan], until: float | None, step_ns: int
 ) -> StepMeter:
-    # `parts` is empty, because a step is no list of problems: the allocator measures its peak.
+    # `parts` names the chunks of a call. It is empty for a step: only the allocator tells its peak.
     peak = partial(backend.workspace_bytes, parts=())
     install = _Installer(backend, plans)
     # On a GPU kernels are not timed inside a step: the host goes on while the GPU computes, and a

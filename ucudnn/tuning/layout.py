@@ -211,7 +211,7 @@ def _differences(truth: StepResults, found: StepResults) -> tuple[float, float]:
     """The largest relative difference of any output, and the one of all gradients together.
 
     All gradients are compared together, because a single gradient may be nothing but rounding,
-    such as that of a bias before batch norm.
+    such as the gradient of a bias before batch norm.
     """
     pairs = zip(truth.outputs, found.outputs, strict=False)
     outputs = [_difference([one], [other]) for one, other in pairs]

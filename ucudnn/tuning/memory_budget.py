@@ -55,8 +55,8 @@ class Limits:
 
         Args:
             problem: the kernel.
-            batch: batch of the step; None: that of `problem`. If it is smaller than that of
-                `problem`, fewer bytes are live, which leaves more for workspace.
+            batch: batch of the step; None: the batch of `problem`. In a smaller batch fewer bytes
+                are live, which leaves more for workspace.
         """
         if self.budget_bytes is None:
             return self.common
@@ -211,6 +211,7 @@ class MemoryBudget:
         )
         if best.peak_bytes <= limit:
             return best.division
+        # A loop is tried even if the user did not allow it, so that the error can recommend it.
         if not self.config.loop:
             with undisturbed(self._model):
                 if not search.reason_against_parts():

@@ -223,7 +223,7 @@ class _Tuning:
         if self.config.time_budget_s is None:
             return None
         left_s = self.began + self.config.time_budget_s - monotonic()
-        # The time of a step is not known yet. It is assumed to be twice that of its convolutions.
+        # The time of a step is not known yet. It is taken to be twice as long as its convolutions.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
         return max(0.0, left_s - race_s if self.config.step_race else left_s)
 

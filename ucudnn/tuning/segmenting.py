@@ -268,7 +268,7 @@ class SegmentSearch:
         return 1 if one.micro_batch is None else -(-self._samples[one.module] // one.micro_batch)
 
     def is_over(self, steps: int) -> bool:
-        """True if there is no time for so many more steps."""
+        """True if there is no time for `steps` more steps."""
         step_s = max(one.time_ns for one in self.seen) / 1e9
         return self.until is not None and monotonic() + steps * step_s >= self.until
 

@@ -60,11 +60,11 @@ class StepMeter:
     timed: Callable[[Plan | None], AbstractContextManager[Mapping[Problem, int]]] | None = None
 
     def is_over(self, steps: int = 0) -> bool:
-        """True if there is no time for so many more steps."""
+        """True if there is no time for `steps` more steps."""
         return self.until is not None and monotonic() + steps * self.step_ns / 1e9 >= self.until
 
     def earlier(self, steps: int) -> StepMeter:
-        """A meter like this one that ends earlier, to leave time for so many more steps."""
+        """A meter like this one that ends earlier, to leave time for `steps` more steps."""
         if self.until is None:
             return self
         return replace(self, until=self.until - steps * self.step_ns / 1e9)

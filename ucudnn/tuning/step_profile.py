@@ -46,11 +46,11 @@ class StepProfile:
     """The memory that is allocated at each convolution of a step, and all through the step."""
 
     held: Held
-    # For each kernel the most that is allocated beside the workspace in any of its calls.
+    # For each kernel, the most bytes that are allocated beside the workspace in any of its calls.
     live_bytes: Mapping[Problem, int]
-    # For each kernel the most that is allocated in any of its calls, with workspace.
+    # For each kernel, the most bytes that are allocated in any of its calls, with workspace.
     call_peaks: Mapping[Problem, int]
-    # The most that is allocated at any moment: without the workspace of convolutions, and with it.
+    # The peak of the step: without the workspace of convolutions, and with it.
     own_peak_bytes: int
     peak_bytes: int
     # For each call, in the order of the step, the kernel and what is allocated beside its
