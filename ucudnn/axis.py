@@ -2,8 +2,8 @@
 
 A batch of one or two samples, as in 3-D and high-resolution networks, leaves little to split along
 the batch. Then a kernel can be split along its rows instead. This is tried only if the batch has at
-most `MOST_SAMPLES` samples and torch's own convolution is not known to stay within the workspace
-limit.
+most `MOST_SAMPLES` samples, and there is a workspace limit that torch's own convolution exceeds or
+may exceed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AbstractAxis(ABC):
 
     Law: chunks whose sizes add up to `extent` together compute the kernel's problem. A chunk of a
     given size computes the problem `part(size)`, unless it is near an end of the axis. `ends(size)`
-    has the problems of the first and the last chunk if they are others.
+    has the problems of the first and the last chunk if these differ from `part(size)`.
     """
 
     name: str  # `Split.axis` of splits along this axis: "batch" or "spatial"
@@ -145,7 +145,7 @@ class RowAxis(AbstractAxis):
         A remainder is what is left of the extent after as many slabs of such a size as possible.
         The policies "powers-of-two" and "all" give the same sizes, so that there are few of them
         even for many rows. A size is left out if a slab of this size that touches neither end
-        of the tensors would read more rows than there are.
+        of the tensors would need more rows than the tensors have.
         """
         if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
             return ()
@@ -154,8 +154,8 @@ class RowAxis(AbstractAxis):
         return tuple(size for size in sorted(sizes) if self._is_inside(size))
 
     def _is_inside(self, size: int) -> bool:
-        # `inner_problem` assumes an endless tensor. The real tensors may be too short for such a
-        # slab and the rows that it reads.
+        # `inner_problem` assumes an endless tensor. The real tensors may have too few rows for
+        # such a slab.
         inner, whole = self.part(size), self.problem
         return (
             inner.input_size[0] <= whole.input_size[0]

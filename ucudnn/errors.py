@@ -144,7 +144,7 @@ class MismatchWarning(UcudnnWarning):
     """A plan was made for a device, versions, threads or a layout other than those here."""
 
 
-# Packages in whose code no warning is shown, because users do not change that code.
+# Packages at whose code no warning points, because users do not change that code.
 _NOT_THE_USERS = frozenset(
     {"ucudnn", "torch", "typing_extensions", "contextlib", "concurrent", "threading"}
 )

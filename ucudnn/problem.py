@@ -1,4 +1,4 @@
-"""A convolution problem: one operation on one geometry, hashable, valid by construction."""
+"""A convolution problem: one pass of a convolution, as a hashable value, checked when made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from ucudnn.errors import ProblemError, quoted
 from ucudnn.units import TOO_LARGE
 
-# Names as in cuDNN. The order is that of aten: forward, the gradient of the input, of the weight.
+# Names as in cuDNN, in aten's order: forward, gradient of the input, gradient of the weight.
 OPS = ("fprop", "dgrad", "wgrad")
 LAYOUTS = ("nchw", "nhwc")
 MATHS = ("strict", "tf32")
@@ -59,8 +59,8 @@ class Problem:
     math: str = "strict"
 
     def __post_init__(self) -> None:
-        # This comes before the checks below, because they need one entry per axis in each of these
-        # fields.
+        # The checks below need a tuple with one entry per axis for each size, stride, padding and
+        # dilation, so these are made first.
         rank = self._normalise_sizes()
         for name, allowed in (
             ("op", OPS),
@@ -189,7 +189,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Number of multiplications and additions of the direct method, those with padding too."""
+        """Multiplications and additions of the direct method, including those with padding."""
         # Each element of y sums up one product per element of its filter, w_shape[1:].
         return 2 * prod(self.y_shape) * prod(self.w_shape[1:])
 
@@ -202,7 +202,7 @@ class Problem:
         return replace(self, batch=batch)
 
     def as_2d(self) -> Problem:
-        """The 2-D equivalent of a 1-D problem, with a leading axis of size 1; others as they are.
+        """The 2-D equivalent of a 1-D problem, with a leading axis of size 1; others unchanged.
 
         >>> Problem("fprop", 8, 4, 4, (9,), (3,), padding=((1, 1),)).as_2d().padding
         ((0, 0), (1, 1))

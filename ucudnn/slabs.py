@@ -1,11 +1,12 @@
-"""Slabs: a problem cut along its outermost spatial axis into problems over rows of its tensors.
+"""Slabs: a problem, cut along its outermost spatial axis into problems on fewer rows.
 
-A slab is some rows (planes in 3-D, elements in 1-D) of the result, or of dy for wgrad, together
-with all rows of the operands that they depend on. It is a `Problem` of its own with fewer rows. A
-slab of fprop or wgrad has padding only where it reaches an end of the whole tensor. In a slab of
-dgrad, padding also stands in for rows that belong to other slabs. Tensors are not copied: the
-tensors of a slab are views of the whole tensors, with the same strides, fewer rows, and a pointer
-that is offset by whole rows.
+A slab of fprop or dgrad is some rows (planes in 3-D, elements in 1-D) of the result, together with
+all rows of x (for dgrad: of dy) from which they are computed. A slab of wgrad is some rows of dy,
+with the rows of x that they are multiplied with. A slab is a `Problem` of its own with fewer rows.
+In fprop and wgrad it has padding only where it reaches an end of the whole tensor. In dgrad,
+padding also stands in for rows that belong to other slabs. Tensors are not copied: the tensors of a
+slab are views of the whole tensors, with the same strides, fewer rows, and a pointer that is offset
+by whole rows.
 
 Slabs that together have all rows compute the problem exactly, for every stride and dilation: each
 slab of fprop or dgrad writes its own rows of the result, and the results of wgrad's slabs are added
@@ -42,8 +43,8 @@ class Slab:
     (3, 6)
     """
 
-    # The problem on views of the rows below. None if the result of the slab is known to be zero: in
-    # fprop and wgrad if the slab reads only padding, in dgrad if no output reads its rows.
+    # The problem on views of `x_rows` and `y_rows`. None if the result of the slab is known to be
+    # zero: in fprop and wgrad if the slab reads only padding, in dgrad if no output reads its rows.
     problem: Problem | None
     x_rows: Rows  # read by fprop and wgrad, written by dgrad
     y_rows: Rows  # written by fprop, read by dgrad and wgrad
@@ -60,7 +61,7 @@ def row_count(problem: Problem) -> int:
 
 
 def row_alignment(problem: Problem) -> int:
-    """The number of rows to whose multiples inner slabs are aligned.
+    """The number of rows at whose multiples slabs should begin: 1, or the stride for dgrad.
 
     Inner slabs (far from both ends) of one size have equal problems if each of them begins at a
     multiple of this number.
@@ -99,7 +100,7 @@ def slabs(problem: Problem, sizes: Iterable[int]) -> tuple[Slab, ...]:
 
 
 def inner_problem(problem: Problem, size: int) -> Problem:
-    """The problem of a slab that begins at a multiple of `row_alignment`, far from both ends.
+    """The problem of an inner slab of `size` rows that begins at a multiple of `row_alignment`.
 
     >>> inner_problem(Problem("dgrad", 1, 4, 4, (64,), (3,), padding=((1, 1),)), 8).padding
     ((2, 2),)
@@ -112,7 +113,8 @@ def inner_problem(problem: Problem, size: int) -> Problem:
         problem, input_size=(stride * (2 * begin + size) + extent, *problem.input_size[1:])
     )
     inner = slab(endless, begin, begin + size).problem
-    # Of as many consecutive rows as the stride, at least one is read by an output.
+    # The slab is not zero. For dgrad `size` is a multiple of the stride, and of that many
+    # consecutive rows an output reads at least one.
     assert inner is not None
     return inner
 

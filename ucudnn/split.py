@@ -12,7 +12,7 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import Count, Positive
 
-# Entries of `KernelPlan.alone` for batches that are split: along the batch, or by slabs.
+# Values in `KernelPlan.alone` for batches that are split: along the batch, or into slabs.
 BY_BATCH, BY_SLABS = -1, -2
 _PERTURBED = "timed while others used the processors"
 # Torch's own convolution, by whichever implementation torch chooses for the shape.
@@ -80,7 +80,7 @@ class Timing:
         time_ns: median; if predicted, the sum of the times of chunks that were timed one by one.
         spread_ns: interquartile range.
         workspace_bytes: the most memory that was allocated during the call, beyond the result.
-        samples: number of samples; 0: the time is predicted.
+        samples: how many times were measured; 0: the time is predicted.
     """
 
     time_ns: Positive
@@ -105,14 +105,14 @@ class KernelPlan:
     Args:
         problem: the kernel at the largest planned batch N.
         layers: names of the layers that run it, one per call.
-        algorithms: names of algorithms; `alone`, `last` and `slabs` have indices of this tuple.
+        algorithms: names of algorithms; `alone`, `last` and `slabs` hold indices into this tuple.
         alone: for n = 1..N the index of the algorithm that computes batch n undivided; -1: batch n
             is split along the batch; -2: batch n is split by slabs.
-        last: for n = 1..N the (size, algorithm index) of the last chunk of a split of n, which may
-            be its only chunk; size 0 if there is no split of n along the batch.
+        last: for n = 1..N the last chunk, which may be the only one, of a split of n samples along
+            the batch, as (size, algorithm index); size 0 if there is no such split.
         predicted_time_ns: sum of the times of the chunks into which batch N is split.
-        timing: timing of a whole call at N by its split; predicted if the device was not there to
-            time it.
+        timing: timing of a whole call of N samples by the plan; predicted if the device was not
+            there to time the call.
         default: timing of torch's own convolution at N, measured in the same rounds as `timing`;
             None if torch cannot compute the problem, or if a replayed recording has no such
             measurement.
@@ -152,7 +152,7 @@ class KernelPlan:
                 f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
             )
         self._require_chains()
-        # Smaller batches may have no split within the limit, but the planned batch must have one.
+        # Batches below the planned batch may lack a split, but the planned batch must have one.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
 
@@ -166,9 +166,9 @@ class KernelPlan:
             )
 
     def _require_chains(self) -> None:
-        # Batches whose chunks, followed from the last one to the first by `last`, end at 0 samples.
-        # A plan is refused if the chunks of a batch do not end there, because `split` would never
-        # end.
+        # Batches that `last` divides completely: taking last chunks away, one after another, leaves
+        # exactly 0 samples. A plan in which `last` has a chunk for any other batch is refused,
+        # because `split` might never end.
         reachable = {0}
         for n, (alone, (size, index)) in enumerate(zip(self.alone, self.last, strict=True), 1):
             if not BY_SLABS <= alone < len(self.algorithms):
@@ -247,7 +247,7 @@ class KernelPlan:
         return replace(self, algorithms=algorithms, alone=tuple(alone))
 
     def completed_by(self, smaller: KernelPlan) -> KernelPlan:
-        """This plan, with splits from a smaller batch's plan for batches that it does not cover.
+        """This plan, with splits from a smaller batch's plan for batches that this one lacks.
 
         A plan can hold one list of slabs. So if both plans have slabs, splits by slabs are not
         taken from the smaller batch's plan.
@@ -260,8 +260,8 @@ class KernelPlan:
 
         alone, last = list(self.alone), list(self.last)
         for n, (own, (size, number)) in enumerate(zip(smaller.alone, smaller.last, strict=True)):
-            # `last` is completed even if batch n + 1 is computed undivided, because the chunks of a
-            # larger batch may lead to n + 1 samples.
+            # `last` is completed even if batch n + 1 is computed undivided, because a larger batch
+            # without its last chunks may be n + 1 samples.
             if not last[n][0]:
                 last[n] = (size, index(number))
             if not self.covers(n + 1) and (own != BY_SLABS or takes_slabs):
@@ -302,7 +302,7 @@ class KernelPlan:
 
     @property
     def saved_ns(self) -> int:
-        """Time that all calls save over torch's own convolution; 0 if that was not timed."""
+        """Time that all calls save over torch's own convolution; 0 if torch's was not timed."""
         # Torch's own convolution saves nothing over itself: its two times differ by noise.
         if self.is_default or self.default is None:
             return 0
