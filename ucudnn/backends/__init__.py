@@ -1,11 +1,11 @@
-"""Backends, one module or package per kind of hardware, with the contract in `_base`.
+"""Backends, one module or package per kind of hardware. `_base` defines what each must implement.
 
 registry.py   list of the backends, and the functions that start one
 torch_cpu/    CPUs: algorithms made of torch's operators
 cudnn/        NVIDIA GPUs: cuDNN's engines
 recorded.py   any device, replayed from its measurements
 aten.py       torch's own convolution, also while a plan is installed
-tensors.py    problems of calls, and torch's dtypes, layouts and strides
+tensors.py    which problem a call is; dtypes, layouts and strides in torch's terms
 """
 
 from __future__ import annotations

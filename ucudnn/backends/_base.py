@@ -32,8 +32,8 @@ class Executable(ABC):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute the result of these operands into a new tensor."""
 
-    # The methods below are correct for any algorithm, but they take a temporary result and a copy.
-    # An algorithm that can compute in place overrides them.
+    # The methods below are correct for any algorithm, but they compute a temporary result first. An
+    # algorithm that can write or add into `out` directly overrides them.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Compute into a slice of an existing result (fprop, dgrad)."""
         out.copy_(self.alone(a, b))
@@ -48,7 +48,7 @@ class Executable(ABC):
         add_bias(out, bias)
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result to add further chunks to; float32 for half precision (wgrad)."""
+        """Compute a new result, to which chunks are added; float32 for half precision (wgrad)."""
         result = self.alone(a, b)
         # A sum in half precision would be rounded after every chunk, and the errors would add up.
         return result.float() if result.dtype.itemsize < 4 else result
@@ -159,9 +159,9 @@ class AbstractBackend(ABC):
 
     Args:
         name: name of the backend in the registry and in plan files.
-        in_worker: measure candidates in a process of their own, because a candidate may crash; the
-            backend must then be picklable.
-        candidate_timeout_s: longest time in seconds that a run may take in that process.
+        in_worker: whether candidates are measured in a process of their own, because one may crash;
+            the backend must then be picklable.
+        candidate_timeout_s: longest time in seconds that the process may measure without a message.
     """
 
     name: str
@@ -174,7 +174,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def software(self) -> Software:
-        """Versions of the libraries, which decide what kernels exist and how fast they are."""
+        """Versions of the libraries, which decide what algorithms exist and how fast they are."""
 
     @abstractmethod
     def conditions(self) -> Conditions:
@@ -187,9 +187,9 @@ class AbstractBackend(ABC):
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm does not compute a slab, as a clause; None if it does.
 
-        torch's own convolution of a whole problem is never refused, because it runs without a plan,
-        too. torch's own convolution of a slab may be refused, because without a plan torch computes
-        no slabs.
+        This may refuse more than `refusal`. If torch's own convolution has a fault at some shapes,
+        whole problems of these shapes are not refused, because torch computes them without a plan,
+        too. Slabs of these shapes are refused, because without a plan torch computes no slabs.
         """
         return self.refusal(problem, algorithm)
 
@@ -204,16 +204,16 @@ class AbstractBackend(ABC):
     # Candidates with a bias are listed separately, because cuDNN has other engines for the
     # convolution with a fused bias than for the plain convolution.
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """Candidates that compute a convolution and add a bias in one kernel.
+        """Candidates that compute a convolution and add a bias in one operation.
 
-        With a bias of zeros, they compute the plain convolution. Their `adds_bias` is set.
+        With a bias of zeros, they compute the plain convolution. Their `adds_bias` is True.
         """
         del problem
         return ()
 
     @abstractmethod
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """Name of the implementation that an algorithm runs; it may depend on the batch."""
+        """Name of the implementation that an algorithm runs at the batch of this problem."""
 
     # Lower bounds allow candidates to be ruled out without a run. Candidates without bounds are
     # timed.
@@ -222,9 +222,9 @@ class AbstractBackend(ABC):
         del problem, algorithm
         return None
 
-    # False on GPUs, where launches are asynchronous and host code overlaps with kernels.
+    # False on GPUs, where a call returns early and host code runs while the GPU computes.
     blocks_host: bool = False
-    """True if a call returns only when its result is computed: host code around it adds up."""
+    """True if a call returns only when its result is computed; host code then adds to its time."""
 
     def roofline(self, dtype: str) -> Roofline | None:
         """Peak rates of this process in a dtype; None if they are not known."""
@@ -255,14 +255,14 @@ class AbstractBackend(ABC):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        """Run once and return the peak of temporary memory in bytes, beyond the returned tensor.
+        """Run and return the peak of temporary memory in bytes, beyond the returned tensor.
 
         Args:
             run: the call.
             parts: pairs (problem at the batch of a chunk, algorithm), for all chunks of the call.
         """
 
-    # The peaks of whole steps and of their modules are measured by this method.
+    # This method measures the peaks of whole steps and of the modules in them.
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span] | None:
         """Run once and return the allocated memory between marks; None if it cannot be counted.
 

@@ -16,14 +16,14 @@ _convolution: Callable[..., Any] = torch._convolution
 
 
 class Kernels(NamedTuple):
-    """The kernels of aten::convolution and aten::convolution_backward on one kind of device."""
+    """Kernels: the functions of torch's dispatcher for two operators, on one kind of device."""
 
     convolution: Callable[..., Any]
     convolution_backward: Callable[..., Any]
 
 
-# Kept kernels by kind of device, filled by `keep_kernels`. Before that, torch's operators are
-# called directly.
+# The kernels that `keep_kernels` has kept, by kind of device. For any other kind of device,
+# torch's operators are called directly.
 _kept: dict[str, Kernels] = {}
 
 
@@ -55,7 +55,7 @@ def convolution_backward(
 
 
 def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:
-    """Keep torch's kernels for a kind of device, before other kernels are registered there.
+    """Keep the dispatcher's present kernels for a kind of device, before others are registered.
 
     From then on, `convolution` and `convolution_backward` call the kept kernels.
     """
@@ -68,12 +68,12 @@ def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:
 
 def _forward_kernel(device_type: str, dispatch_key: str) -> Callable[..., Any]:
     name = "aten::convolution"
-    # If a kernel is registered for this dispatch key itself, it belongs to another library, and is
-    # kept.
+    # torch registers no kernel for this dispatch key itself. If there is one, it belongs to another
+    # library, and is kept.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
         return _boxed(name, dispatch_key)
     # On every device `aten::convolution` only calls `aten::_convolution` with four more flags.
-    # Calling `_convolution` directly takes half as long as the boxed call.
+    # Calling `_convolution` directly takes half as long as calling a kernel by `call_boxed`.
     return _cuda_convolution if device_type == "cuda" else _cpu_convolution
 
 

@@ -1,6 +1,6 @@
 """Backend that replays the measurements of a device: it lists candidates and runs nothing.
 
-It makes it possible to plan for a fleet of GPUs on a laptop, and to test decisions without a GPU.
+With it, a laptop can plan for a fleet of GPUs, and decisions can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _Group(NamedTuple):
-    """Fields of the keys that are the same in all measurements of one recording."""
+    """Fields of `MeasurementKey` that are the same in all measurements of one recording."""
 
     device: Device
     software: Software
@@ -73,23 +73,24 @@ class RecordedBackend(AbstractBackend):
         # The name is that of the device's own backend, because a plan names the backend that can
         # run it.
         self.name = entry_for_device(self._group.device.type).name
-        # A replay must decide as the device itself did.
+        # As in the device's own backend, so that a replay decides as tuning on the device would.
         self.blocks_host = self._group.device.type == "cpu"
         # A chunk that is written into a slice may take another time than one that allocates its
         # result, so chunks are measured in each role. Some recordings have measurements in role
         # `ALONE` only.
         self._has_roles = any(entry.key.conditions.role != Role.ALONE for entry in listed)
-        # `_entries` has measurements by problem, algorithm and role; `_sizes` the measured batches.
+        # `_entries` has measurements by problem, algorithm and role. `_sizes` has the measured
+        # batches by problem (at batch 1) and algorithm.
         self._entries: dict[Problem, dict[str, dict[Role, Measurement]]] = {}
         self._sizes: dict[tuple[Problem, str], list[int]] = {}
         for entry in listed:
             problem, algorithm = entry.key.problem, entry.key.algorithm
-            # Measurements of whole calls are skipped, because only chunks are candidates.
+            # Only chunks are candidates, so other measurements, such as those of whole calls, are
+            # skipped.
             if entry.key.subject != Subject.CHUNK:
                 continue
             by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
             if not by_role:
-                # Measurements of all batches of a problem are found by the problem at batch 1.
                 geometry = problem.with_batch(1)
                 self._sizes.setdefault((geometry, algorithm), []).append(problem.batch)
             by_role[entry.key.conditions.role] = entry
@@ -113,8 +114,8 @@ class RecordedBackend(AbstractBackend):
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         del problem, algorithm
-        # No slab is refused, because a recording says nothing about slabs at the ends: it has
-        # measurements of only one slab of each height.
+        # No slab is refused, because a recording says nothing about slabs at the ends of a
+        # tensor: it has measurements of only one slab of each height.
         return None
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
@@ -139,8 +140,8 @@ class RecordedBackend(AbstractBackend):
         """Measurements of a kernel's chunks, in the roles that they have in a split.
 
         If the recording has measurements in role `ALONE` only, they count for the other roles as
-        well, because on a GPU the same implementation runs in every role. The parts include
-        `problem`, which is the kernel at its largest batch.
+        well, because on a GPU the same implementation runs in every role. `problem` is the kernel
+        at its largest batch, and each of `parts` is the problem of a chunk.
         """
         found = []
         for part in parts:
@@ -158,8 +159,8 @@ class RecordedBackend(AbstractBackend):
     def kernel(self, problem: Problem, algorithm: str) -> str:
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
         # If the recorded batches on both sides of this batch run the same implementation, this
-        # batch is assumed to run it, too. Otherwise it gets a name of its own, so that nothing is
-        # inferred from the times of other batches.
+        # batch is assumed to run it, too. Otherwise the implementation at this batch gets a name of
+        # its own, so that nothing is inferred from the times of other batches.
         at = bisect_left(sizes, problem.batch)
         kernels = {
             self._implementation(problem, algorithm, size)
@@ -243,9 +244,9 @@ def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[Role, ...]:
     if part == problem:
         return (Role.ALONE,)
     roles = {role_of(problem, position) for position in (Role.FIRST, Role.LATER)}
-    # In a split of fprop or dgrad, no part of the batch has the role `ALONE`. Only torch's own
-    # convolution was measured for parts in that role, because the workspace of the undivided call
-    # is extrapolated from that of two smaller batches.
+    # In a split of fprop or dgrad, no micro-batch has the role `ALONE`. Still, torch's own
+    # convolution of micro-batches was measured in that role, because the workspace of its undivided
+    # call is extrapolated from the workspace at two smaller batches.
     if problem.op == "wgrad" or algorithm == DEFAULT_ALGORITHM:
         roles.add(Role.ALONE)
     return tuple(role for role in Role if role in roles)

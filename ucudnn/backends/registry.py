@@ -27,7 +27,8 @@ class BackendEntry:
     open: Callable[[], AbstractBackend]  # imports the backend and starts it
 
 
-# These functions import the backends, because this module must load neither torch nor cuDNN.
+# Each function imports its backend when it is called, because importing this module must load
+# neither torch nor cuDNN.
 def _open_torch_cpu() -> AbstractBackend:
     from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 

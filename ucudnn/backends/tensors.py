@@ -20,7 +20,7 @@ from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
-# Keys are numbers of spatial axes. torch has no channels-last layout in 1-D.
+# torch's channels-last layouts by the number of spatial axes. There is none in 1-D.
 CHANNELS_LAST_BY_RANK = {2: torch.channels_last, 3: torch.channels_last_3d}
 # A transposed convolution is the gradient of a convolution: its forward pass is a dgrad problem.
 _TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
@@ -44,7 +44,7 @@ def in_channels_last(tensor: Tensor) -> Tensor:
     ((4, 1, 4, 4), (1,))
     """
     layout = CHANNELS_LAST_BY_RANK.get(tensor.dim() - 2)
-    # `contiguous` would not change the strides of a 1x1 filter, by which torch chooses the layout.
+    # torch chooses the layout by strides, and `contiguous` would not change those of a 1x1 filter.
     return tensor if layout is None else tensor.to(memory_format=layout)
 
 
@@ -133,15 +133,15 @@ def _transposed_size(
     output_padding: tuple[int, ...],
 ) -> tuple[int, ...]:
     axes = zip(size, kernel, stride, padding, dilation, output_padding, strict=True)
-    # A convolution has the output size n = (size + 2p - d(k-1) - 1) // s + 1. Here it is solved for
-    # the input size. The division gives s input sizes the same n, and o chooses one of them.
+    # A convolution has the output size n = (size + 2p - d(k-1) - 1) // s + 1. Here this formula is
+    # solved for the input size. Because it rounds, s input sizes have the same n; o chooses one.
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in axes)
 
 
 def uses_channels_last(
     x: Tensor, w: Tensor, geometry: Sequence[Any], device_type: str = "cpu"
 ) -> bool:
-    """True if torch computes a convolution in channels-last and returns its result so.
+    """True if torch computes a convolution in channels-last and returns the result in this layout.
 
     The geometry is that of `aten.convolution`. In 1-D the filter alone decides.
 
@@ -174,8 +174,8 @@ def uses_channels_last(
         return x.dtype != torch.float64
     if device_type != "cpu" or x.numel() == 0 or w.numel() == 0:
         return True
-    # On a CPU the layout of the result depends on the kernel: oneDNN keeps channels-last, other
-    # kernels may not.
+    # On a CPU the layout of the result depends on the implementation that torch picks: oneDNN keeps
+    # channels-last, others may not.
     backend = torch._C._select_conv_backend(x, w, None, *geometry)
     form = torch._C._conv_determine_backend_memory_format(x, w, backend)
     return bool(form == CHANNELS_LAST_BY_RANK[x.dim() - 2])
@@ -241,8 +241,8 @@ class _Padded(Executable):
         out.add_(self._run(a, b))
 
     def _run(self, a: Tensor, b: Tensor) -> Tensor:
-        # The inner executable computes the gradient of the padded input; the gradients of its zeros
-        # are cut off.
+        # The inner executable computes the gradient of the padded input. The gradients of the zeros
+        # that `pad` would add are cut off.
         if self._problem.op == "dgrad":
             return self._inner.alone(a, b)[self._inside]
         # Only fprop and wgrad get here, and their first operand is x.
