@@ -20,7 +20,7 @@ from ucudnn.problem import Problem
 from ucudnn.units import format_bytes
 
 Slices = tuple[slice, ...]
-# Names of oneDNN's kernels, and of aten's kernels that multiply matrices of columns (im2col).
+# Names of implementations: those by oneDNN, and those in which aten multiplies im2col columns.
 ONEDNN_KERNELS = frozenset({"onednn", "onednn_nhwc"})
 COLUMN_KERNELS = frozenset(
     {"slow_conv2d", "slow_conv3d", "slow_conv_dilated2d", "slow_conv_dilated3d"}
@@ -28,7 +28,7 @@ COLUMN_KERNELS = frozenset(
 
 
 class AbstractAlgorithm(ABC):
-    """A way to compute fprop, dgrad and wgrad: it has no state and builds executables."""
+    """A way to compute convolutions: it has no state and builds executables."""
 
     name: str
     # True if products and sums have the same order in every run.
@@ -135,8 +135,8 @@ def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
 def direct_cost(problem: Problem) -> Cost:
     """Cost of multiplying each input by each tap that reads it, without temporaries.
 
-    Products with padding are not counted. Operands that are multiplied only with padding, or not at
-    all, are not counted either.
+    Products with padding are not counted. Elements of operands that are multiplied only with
+    padding, or not at all, are not counted either.
 
     >>> direct_cost(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     Cost(operations=10, traffic_bytes=32, workspace_bytes=0)
@@ -173,12 +173,12 @@ def columns_bytes(problem: Problem) -> int:
 class FilterAxis(NamedTuple):
     """The sizes of a convolution along one of its axes."""
 
-    size: int
-    places: int
-    kernel: int
+    size: int  # inputs, without padding
+    places: int  # outputs
+    kernel: int  # filter positions
     stride: int
     dilation: int
-    begin: int
+    begin: int  # padding before the first input
 
     @classmethod
     def of(cls, problem: Problem, axis: int) -> FilterAxis:
@@ -206,7 +206,7 @@ class FilterAxis(NamedTuple):
 
 
 class Met(NamedTuple):
-    """Counts along one axis: pairs (output, tap) that read an input; inputs, outputs and taps."""
+    """Counts along one axis: pairs (output, tap) that read an input; their inputs, outputs, taps."""
 
     pairs: int
     inputs: int
@@ -218,7 +218,7 @@ class Met(NamedTuple):
 # batch size.
 @lru_cache(maxsize=4096)
 def counts_of(axis: FilterAxis) -> Met:
-    """Count what meets along an axis, without padding."""
+    """Count the outputs, taps and inputs that meet along an axis; padding is no input."""
     pairs = positions = 0
     # One byte per input and output marks those that a tap connects. Bytes are used because Python
     # sets strided slices of bytes fast, in C code.

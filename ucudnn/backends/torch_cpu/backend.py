@@ -95,7 +95,7 @@ class TorchCpuBackend(AbstractBackend):
         )
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        # The only other value is TF32, a number format of NVIDIA's tensor cores.
+        # The only other math is TF32, a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
         if problem.layout == "nhwc" and problem.rank == 1:
@@ -120,8 +120,8 @@ class TorchCpuBackend(AbstractBackend):
             raise UnsupportedError(
                 f"no algorithm of {self.name} computes {problem}: {reasons['torch_default']}"
             )
-        # If torch picks oneDNN, the candidate `onednn` is left out: it would be the same kernel
-        # timed twice, which only adds noise to the choice.
+        # If torch picks oneDNN, the candidate `onednn` is left out: timing the same
+        # implementation twice would only add noise to the choice.
         if "torch_default" in names and chosen_kernel(problem) == "onednn":
             names = [name for name in names if name != "onednn"]
         return tuple(
@@ -161,8 +161,8 @@ class TorchCpuBackend(AbstractBackend):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        # Chunks run one after another, so the largest amount of any chunk is added to the peak, and
-        # not their sum.
+        # Memory that torch's profiler does not see is added to the peak that it sees. Chunks run
+        # one after another, so the largest amount of any chunk is added, and not the sum of all.
         unseen = (
             unseen_bytes(computed, kernel, torch.get_num_threads())
             for problem, algorithm in set(parts)

@@ -1,11 +1,11 @@
 """Weight gradients of depthwise convolutions by matrix products whose diagonals are summed.
 
-An element of the weight gradient is the sum of x * dy over all pairs of places with one distance
-between them. For one channel and one filter row, the matrix product of x and dy, with their rows
-and samples as the axis that is summed over, has this sum for every pair of a column of x and a
-column of dy. The pairs with one distance lie on a diagonal of this matrix, so each diagonal is
-added up. Most of the matrix is not needed. But kernels that compute only the needed elements cannot
-use fast matrix products, so for wide filters this algorithm is faster.
+For one channel, an element of the weight gradient is the sum of x * dy over all pairs of a place of
+x and a place of dy that lie one distance apart. For one filter row, a matrix product of x and dy
+adds up all rows and samples. It has an element for each pair of a column of x and a column of dy.
+The pairs with one distance lie on a diagonal of this matrix, so each diagonal is added up. Most of
+the matrix is not needed. But code that computes only the needed elements cannot use fast matrix
+products, so for wide filters this algorithm is faster.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class DiagonalGemm(AbstractAlgorithm):
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
         places = problem.groups * problem.batch * blocks.number
         copied = flat.output_size[0] * blocks.block
-        # The copies may have more rows, so that their number is a multiple of the stride. The
-        # additional rows are neither written nor read.
+        # The copy of x may have more rows than x, so that their number is a multiple of the stride.
+        # The additional rows are neither written nor read.
         written = places * (copied + flat.input_size[0] * blocks.columns) * element
         copies = places * (copied + blocks.x_rows * blocks.columns) * element
         summed = places * sum(tap.rows for tap in blocks.taps)
         row = problem.groups * blocks.block * element
         products = flat.kernel_size[0] * blocks.window * row
         # The product of one filter row is a temporary until it is copied to its place. The result
-        # does not exist yet at that time, so its bytes are subtracted here.
+        # does not exist yet at that time, so the bytes of the result are subtracted here.
         one = blocks.columns * row - problem.result_bytes if blocks.taps else 0
         return Cost(
             2 * summed * blocks.columns * blocks.block,
@@ -88,9 +88,9 @@ class _Blocks(NamedTuple):
     number: int
     block: int  # columns of dy in each block; the last one is padded with zeros
     window: int  # columns of x that a block needs, padding included
-    columns: int  # columns of the window that are copied; a single block omits padding
+    columns: int  # columns of the window that are copied: not the padding if there is one block
     skipped: int  # columns of padding before the copied columns
-    x_rows: int  # rows of x, sorted by their remainder modulo the stride, rounded up to a multiple
+    x_rows: int  # rows of the copy of x: as many as x has, rounded up to a multiple of the stride
     taps: tuple[_RowTap, ...]
 
 

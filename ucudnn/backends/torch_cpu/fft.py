@@ -47,7 +47,8 @@ class Fft(AbstractAlgorithm):
         # All spectra are in memory at the same time. Later the inverse transform holds the result's
         # spectrum, a copy of it if there are several axes, and what it returns.
         inverse = spectra[2] * min(problem.rank, 2) + padded[2]
-        # The result does not count. A result of a single plane keeps its padding in memory.
+        # The result is no workspace. If it has a single plane, it may be a view of what the inverse
+        # transform returned, with padding, which then stays in memory as a whole.
         result = max(problem.result_bytes, padded[2] // planes[2])
         return Cost(transforms + products, traffic, max(sum(spectra), inverse) - result)
 
@@ -81,7 +82,7 @@ def _summands(problem: Problem) -> int:
 
 
 class _Fft(OpsExecutable):
-    """Sums of products of spectra; fprop and wgrad are correlations, with one factor conjugated."""
+    """Sums of products of spectra; fprop and wgrad conjugate one factor, as correlations do."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -104,8 +105,8 @@ class _Fft(OpsExecutable):
         )
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        # The spectrum is conjugated in place, because below a dispatch mode torch would not resolve
-        # a lazily conjugated view.
+        # The spectrum is conjugated in place, because under a TorchDispatchMode torch would not
+        # resolve a lazily conjugated view.
         filters = self._filters(w).conj_physical_()
         spectrum = torch.einsum("ngc...,gkc...->ngk...", self._samples(x, self._input), filters)
         return self._inverse(spectrum, self._every_stride)
@@ -141,7 +142,7 @@ class _Fft(OpsExecutable):
         return spectrum
 
     def _inverse(self, spectrum: Tensor, where: tuple[slice, ...]) -> Tensor:
-        # Merges groups and channels of a group into one channel axis again.
+        # The axes of groups and of the channels in a group become one axis of channels again.
         flattened = spectrum.flatten(*((1, 2) if self.problem.op != "wgrad" else (0, 1)))
         values: Tensor = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
         return values[(slice(None), slice(None), *where)].contiguous(memory_format=self._form)

@@ -26,7 +26,7 @@ _Index = tuple[int | slice | EllipsisType, ...]
 
 
 class Gemm(AbstractAlgorithm):
-    """Matrix products for 1x1 filters: one per sample or chunk, at stride 1 without copies."""
+    """Matrix products for 1x1 filters: one per sample, or one per chunk in channels-last."""
 
     name = "gemm"
     has_fixed_order = True
@@ -37,16 +37,15 @@ class Gemm(AbstractAlgorithm):
         return _places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of the products; strided or half-precision operands are copied sample by sample."""
+        """Cost of the products; copies, if needed, are made for one sample at a time."""
         if problem.layout == "nhwc":
             return _places_cost(problem)
-        # A 1x1 filter reads only every stride-th place of x, which are as many places as the output
-        # has.
+        # A 1x1 filter reads only every stride-th place of x, so it reads as many places as y has.
         x_sample = problem.in_channels * prod(problem.output_size)
         y_sample = prod(problem.y_shape[1:])
         workspace = 0
-        # For half precision, x and dy of a sample are converted to float32, and so is the sum of
-        # dw. Of this sum only the bytes beyond those of a dw in half precision are workspace.
+        # wgrad in half precision converts x and dy of a sample to float32, and sums dw in float32.
+        # Only the bytes by which this sum exceeds the result in half precision are workspace.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
             dw_growth = (4 - problem.bytes_per_element) * prod(problem.w_shape)
             workspace = 4 * (x_sample + y_sample) + dw_growth
@@ -80,8 +79,8 @@ class Im2colGemm(AbstractAlgorithm):
         if problem.layout == "nhwc":
             return _places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
-        # In the product, channels come before samples. If there are several of both, it is copied
-        # to reorder it.
+        # In the matrix of y (or dy), channels come before samples. If there are several of both,
+        # putting them in order takes a copy.
         y = 0
         if problem.batch > 1 and problem.out_channels > 1:
             y = prod(problem.y_shape) * problem.bytes_per_element
@@ -115,8 +114,8 @@ class _Gemm(OpsExecutable):
         return dx
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        # Products in half precision are summed in float32, because rounding each of them would lose
-        # bits.
+        # The products of samples are summed in float32, because rounding the sum to half precision
+        # after each sample would lose bits.
         dtype = torch.promote_types(x.dtype, torch.float32)
         dw = x.new_zeros(self.problem.w_shape, dtype=dtype)
         self.add(x, dy, dw)
@@ -161,7 +160,7 @@ class _Gemm(OpsExecutable):
 
 
 class _ColumnGemm(OpsExecutable):
-    """Base of products with columns: a matrix with the inputs that each output reads.
+    """Base of executables that multiply by columns, a matrix of the inputs that each output reads.
 
     Subclasses choose the layout of the columns: `_shape` is their shape for a batch, and `_of_tap`
     returns the columns of one filter position as a view of the shape (N, C, *output_size).
@@ -336,7 +335,7 @@ class _PlacesGemm(_ColumnGemm):
         self._add_up(columns, dx)
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Multiply into a tensor, without a temporary if it has the layout of the product."""
+        """Multiply into a tensor, without a temporary if its layout and dtype are the product's."""
         # With channels moved last, a channels-last tensor is contiguous: a matrix without a copy.
         target = out.movedim(1, -1)
         if out.dtype == self._dtype and target.is_contiguous():
@@ -359,7 +358,7 @@ class _PlacesGemm(_ColumnGemm):
         return self._filled(x).view(places, prod(self.problem.kernel_size) * x.shape[1])
 
     def _matrix(self, tensor: Tensor) -> Tensor:
-        """A matrix of positions by channels; a view if the tensor is contiguous."""
+        """A matrix of positions by channels; a view if no copy is needed."""
         batch, channels, *sizes = tensor.shape
         matrix = tensor.movedim(1, -1).reshape(batch * prod(sizes), channels)
         return matrix.to(self._dtype)

@@ -60,7 +60,7 @@ _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
 @lru_cache(maxsize=4096)
 def _chosen_kernel(problem: Problem, threads: int) -> str:
-    del threads  # part of the key: aten's choice depends on it
+    del threads  # an argument only for the cache: aten's choice depends on it
     # aten itself chooses by this function, which reads shapes, dtypes and layouts, but no values.
     backend = torch._C._select_conv_backend(
         phantom(problem, problem.x_shape),
@@ -113,8 +113,8 @@ class TorchDefault(AbstractAlgorithm):
 class OneDnn(AbstractAlgorithm):
     """oneDNN in the layout of the operands, also if aten would pick another kernel.
 
-    For fprop, aten has an operator that always uses oneDNN. The backward passes have no such
-    operator, so they use oneDNN only if aten picks it.
+    For fprop, aten has an operator that always uses oneDNN. There is none for dgrad and wgrad, so
+    these are refused unless aten itself picks oneDNN.
     """
 
     name = "onednn"
@@ -189,7 +189,7 @@ class SlowConv2d(AbstractAlgorithm):
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
-    """True if elements of this shape are in the same order in channels-first and channels-last."""
+    """True if both layouts put the elements of a tensor of this shape in the same order."""
     return shape[1] == 1 or prod(shape[2:]) == 1
 
 
@@ -208,7 +208,7 @@ def _kernel_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _columns_cost(problem: Problem, kernel: str) -> Cost:
-    """Cost of im2col, which makes the columns of a sample, a batch or a group at a time."""
+    """Cost of im2col, which makes the columns of one group at a time, for one sample or for all."""
     # Only a 1x1 filter at stride 1 without padding needs no columns.
     geometry = zip(problem.kernel_size, problem.stride, problem.padding, strict=True)
     if all(axis == (1, 1, (0, 0)) for axis in geometry):
@@ -227,16 +227,14 @@ def _columns_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _is_cramped(problem: Problem) -> bool:
-    """True if oneDNN may compute a problem with such a filter wrongly in half precision.
+    """True if oneDNN may compute a problem wrongly in half precision, because of its filter.
 
-    Along an axis, the filter is larger than the input, has a single output at a stride above 1, or
-    has a tap that meets only padding. Then the half-precision kernels of oneDNN read memory outside
-    their operands (torch 2.13, oneDNN 3.12, AVX-512), mostly in channels-last. Results then change
-    from run to run, or the process ends.
+    This is so if, along some axis, the filter is larger than the input, there is a single output at
+    a stride above 1, or some filter position meets only padding. Then oneDNN's half-precision
+    kernels read memory outside their operands (torch 2.13, oneDNN 3.12, AVX-512), mostly in
+    channels-last. Results then change from run to run, or the process ends.
     """
     return any(
-        # The three conditions are: a filter larger than the input, a single output at a stride
-        # above 1, and a tap that meets only padding.
         axis.dilation * (axis.kernel - 1) >= axis.size
         or (axis.places == 1 and axis.stride > 1)
         or counts_of(axis).positions < axis.kernel

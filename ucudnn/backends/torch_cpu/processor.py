@@ -34,7 +34,7 @@ _CONTROL_GROUPS = (
 # Buffers of a benchmark must be larger than the cache. The size of the cache is assumed to be at
 # most this, because an overstated size would cost memory and time.
 _MOST_CACHE_BYTES = 64 << 20
-_DEFAULT_CACHE_BYTES = 32 << 20  # size of a large cache
+_DEFAULT_CACHE_BYTES = 32 << 20  # assumed if the system reports no size
 # Names of the same architecture on Linux and on Windows.
 _X86 = ("x86_64", "AMD64")
 # Values of ONEDNN_MAX_CPU_ISA that rule out AVX2, and values that rule out bfloat16 instructions.
@@ -46,8 +46,8 @@ _LEAST_S = 0.2
 # The load is measured over at most this interval. A longer average would not show the present load,
 # so a new short interval is measured instead.
 _MOST_S = 10.0
-# Other processes may use this much of the processors that this process needs before it counts as
-# load.
+# Other processes count as load if they use more than this number of the processors that this
+# process needs.
 _TOLERATED = 0.25
 # The peak rates are measured by matrix products and copies. A convolution may exceed the measured
 # rates by up to this factor.
@@ -60,7 +60,7 @@ _MOST_ROWS = 1 << 14
 # An algorithm is assumed to make at most this many passes over its operands and temporaries. In
 # each pass a cache saves at most as much traffic as its own size.
 _PASSES = 16
-_BUDGET_NS = 40_000_000
+_BUDGET_NS = 40_000_000  # a product or copy is repeated for this long
 _measuring = ForkSafeLock()
 LARGE_THRESHOLD_TUNABLES = (
     "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
@@ -175,8 +175,8 @@ def product_dtype(problem: Problem) -> torch.dtype:
 
 class _Reading(NamedTuple):
     clock_s: float
-    machine_s: float  # processor time of all processes, and of other machines of the hypervisor
-    own_s: float
+    machine_s: float  # processor time of all processes, and what the hypervisor gave to others
+    own_s: float  # processor time of this process and of its children that have ended
 
 
 class LoadMeter:
@@ -227,7 +227,7 @@ class LoadMeter:
 
 
 def roofline(dtype: str) -> Roofline:
-    """Peak rates of this process with its present threads: `MARGIN` times the best measured."""
+    """Peak rates of this process with its present threads: `MARGIN` times the measured rates."""
     threads = torch.get_num_threads()
     with _measuring:
         operations = _operations_per_s(dtype, threads)
@@ -254,7 +254,7 @@ def _operations_per_s(dtype: str, threads: int) -> float:
 @lru_cache
 def _bytes_per_s(threads: int) -> float:
     """Bytes read and written per second by a copy of a tensor as large as the cache."""
-    del threads  # part of the key
+    del threads  # an argument only for the cache: the rate depends on it
     size = usable_cache_bytes()
     source, target = (torch.ones(size, dtype=torch.uint8, device="cpu") for _ in range(2))
     return 2e9 * size / _shortest_ns(partial(target.copy_, source))
@@ -263,8 +263,8 @@ def _bytes_per_s(threads: int) -> float:
 def _shortest_ns(run: Callable[[], object]) -> int:
     """The shortest processor time that a run takes in this thread, in nanoseconds.
 
-    All threads do equal parts of the work. Other processes on the machine affect the processor time
-    much less than the elapsed time.
+    All threads do equal parts of the work, so this thread stands for all. Other processes on the
+    machine affect the processor time much less than the elapsed time.
     """
     times: list[int] = []
     while sum(times) < _BUDGET_NS:

@@ -80,7 +80,7 @@ def _mark() -> None:
 
 
 def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
-    """Run once; return the result and, in order of time, bytes (freed: negative) or None (mark)."""
+    """Run once; return the result, and in order of time the changes in bytes, with None for marks."""
     if torch._C._autograd._profiler_enabled():  # a process has one profiler, and the user runs it
         raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
@@ -98,12 +98,13 @@ def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
 
 
 def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
-    """Upper bound of the bytes that a kernel takes without the profiler seeing them.
+    """Upper bound of the bytes that an implementation takes without the profiler seeing them.
 
     These bytes come from malloc directly, or from threads other than the caller's. aten's
-    convolutions take the columns of one sample per thread (dgrad) and the scratch of half-precision
-    products. oneDNN takes such scratch if the processor lacks instructions for the dtype. A test
-    compares the bound with a counting malloc, also for older processors, which are imitated.
+    convolutions use them for the columns of one sample per thread (dgrad) and for the scratch of
+    half-precision products. oneDNN uses them for scratch if the processor lacks instructions for
+    the dtype. A test compares the bound with a counting malloc, also for older processors, which
+    are imitated.
     """
     native = has_instructions(problem.dtype)
     if kernel in ONEDNN_KERNELS:
@@ -124,7 +125,7 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
 
 
 def _fallback_scratch_bytes(problem: Problem) -> int:
-    """Scratch of a thread for a sample's matrix product in a dtype without instructions.
+    """Scratch of one thread for a sample's matrix product, in a dtype without instructions.
 
     The operands are packed, and half precision is computed in float32.
     """
@@ -136,7 +137,7 @@ def _fallback_scratch_bytes(problem: Problem) -> int:
 
 
 def _packed_elements(problem: Problem, least: int) -> int:
-    """Elements of both packed operands of a sample's product, with sums over at least `least`."""
+    """Elements of both packed operands of a sample's product, for sums of at least `least` terms."""
     sizes = _matrix_sizes(problem)
     summed = sizes[OPS.index(problem.op)]
     return (sum(sizes) - summed + _PADDING) * max(summed, least)
