@@ -1,11 +1,12 @@
 """cuDNN backend, which calls cuDNN's versioned C graph API directly.
 
-The list of modules begins at the library. Each module imports only modules above it in the list:
+In these modules a plan is cuDNN's execution plan: an engine that is ready to run on tensors of
+certain shapes, strides and alignments. Each module imports only modules above it in this list:
 
     constants.py    the numbers of cudnn_graph.h that are used here, by their names
     api.py          libcudnn, descriptors, handles and errors: typed wrappers of the C functions
     profile.py      a device as a JSON file, from which cuDNN can plan without the device
-    graph.py        a problem as cuDNN's operation graph: target, tensor views, pattern
+    graph.py        a problem as cuDNN's operation graph, for a device and for layouts of tensors
     engine.py       a problem's engine configurations: list them, name them, build one by its name
     offline.py      in a child process, without a driver: lists and tables of configurations
     runtime.py      on a GPU: handles, plans that all threads share, launches

@@ -1,7 +1,7 @@
 """libcudnn and its graph API as Python objects: descriptors, handles, errors.
 
-Every number comes from `constants`. Every status other than success becomes a `CudnnError`. ctypes
-releases the interpreter lock during each call.
+All numbers of cuDNN's header come from `constants`. Every status other than success becomes a
+`CudnnError`. ctypes releases the interpreter lock during each call.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class CudnnError(UcudnnError):
 def find_library() -> Path:
     """Find the libcudnn that torch has loaded or would load, without loading it.
 
-    This is the libcudnn that the process has mapped. If it has mapped none and no CUDA build of
-    torch is loaded, it is the first libcudnn in the folders of installed wheels or in the library
-    folder of the environment.
+    This is the libcudnn that the process has mapped. If the process has mapped none and no CUDA
+    build of torch is loaded, the result is the first libcudnn in the folders of installed wheels or
+    in the library folder of the environment.
     """
     mapped = _mapped_library()
     if mapped is not None:

@@ -87,7 +87,7 @@ class CudnnBackend(AbstractBackend):
     """
 
     name = "cudnn"
-    in_worker = True  # after a fault in a kernel, its process can no longer use the GPU
+    in_worker = True  # after a fault in a CUDA kernel, its process can no longer use the GPU
     candidate_timeout_s = 60.0
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class CudnnBackend(AbstractBackend):
                 "elsewhere by its measurements, with backend='recorded'"
             )
         # The GPU is chosen here once, so that a later `torch.cuda.set_device` cannot mix two GPUs
-        # in one plan.
+        # in one `Plan`.
         self._index = torch.cuda.current_device()
         _torch.version()  # loads torch's cuDNN, so that `find_library` finds it
         self.runtime = _runtime(find_library())
@@ -125,7 +125,7 @@ class CudnnBackend(AbstractBackend):
         )
 
     def is_broken(self) -> bool:
-        """True if a kernel has faulted: CUDA then refuses every call until the process ends."""
+        """True if a CUDA kernel has faulted: CUDA refuses all later calls of this process."""
         try:
             torch.cuda.synchronize(self._index)
         except RuntimeError:
@@ -214,11 +214,11 @@ class CudnnBackend(AbstractBackend):
         return EngineExecutable(self.runtime, problem, algorithm)
 
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Build all plans of an engine for this batch; return why one fails, or None."""
+        """Build an engine's execution plans for this batch; return why one fails, or None."""
         if algorithm == DEFAULT_ALGORITHM:
             return None
-        # Adding to a gradient (beta=1) needs another plan, with more workspace. In half precision
-        # no such plan is needed, because torch adds the chunks in float32.
+        # Adding to a gradient (beta=1) needs another execution plan, with more workspace. In half
+        # precision no such plan is needed, because torch adds the chunks in float32.
         adds = problem.op == "wgrad" and problem.bytes_per_element >= 4
         try:
             for beta in (0.0, 1.0) if adds else (0.0,):

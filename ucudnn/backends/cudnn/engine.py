@@ -82,7 +82,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """A configuration that is ready to run, by one thread at a time."""
+    """cuDNN's plan: a configuration that is ready to run, by one thread at a time."""
 
     descriptor: Descriptor
     identity: str
@@ -99,7 +99,7 @@ def configurations(
     With `bias`, these are the configurations of the fused pattern that adds a bias (fprop only).
     """
     found: dict[str, Configuration] = {}
-    notes: dict[int, tuple[str, ...]] = {}  # by engine: in a graph, knobs do not change the notes
+    notes: dict[int, tuple[str, ...]] = {}  # by engine index: knobs do not change the notes
     reader = _Reader(target.cudnn)
     said = f"cuDNN {target.cudnn.version_text} has no engine for {problem}"
     with _refusals(said):

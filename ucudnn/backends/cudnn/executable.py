@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ucudnn.backends.cudnn.engine import ExecutionPlan
     from ucudnn.backends.cudnn.runtime import Runtime
 
-# Most variant packs (sets of addresses) that a plan keeps. Training steps repeat their addresses. A
-# program that never repeats any would otherwise keep one pack per call.
+# The most variant packs (sets of addresses) that are kept for an execution plan. Training steps
+# repeat their addresses. A program that never repeats any would otherwise keep one pack per call.
 _MOST_PACKS = 256
 # The gradient of a chunk may exceed the largest float16 number, 65504, even if the sum of all
 # chunks does not. So each chunk writes a sixteenth of its gradient, which overflows only from a
@@ -47,9 +47,9 @@ class RefusedError(UnsupportedError, RuntimeError):
 class EngineExecutable(Executable):
     """A cuDNN engine for operands with any number of samples, strides and alignment.
 
-    A plan is for one number of samples, strides and alignments, and is built when these first
-    occur. If cuDNN does not support the strides or alignments, the engine runs on copies of the
-    tensors.
+    An execution plan of cuDNN is for one number of samples, strides and alignments, and is built
+    when these first occur. If cuDNN does not support the strides or alignments, the engine runs on
+    copies of the tensors.
     """
 
     def __init__(self, runtime: Runtime, problem: Problem, identity: str) -> None:
@@ -111,7 +111,7 @@ class EngineExecutable(Executable):
     ) -> None:
         pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
         # `place` is all that a plan depends on. Of an address only the remainder modulo 16 bytes
-        # counts, the largest alignment that an engine asks for: many addresses share a plan.
+        # counts, because no engine asks for a larger alignment. So many addresses share a plan.
         kinds = (a.shape, b.shape, a.dtype, b.dtype, a.get_device())
         strides = (a.stride(), b.stride(), out.stride())
         offsets = tuple(pointer % ALIGNMENT_BYTES for pointer in pointers)
@@ -173,7 +173,7 @@ def _headroom(like: Tensor) -> float:
 
 
 class _Built:
-    """A plan with the variant packs of its launches; only one thread launches it at a time.
+    """An execution plan and the variant packs of its launches; one thread at a time launches it.
 
     cuDNN does not guarantee for all engines that two threads may execute one plan at once. So
     PyTorch keeps plans per thread. Here a lock is used instead, which costs a tenth of a
@@ -190,7 +190,8 @@ class _Built:
     def launch(self, like: Tensor, pointers: tuple[int, ...]) -> None:
         size, workspace, address = self._plan.workspace_bytes, None, 0
         if size:
-            # Freed once the launch is enqueued: later launches on this stream may reuse the memory.
+            # The workspace is freed when the launch is enqueued, not when it has run. This is safe:
+            # the memory is reused only by later launches on this stream.
             workspace = torch.empty(size, dtype=torch.uint8, device=like.device)
             address = workspace.data_ptr()
         key = (*pointers, address)
@@ -243,7 +244,7 @@ def _view(tensor: Tensor, layout: str) -> View:
 
 
 class DefaultExecutable(Executable):
-    """torch's own convolution, with the engine that torch picks, in the problem's float32 math."""
+    """torch's own convolution, by the engine that torch picks; TF32 only if `math` says so."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -266,7 +267,7 @@ class DefaultExecutable(Executable):
         problem, precision = self._problem, _cudnn.conv
         if problem.dtype != "float32" or aten.tf32_allowed() == (problem.math == "tf32"):
             return self._torchs(a, b, bias)
-        # Only a measurement gets here: in training, a layer's problem has the math of torch.
+        # Only a measurement gets here: in training, a problem has the math that torch is set to.
         before = precision.fp32_precision
         precision.fp32_precision = "tf32" if problem.math == "tf32" else "ieee"
         try:

@@ -123,7 +123,7 @@ def _nvml() -> bool:
 
 @cache
 def _gpu(index: int) -> Any:
-    """NVML's handle, found by UUID, because CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
+    """NVML's handle of a GPU, found by UUID: CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
     # torch gives the UUID without NVML's prefix, which is "GPU" for a whole GPU, "MIG" for a slice.
     for kind in ("GPU", "MIG") if _nvml() else ():
         uuid = f"{kind}-{torch.cuda.get_device_properties(index).uuid}"

@@ -67,7 +67,7 @@ class Views(NamedTuple):
 
 
 def views_of(problem: Problem, whole: Problem | None = None) -> Views:
-    """Layouts of a problem's tensors, as a micro-batch, or as a slab of the whole problem if given.
+    """Layouts of the tensors of a micro-batch, or of a slab if the whole problem is given, too.
 
     A micro-batch begins at a multiple of its own size in the whole tensor, and a slab begins at any
     row. Where a view may begin determines its alignment.
@@ -99,7 +99,7 @@ def graph_of(
     alpha: float = 1.0,
     beta: float = 0.0,
 ) -> Descriptor:
-    """Describe a problem: result = alpha * convolution + beta * result, or convolution + bias.
+    """Describe a problem: alpha * convolution + beta * (old result), or convolution + bias.
 
     Only fprop, with alpha 1 and beta 0, can add a bias.
     """

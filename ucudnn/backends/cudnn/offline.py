@@ -71,8 +71,8 @@ def list_configurations(
         number = theirs.fileno()
         # One child for all problems, so that cuDNN is loaded once.
         child = start_python(_PROGRAM, str(number), stdout=said, stderr=said, pass_fds=[number])
-        # Then the only other end of the pipe is in the child, so that the pipe reports when the
-        # child has ended.
+        # From here on, only the child holds the other end of the pipe, so that the pipe reports
+        # when the child has ended.
         theirs.close()
         with child:
             try:

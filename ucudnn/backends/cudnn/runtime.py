@@ -1,8 +1,8 @@
-"""cuDNN on the GPUs of this process: handles, plans, launches.
+"""cuDNN on the GPUs of this process: handles, execution plans, launches.
 
 A launch runs on torch's current stream, waits for nothing and allocates only through torch. So it
-can be captured in a CUDA graph. But the first launch of a thread makes a handle, and cuDNN loads
-modules for its context. So a call must run once before it is captured.
+can be captured in a CUDA graph. But the first launch of a thread also makes a handle, and makes
+cuDNN load CUDA modules. So a call must run once before it is captured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ucudnn.system.processes import ForkSafeLock
 
 
 class Runtime:
-    """Builds plans and launches them.
+    """Builds execution plans of cuDNN and launches them.
 
     cuDNN forbids two threads to use one handle at once, so each thread has one handle per device. A
     new thread may get the number of a thread that has ended, and then also gets the handle of that
@@ -41,8 +41,8 @@ class Runtime:
         key = (threading.get_ident(), device)
         stream = _current_stream(device)
         held = self._handles.get(key)
-        # By far the most frequent case: the stream rarely changes between launches, and setting it
-        # costs microseconds.
+        # Nearly every call returns here, because the stream rarely changes. Setting it would cost
+        # microseconds.
         if held is not None and held[1] == stream:
             return held[0]
         if held is None:
@@ -89,7 +89,7 @@ class Runtime:
 
     def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
         """Enqueue a plan on the current stream of a device."""
-        # Nearly all launches are on the current device. Entering `torch.cuda.device` takes time.
+        # Entering `torch.cuda.device` takes time, and nearly all launches can do without.
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():

@@ -1,7 +1,7 @@
 /* A libcublasLt for a machine without one: every matrix product says that it is not initialized.
 
    cuDNN ends the process where it cannot find these symbols, though no convolution engine that it
-   lists needs them. See driverless.py. */
+   lists needs them. See offline.py. */
 
 enum { NOT_INITIALIZED = 1 };
 

@@ -5,7 +5,7 @@
    address of one dummy object; whatever would touch a device says that there is none. Callers pass
    more arguments than are declared here, which the C calling conventions of Linux allow.
 
-   It must never be loaded into a process that may use a real GPU: see driverless.py. */
+   It must never be loaded into a process that may use a real GPU: see offline.py. */
 
 enum { SUCCESS = 0, NO_DEVICE = 100, DRIVER_VERSION = 13000 };
 
