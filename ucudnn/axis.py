@@ -105,8 +105,8 @@ class BatchAxis(AbstractAxis):
 class RowAxis(AbstractAxis):
     """The row axis: a chunk is a slab, that is, some rows of the result (of dy for wgrad).
 
-    A slab has these rows in all samples of the batch. The unit is one row. Only for dgrad it is as
-    many rows as the stride, because then all slabs of one size have equal problems, apart from
+    A slab has these rows in all samples of the batch. The unit is one row; for dgrad it is as many
+    rows as the stride, because only then all slabs of one size have equal problems, apart from
     those near the ends.
 
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))

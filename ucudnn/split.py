@@ -98,9 +98,9 @@ class Timing:
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is computed undivided, by slabs, or by chunks along the batch. If it is computed by
-    chunks, `last[n - 1]` is the last chunk of batch n. The chunks before it are those of the batch
-    of n - size samples, whose last chunk is found in the same way, until 0 samples are left.
+    A batch is computed undivided, by slabs, or by micro-batches. With micro-batches, `last[n - 1]`
+    is the last chunk of batch n. The chunks before it are those of the batch of n - size samples,
+    whose last chunk is found in the same way, until 0 samples are left.
 
     Args:
         problem: the kernel at the largest planned batch N.

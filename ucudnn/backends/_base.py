@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ucudnn.problem import Problem
 
 
-# An executable is built once per (problem, algorithm) and called in every training step. So its
-# constructor does all costly preparation.
+# An executable is built once per (problem, algorithm) and called in every training step. So costly
+# preparation is done once: in the constructor, or at the first call with operands of a layout.
 class Executable(ABC):
     """A built candidate: the object that both the benchmark and training run.
 
@@ -82,7 +82,7 @@ class DeviceState(NamedTuple):
     """State of a device that may perturb times.
 
     Args:
-        load: number of processors that other processes use; 0 if they leave enough for this one.
+        load: number of processors that others use; 0 if they leave enough for this process.
         notes: further facts, such as clocks and temperature, for people to read.
     """
 

@@ -50,7 +50,7 @@ BACKENDS = {entry.name: entry for entry in _ENTRIES}
 
 
 def backend_entry(name: str = "auto") -> BackendEntry:
-    """The entry of a backend; "auto" stands for the backend of the best device present.
+    """The entry of a backend; "auto" means cudnn if torch has an NVIDIA GPU, else torch_cpu.
 
     >>> backend_entry("cudnn").device_type
     'cuda'
@@ -74,7 +74,7 @@ def entry_for_device(device_type: str) -> BackendEntry:
 
 
 def open_backend(name: str = "auto") -> AbstractBackend:
-    """Start a backend by name; "auto" stands for the backend of the best device present.
+    """Start a backend by name; "auto" means cudnn if torch has an NVIDIA GPU, else torch_cpu.
 
     >>> open_backend("torch_cpu").name
     'torch_cpu'

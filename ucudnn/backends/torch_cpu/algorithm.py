@@ -206,7 +206,7 @@ class FilterAxis(NamedTuple):
 
 
 class Met(NamedTuple):
-    """Counts along one axis: pairs (output, tap) that read an input; their inputs, outputs, taps."""
+    """Counts along an axis: pairs (output, tap) that read an input; their inputs, outputs, taps."""
 
     pairs: int
     inputs: int

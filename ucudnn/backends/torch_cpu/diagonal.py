@@ -85,7 +85,7 @@ class _RowTap(NamedTuple):
 class _Blocks(NamedTuple):
     """A division of the columns of dy into blocks, each with the columns of x that it needs."""
 
-    number: int
+    number: int  # of blocks
     block: int  # columns of dy in each block; the last one is padded with zeros
     window: int  # columns of x that a block needs, padding included
     columns: int  # columns of the window that are copied: not the padding if there is one block

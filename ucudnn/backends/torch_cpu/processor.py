@@ -62,6 +62,7 @@ _MOST_ROWS = 1 << 14
 _PASSES = 16
 _BUDGET_NS = 40_000_000  # a product or copy is repeated for this long
 _measuring = ForkSafeLock()
+# A value of GLIBC_TUNABLES with which glibc reuses the memory of freed blocks below 1 GiB.
 LARGE_THRESHOLD_TUNABLES = (
     "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 )

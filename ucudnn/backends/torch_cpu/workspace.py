@@ -80,7 +80,7 @@ def _mark() -> None:
 
 
 def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
-    """Run once; return the result, and in order of time the changes in bytes, with None for marks."""
+    """Run once; return the result, and in order of time changes in bytes, with None for marks."""
     if torch._C._autograd._profiler_enabled():  # a process has one profiler, and the user runs it
         raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
@@ -137,7 +137,7 @@ def _fallback_scratch_bytes(problem: Problem) -> int:
 
 
 def _packed_elements(problem: Problem, least: int) -> int:
-    """Elements of both packed operands of a sample's product, for sums of at least `least` terms."""
+    """Elements of both packed operands of a sample's product, for sums of `least` terms or more."""
     sizes = _matrix_sizes(problem)
     summed = sizes[OPS.index(problem.op)]
     return (sum(sizes) - summed + _PADDING) * max(summed, least)
