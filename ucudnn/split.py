@@ -96,7 +96,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """The splits of one kernel for every batch n from 1 to `problem.batch`.
+    """The splits of one kernel for batches n from 1 to `problem.batch`; smaller ones may have none.
 
     A batch is computed undivided, by slabs, or by micro-batches. With micro-batches, `last[n - 1]`
     is the last chunk of batch n. The chunks before it are those of the batch of n - size samples,
@@ -125,7 +125,7 @@ class KernelPlan:
             workspace of the call; None if there was no memory budget.
 
     Raises:
-        PlanError: the fields do not describe a split of every batch.
+        PlanError: the fields do not describe valid splits, or have none of batch N.
     """
 
     problem: Problem
