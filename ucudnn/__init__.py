@@ -87,16 +87,16 @@ def __dir__() -> list[str]:
 def _autoload() -> None:
     """Act on UCUDNN_PLAN or UCUDNN_RECORD; torch calls this function at the end of its import.
 
-    UCUDNN_PLAN names a plan that this process follows. UCUDNN_RECORD names a file to which it
-    records its convolutions. Torch finds this function because the distribution registers it as an
-    entry point of the group `torch.backends`.
+    UCUDNN_PLAN names a plan that this process follows. UCUDNN_RECORD names a file to which this
+    process records its convolutions. Torch finds this function because the distribution of ucudnn
+    registers it as an entry point of the group `torch.backends`.
     """
     files = import_module("ucudnn.config").startup()
     if not files:
         return
-    # If the user imported ucudnn first, one of its modules is importing torch at this moment. That
+    # If the user imported ucudnn first, a module of ucudnn is importing torch at this moment. That
     # module is not complete yet, so the modules that are needed below could not import it. In this
-    # case the variables are ignored.
+    # case UCUDNN_PLAN and UCUDNN_RECORD are ignored.
     if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
         import_module("ucudnn.errors").warn(
             "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "

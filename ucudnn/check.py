@@ -19,8 +19,8 @@ from ucudnn.units import format_bytes, format_ns
 
 __all__ = ["Finding", "check"]
 
-# A canary is a kernel of the plan that is timed again. It fails if its speedup over torch's own
-# convolution has fallen by more than this factor since it was tuned.
+# A canary is a kernel of the plan that is timed again. Its check fails if its speedup over torch's
+# own convolution has fallen by more than this factor since the kernel was tuned.
 _SLOWER = 1.5
 
 
@@ -102,11 +102,11 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
 
 
 def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
-    """Most workspace in bytes that a call of a kernel may use; None for no limit.
+    """The most workspace in bytes that a call of a kernel may use; None for no limit.
 
     If the settings have a pool of workspace, a call may use the part of the pool that the plan
-    assigned to it. It may also use what the plan leaves of the pool, divided by the number of the
-    kernel's calls.
+    assigned to it. The part of the pool that is assigned to no call is added to this, divided by
+    the number of the kernel's calls.
     """
     limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is None:
@@ -135,11 +135,11 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     planned = kernel.default.time_ns / kernel.timing.time_ns
-    # `ratio` is the time of torch's own convolution divided by that of the plan's split, now;
-    # `planned` is this ratio at the time of tuning. A small change of the ratio is no failure,
-    # because the split may still be right.
+    # `ratio` is the time of torch's own convolution divided by that of the plan's split, as just
+    # timed; `planned` is this ratio as it was when the kernel was tuned. A small change of the
+    # ratio is no failure, because the split may still be right.
     said += f"; {planned:.2f} when it was tuned"
-    # The canary fails if torch's own convolution is now faster beyond the noise and needs no more
+    # The check fails if torch's own convolution is now faster beyond the noise and needs no more
     # workspace than the limit. It also fails if the ratio has fallen by more than `_SLOWER`.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")

@@ -50,9 +50,9 @@ _MUCUDNN_REFUSED = {
 }
 
 
-# Variables that name a file for a script that is not changed: the plan that it follows, or the
-# table to which its convolutions are recorded. They are not settings, so `Config` has no such
-# fields.
+# Environment variables for a script that runs unchanged. The first names the plan that the script
+# follows. The second names the table to which the convolutions of the script are recorded. They are
+# not settings, so `Config` has no such fields.
 _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 
@@ -363,7 +363,7 @@ class Config:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The memory budget in bytes; None without a budget, or if it is a share of a step's peak.
+        """The memory budget in bytes; None if there is no budget, or if it is given in percent.
 
         >>> Config(memory_budget="50%").with_budget_of(300).budget_bytes
         150
@@ -371,7 +371,7 @@ class Config:
         return None if isinstance(self.memory_budget, str) else self.memory_budget
 
     def with_budget_of(self, peak_bytes: int) -> Config:
-        """These settings; a memory budget in percent is converted to bytes of this peak."""
+        """These settings, with a memory budget in percent replaced by that share of a peak."""
         if not isinstance(self.memory_budget, str):
             return self
         share = float(self.memory_budget.removesuffix("%")) / 100
@@ -437,7 +437,7 @@ def require_config(config: object) -> Config:
 
 
 def settings_here(config: Config) -> Config:
-    """The settings by which a plan runs: its own, with `unplanned` from UCUDNN_UNPLANNED if set."""
+    """The settings of a plan as it runs here: UCUDNN_UNPLANNED, if set, replaces `unplanned`."""
     given = _settings().get("unplanned")
     return config if given is None else replace(config, unplanned=given)
 
@@ -470,7 +470,7 @@ def check_environment() -> None:
 
 
 class Startup(NamedTuple):
-    """Files of a process from its start on: the plan to follow, or the table to record to."""
+    """Files that a process uses from its start on: a plan to follow, or a table to record to."""
 
     plan: str | None = None
     record: str | None = None
@@ -481,7 +481,7 @@ class Startup(NamedTuple):
 
 def startup() -> Startup:
     """The files that UCUDNN_PLAN and UCUDNN_RECORD name."""
-    # An empty variable counts as not set, like the variables of settings.
+    # An empty variable counts as not set, as for settings.
     return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
 
 
@@ -502,7 +502,7 @@ def environment_without_startup() -> dict[str, str]:
 
 
 def ranks_per_device() -> int:
-    """Number of ranks that share the device of this process: UCUDNN_RANKS_PER_DEVICE, or 1."""
+    """Number of ranks that share the device of this process, from UCUDNN_RANKS_PER_DEVICE, or 1."""
     text = os.environ.get(RANKS_PER_DEVICE) or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {quoted(text)}")
@@ -510,7 +510,7 @@ def ranks_per_device() -> int:
 
 
 def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dict[str, str]:
-    """Environment variables of each rank of a device that several ranks share.
+    """Environment variables to set for each of several ranks that share a device.
 
     >>> rank_variables(2, limit_bytes=1024)
     {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}

@@ -35,8 +35,9 @@ class Diagnosis:
     def advice(self) -> tuple[str, ...]:
         """Advice on what to change for faster convolutions, steadier times and a usable cache."""
         sentences = []
-        # The allocator's name is exactly "glibc" if no mmap threshold was set. If one was set, as
-        # this advice proposes, the name contains it.
+        # glibc's malloc takes blocks above its "mmap threshold" from the operating system. If this
+        # threshold was set, as the advice below proposes, the allocator's name contains it. Else
+        # the name is exactly "glibc".
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc returns large blocks to the operating system: a fresh 64 MiB "
@@ -78,8 +79,8 @@ def diagnose(cache: str | None = None) -> Diagnosis:
 
 def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     """Write the profile of this machine's GPU, for `ucudnn enumerate` on other machines."""
-    # The driver is looked for first, because cuDNN can be loaded without one, as `ucudnn enumerate`
-    # does.
+    # The driver is looked for first, because cuDNN can be loaded without a driver, as by
+    # `ucudnn enumerate`.
     if not has_driver():
         raise UnsupportedError(
             "a device profile is of the GPU here, and this machine has no NVIDIA driver; "
