@@ -64,8 +64,8 @@ VersionOption = Annotated[
 @app.callback()
 def _before(context: typer.Context, version: VersionOption = False) -> None:
     del version  # `_print_version` has printed it
-    # Only scripts that `run` and `launch` start follow the plan of UCUDNN_PLAN. For all other
-    # commands the variable is unset, so that torch's own convolutions run in them.
+    # Only scripts that `run` and `launch` start obey UCUDNN_PLAN and UCUDNN_RECORD. For all other
+    # commands both variables are unset, so that torch's own convolutions run in them.
     if context.invoked_subcommand not in ("run", "launch"):
         set_startup(Startup())
 
@@ -87,15 +87,15 @@ app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; an error prints one sentence and sets the exit status.
+    """Run the command line; an expected error prints one sentence and sets the exit status.
 
-    Exit status: 0 for success, 1 if the answer is no, 2 for wrong usage or a file that cannot be
-    read, 3 if the environment prevents the command, 4 for an error of ucudnn itself, 130 if
-    interrupted. A script that `run` or `record` runs sets its own exit status.
+    Exit status: 0 for success, 1 if the answer is no (as of `check`), 2 for wrong usage or a file
+    that cannot be read, 3 if the environment prevents the command, 4 for an error of ucudnn itself
+    (with a traceback), 130 if interrupted. A script that `run` or `record` runs sets its own.
     """
     call = _command()
-    # `run` and `record` only return the script to run. It runs here, because `_command` has
-    # restored what it changed (warnings and streams), and no exception is being handled.
+    # For `run` and `record`, `_command` only returns the script to run. The script runs here: by
+    # now `_command` has restored warnings and streams, and no exception is being handled.
     if call is not None:
         scripts.execute(call)
 
@@ -114,7 +114,7 @@ def _command() -> scripts.ScriptCall | None:
             fail(str(error), INTERRUPTED)
         except UcudnnError as error:
             fail(str(error), _status(error))
-        # An error of ucudnn itself: Python's own exit status for it, 1, would mean "no".
+        # This is an error of ucudnn itself. Python would end with exit status 1, which means "no".
         except Exception as error:
             print_exception(error)
             raise SystemExit(CRASHED) from error

@@ -25,8 +25,9 @@ _PLAIN: dict[str, Any] = {"emoji": False, "markup": False, "highlight": False}
 
 def _width() -> int | None:
     """Characters in a line of results; None: rich decides by COLUMNS or the terminal."""
-    # Rich takes the width of any of the three streams, as a program such as `less` may show the
-    # output on the terminal. In CI, where none of them is a terminal, lines have a fixed width.
+    # Rich takes the width of the terminal from stdin, stdout or stderr. One of them is enough: if
+    # stdout is a pipe to a program such as `less`, that program shows the output on the terminal.
+    # In CI, where none of the three is a terminal, lines have a fixed width.
     is_seen = "COLUMNS" in os.environ or any(map(os.isatty, range(3)))
     return None if is_seen else 160
 
@@ -121,8 +122,9 @@ def show_warning(
 def bar(title: str) -> Iterator[Callable[..., None]]:
     """Show progress: on a terminal as a bar, elsewhere as a line from time to time.
 
-    Yields a function to call with how many parts are done, with the total or None, and, where they
-    are known, with what is at work and a text on what is left.
+    Yields a function to call whenever a part is done. It takes the number of parts that are done,
+    the number of all parts (None if not known), and two texts, which may be left out: the part that
+    is at work, and what is left.
     """
     if _is_quiet:
         yield lambda *_: None
@@ -168,7 +170,7 @@ def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
     # The counts are kept for the summary, which is printed when the bar is gone.
     counts = {"measured": 0, "reused": 0}
     with bar("tuning") as update:
-        # Every event has the time budget, which is printed only at the first one.
+        # Every event has the time budget, which is printed only once.
         said: list[float] = []
 
         def on_progress(event: Any) -> None:

@@ -1,4 +1,4 @@
-"""`ucudnn advise` and `doctor`: examine a model's step as torch runs it, and this machine."""
+"""`ucudnn advise` and `doctor`: examine the steps of a model without a plan, and this machine."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def advise(
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
     config = settings(config_file, with_passes(given, recipe.infer))
+    # This module and the next import torch, which takes seconds. So they are imported only after
+    # --help and wrong settings have been handled.
     from ucudnn.distributed import startup
 
     if ranks is not None or link is not None or startup.is_in_job():
         _advise_in_ranks(recipe, ranks, link, as_json)
         return
-    # These modules import torch, which takes seconds. So they are imported only after --help and
-    # wrong settings have been handled.
     from ucudnn.tuning import advisor
 
-    # Before the model is made, which may take long.
+    # This check comes before the model is made, which may take long.
     advisor.require_live(config)
     named = name_model(recipe)
     named.fill()

@@ -153,7 +153,7 @@ def _parsed_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
 
 
 def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
-    """Call what `module:callable` or `file.py:callable` names."""
+    """Call what `module:callable` or `file.py:callable` names; if it is a made model, return it."""
     # The text is split at its last colon, because a path may contain colons.
     name, _, attribute = spec.rpartition(":")
     if not name or not attribute:
@@ -198,8 +198,7 @@ def _imported(name: str, attribute: str, what: str) -> Any:
     return getattr(module, attribute)
 
 
-# Dtypes that an input of a model may have. Integers are allowed, too, for other layers than
-# convolutions.
+# Dtypes that an input of a model may have. Integers are allowed for layers such as embeddings.
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?"
@@ -209,7 +208,7 @@ _SPEC = re.compile(
 
 
 class Spec(NamedTuple):
-    """One input of a model, as --input describes it; several shapes are for several sizes."""
+    """One input of a model, as --input describes it; several shapes are for several examples."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]

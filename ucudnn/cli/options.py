@@ -62,7 +62,7 @@ ConfigFileOption = Annotated[
     ),
 ]
 # These three are no settings of `Config`. They are needed only for a table of layers that lacks a
-# column for dtype, layout or math; a model has its own.
+# column for dtype, layout or math; of a model, these properties are known.
 DtypeOption = _text("Such as float16; default: float32.", "NAME", panel=_TABLES)
 MemoryFormatOption = _text("Column layout: nchw (default) or nhwc.", "NAME", panel=_TABLES)
 MathOption = _text("Float32 on a GPU: tf32 (default) or strict.", "NAME", panel=_TABLES)
@@ -84,7 +84,7 @@ InputOption = Annotated[
 ]
 InferOption = _switch("--infer", "Plan the forward pass only.")
 
-# Flags by which commands describe a model; each has the name of a field of `Recipe`.
+# Flags that describe a model and its inputs; each has the name of a field of `Recipe`.
 _RECIPE: dict[str, tuple[Any, Any]] = {
     "input": (InputOption, None),
     "infer": (InferOption, False),
@@ -119,7 +119,7 @@ def flag_of(name: str) -> str:
 
 
 def _of_setting(name: str) -> tuple[Any, Any]:
-    """Type and default of a setting's flag; None means that a file or the environment decides."""
+    """Type and default of a setting's flag; None: a file or the environment decides."""
     setting, flag = SETTINGS[name], flag_of(name)
     if setting.metavar:
         panel = None if name in _FIRST else _SETTINGS
@@ -133,12 +133,13 @@ CacheOption = _text(SETTINGS["cache"].summary, SETTINGS["cache"].metavar)
 
 
 def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Give a command flags of a model and of settings, and the flags that all commands have.
+    """Give a command flags of a model and of settings, and the flags in `_COMMON`.
 
     Args:
         argument: type of the argument MODEL; None: the command has no model. The command receives
             MODEL, together with the flags that describe it, as one parameter `recipe`.
-        names: names of settings, whose given values the command receives as parameter `given`.
+        names: settings that get a flag. The command receives the values of those flags that the
+            user gave as one parameter `given`.
     """
 
     def changed(command: Command) -> Command:
@@ -172,7 +173,7 @@ def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Comman
     return changed
 
 
-# Gives a command the flags that all commands have.
+# Gives a command the flags in `_COMMON` alone.
 common = takes()
 
 
@@ -201,7 +202,7 @@ def _read_config(path: Path) -> Config:
             f"{path} must hold an object with some of {', '.join(SETTINGS)}, got {quoted(odd)}"
         )
     try:
-        # Fields that the file lacks take the environment's values.
+        # Settings that the file lacks are read from the environment.
         return Config(**values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

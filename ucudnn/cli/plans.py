@@ -21,7 +21,7 @@ from ucudnn.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from ucudnn.tuning.rationale import Rationale
 
-# The word to print for each `Finding.is_true`, which is None if it was not checked.
+# The word to print for each value of `Finding.is_true`; None means that nothing was checked.
 _WORDS = {True: "ok", False: "NO", None: "skipped"}
 
 
@@ -195,7 +195,7 @@ def check(
     """
     loaded = Plan.load(plan)
     # This imports torch, so it comes after the plan is loaded: the error for a wrong path need not
-    # wait for it.
+    # wait for torch.
     from ucudnn.check import check as check_plan
 
     numbers = itertools.count(1)

@@ -31,7 +31,7 @@ from ucudnn.layer_table import lock_of, read_rows
 from ucudnn.plan import Plan
 from ucudnn.units import parse_bytes
 
-# The script's name and all words after it belong to the script, even without `--` before it.
+# The script's name and all words after it belong to the script, even if no `--` precedes the name.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 ScriptArgument = Annotated[
     list[str],
@@ -139,8 +139,8 @@ def execute(call: ScriptCall) -> None:
         raise
     except BaseException as error:
         # The traceback is printed here, without the frames above the script. The exception is
-        # raised again, so that the interpreter ends as it does for any script; the hook then prints
-        # nothing.
+        # raised again, so that the interpreter ends as it does for any script; `sys.excepthook`
+        # then prints nothing.
         sys.excepthook(type(error), error.with_traceback(_own(error.__traceback__)), None)
         sys.excepthook = lambda *_: None
         raise
@@ -243,8 +243,9 @@ def launch(
     )
     try:
         if is_auto:
-            # SIGTERM must end this process during a trial, too, by an exception, so that it ends
-            # the trial first. After the trials, torchrun's agent handles signals.
+            # If SIGTERM arrives during a trial, this process must end by an exception, so that it
+            # stops the ranks of the trial first. After the trials, torchrun's agent handles
+            # signals.
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             times = TrialTimes(measure_s=trial_seconds)
             found = find_ranks(script, settings, times, trial_rounds, say_error)

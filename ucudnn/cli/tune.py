@@ -33,7 +33,7 @@ from ucudnn.plan import Plan
 if TYPE_CHECKING:
     from ucudnn.tuning.results import Progress
 
-    # Tunes what the command line names, and reports progress to its argument.
+    # A function that tunes what the command line names. Its argument is called with the progress.
     _Run = Callable[[Callable[[Progress], None]], Plan]
 
 
@@ -68,7 +68,7 @@ def tune(
         else _model_run(recipe, config, compiled, remeasure)
     )
     plan = _tune(run, output, as_json)
-    # This comes after the plan was written and printed, because noise is no reason to lose it.
+    # This comes after the plan was written and printed, because noise is no reason to lose a plan.
     _judge(plan, fail_if_noisy, fail_if_partial)
 
 
@@ -76,8 +76,8 @@ def _require_sense(
     recipe: Recipe, config: Config, given: Mapping[str, Any], output: Path | None
 ) -> None:
     """Refuse flags without effect, and an output file that could not be written."""
-    # The setting has no effect on a table. Only the flag is refused: in a file or in the
-    # environment the setting may be meant for other runs, which tune models.
+    # The setting `step_race` has no effect on a table. Only its flag is refused: in a file or in
+    # the environment the setting may be meant for other runs, which tune models.
     if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     if recipe.is_table and "layout" in given:
@@ -122,7 +122,8 @@ def _model_run(recipe: Recipe, config: Config, is_compiled: bool, remeasure: boo
 
     named = name_model(recipe)
     runs_steps = config.step_race or config.memory_budget is not None
-    # Only steps need values in the inputs, and a replay runs no steps that judge a plan.
+    # Inputs need values only if steps are run: by --real, or to judge the plan. A replay runs no
+    # steps that judge a plan.
     if recipe.real or (runs_steps and not config.is_replayed):
         named.fill()
     if is_compiled:
