@@ -44,7 +44,8 @@ _BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle"
 # would hide them.
 _MOST_SEGMENTS = 16
 _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
-# Symbol and colour of each series of marks in the chart of a front, in the order of the legend.
+# Symbol and colour of each series of marks in the chart of a kernel's front (the splits that no
+# other split beats in both time and workspace), in the order of the legend.
 _LOOKS = {
     "rejected": ("circle", "#e69f00"),
     "torch's default": ("circle", "#8c8c8c"),
@@ -58,7 +59,7 @@ _MOST_TIMES = 3
 
 
 class ChartRow(NamedTuple):
-    """A kernel in charts: its row counted from the top, its number in the plan, name and plan."""
+    """A kernel in charts: its row counted from the top, its number in the plan, and its name."""
 
     place: int
     number: int
@@ -91,7 +92,7 @@ _Timed = Sequence[tuple[ChartRow, Timing]]
 
 
 def plain(text: str) -> str:
-    """Escape text for plotly, which reads some HTML tags, but shows &quot; literally."""
+    """Escape text for plotly, which obeys some HTML tags, but shows &quot; as it is written."""
     return escape(printable(text), quote=False)
 
 
@@ -276,7 +277,7 @@ def _splits(every: Sequence[ChartRow]) -> Iterator[Chart]:
 
 
 def _segments(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each chunk its algorithm, and where it is drawn; many equal chunks are drawn as one."""
+    """For each bar its algorithm and place: a bar is a chunk, or many equal chunks in a row."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
     for chunk, run in groupby(row.split.chunks):
@@ -327,7 +328,7 @@ def _by_row(rows: Sequence[ChartRow], row_pixels: int, xaxis: dict[str, Any]) ->
 
 
 def _over(xaxis: dict[str, Any], yaxis: dict[str, Any]) -> dict[str, Any]:
-    """Layout of a chart that shows one quantity over another."""
+    """Layout of a chart whose axes are two quantities, such as time over memory."""
     return {
         "height": 420,
         "margin": {"l": 80, "r": 20, "t": 50, "b": 50},
@@ -352,7 +353,7 @@ def _bytes_from_zero(title: str, most: int) -> dict[str, Any]:
 
 
 class _Call(NamedTuple):
-    """A call of a kernel in a step: the time of all calls before it, and the bytes beside it."""
+    """A call of a kernel in a step, with the time of all calls before it, and its live memory."""
 
     number: int
     kernel: KernelPlan
@@ -363,8 +364,8 @@ class _Call(NamedTuple):
 def _calls(plan: Plan) -> list[_Call]:
     """The calls of kernels in a step, in their order; empty if the plan has no memory budget."""
     known = [] if plan.memory is None else plan.memory.calls
-    # Numbers of kernels that the plan does not have are skipped, because a plan file may contain
-    # any.
+    # Calls of kernels that the plan does not have are skipped, because a plan file may contain any
+    # number of a kernel.
     chosen = [
         (index, plan.kernels[index], live) for index, live in known if index < len(plan.kernels)
     ]
@@ -376,7 +377,7 @@ def _calls(plan: Plan) -> list[_Call]:
 
 
 def _timeline(plan: Plan) -> Iterator[Chart]:
-    """Chart of live memory and workspace over the convolutions of a step, if they are known."""
+    """Chart of live memory and workspace at each convolution of a step, if they are known."""
     calls = _calls(plan)
     if not calls or plan.memory is None:
         return

@@ -47,8 +47,8 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if both plans make the same decisions for equal devices with equal settings."""
-        # The hash covers splits, device and settings, but no times.
+        """True if both plans have equal decisions, devices and settings; versions may differ."""
+        # The hash covers splits, segments, layout, device and settings, but no times or versions.
         return self.one.hash == self.other.hash
 
     @property
@@ -117,8 +117,8 @@ def _text(value: Any) -> str:
 def _outcome(kernel: KernelPlan | None) -> dict[str, Any] | None:
     if kernel is None:
         return None
-    # These are the values of the largest planned batch. Its split is the only one that is timed as
-    # a whole.
+    # These are the values of the largest planned batch. The splits of smaller batches were not
+    # timed as a whole.
     return {
         "split": str(kernel.split(kernel.problem.batch)),
         "time_ns": kernel.timing.time_ns,

@@ -1,7 +1,7 @@
 """A plan as one HTML page: totals, charts, rejected splits with reasons, and every kernel.
 
-The page contains plotly's script, so it needs no other file and no network. plotly is optional and
-imported only by `report`.
+The page contains plotly's script, so it needs no other file and no network. plotly is optional; it
+is imported only when a report is drawn.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ucudnn.tuning.rationale import Alternative, Rationale
 from ucudnn.units import format_bytes, format_ns
 
 _HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')
-# The text that is shown if a plan lacks the values for a section, by the heading of the section. It
-# says why they are missing, or how to get them.
+# For each heading of a section, the text that is shown if the plan lacks the section's values. The
+# text says why the values are missing, or how to get them.
 _MISSING = {
     "Memory and time": "Other ways to run a step are tried if a memory budget asks for less memory "
     "than a step by torch needs: ucudnn tune MODEL --memory-budget 50%.",
@@ -149,7 +149,7 @@ def _charts(plan: Plan) -> Iterator[str]:
 
 
 def _layout(plan: Plan) -> Iterator[str]:
-    """Section with all contestants of a race of layouts; who won is said at the top of the page."""
+    """Section with all contestants of a race of layouts; the top of the page names the winner."""
     if plan.layout_race is not None and plan.layout_race.contestants:
         table = layout_table(plan.layout_race)
         yield _section("Layout", f"<p>{_text(str(table.caption))}.</p>", _table("layout", table))

@@ -34,8 +34,8 @@ def simple_table(title: str | None = None, caption: str | None = None) -> Table:
 def plan_table(plan: Plan, width: int = 120) -> Table:
     """Table with a row per kernel, which shows torch's default beside the plan.
 
-    Both were timed in turn, in the same rounds. A plan made from a recording has predicted times,
-    which are marked with "~".
+    Both were timed in turn, in the same rounds. A time that was not measured, as in a plan made
+    from a recording, is predicted and marked with "~".
     """
     threads = counted(plan.conditions.threads, "thread")
     title = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
@@ -140,9 +140,8 @@ def plan_summary(plan: Plan) -> str:
     sizes = [(timing.workspace_bytes, calls) for timing, calls in defaults]
     most = f"in up to {format_bytes(max((size for size, _ in sizes), default=0))} of workspace"
     planned_in = f"in up to {format_bytes(plan.workspace_bytes)}"
-    # In a pool every call owns a part of the memory, so the workspaces of all calls are added up.
-    # Without a pool, all calls use the same memory, one after the other, so the largest workspace
-    # counts.
+    # With a pool every call owns a part of it, so the workspaces of all calls are added up. Without
+    # a pool, all calls use the same memory, one after the other, so the largest workspace counts.
     if plan.config.total_bytes is not None:
         most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
         planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
@@ -270,7 +269,7 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
 
 
 def payback(plan: Plan, seconds: float) -> str:
-    """Sentence on how long tuning took, and after how many steps the plan has saved that."""
+    """Sentence on how long tuning took, and after how many steps the plan has saved that time."""
     if all(kernel.is_default for kernel in plan.kernels):
         return f"Tuning cost {seconds:.1f} s: nothing is gained, all stays torch's own convolution."
     steps = steps_to_pay_back(plan, seconds)
@@ -309,7 +308,7 @@ def _repeated(kernel: KernelPlan, batch: int, split: Split) -> Chunk | str | Non
     chunk, for the remaining samples. Neighbouring batches with the same result share a row of the
     table; a batch with the result None has a row of its own.
     """
-    # A batch whose split was timed as a whole has a row of its own.
+    # A batch has a row of its own if its split was timed as a whole, or consists of slabs.
     if split.axis != "batch" or not kernel.is_derived(batch):
         return None
     if len(split.chunks) == 1:
@@ -329,7 +328,7 @@ def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
 
 
 def comparison_table(found: Comparison, names: tuple[str, str]) -> Table:
-    """Table with a row per kernel that two plans compute differently; times are each plan's own."""
+    """Table with a row per kernel that two plans compute differently; each has its own times."""
     table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned"
@@ -406,7 +405,7 @@ def plan_csv(plan: Plan) -> str:
 def plan_document(plan: Plan) -> dict[str, Any]:
     """A plan's file as JSON values, in which each kernel also has its CSV row as `summary`."""
     document = plan.to_dict()
-    # The checksum is left out, because it would be wrong for the contents with these rows.
+    # The checksum is left out, because it would be wrong for a document with these added rows.
     del document["checksum"]
     for number, (kernel, fields) in enumerate(zip(plan.kernels, document["kernels"], strict=True)):
         fields["summary"] = _kernel_row(number, kernel)
