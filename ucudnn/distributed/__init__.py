@@ -1,4 +1,4 @@
-"""Plans in data-parallel jobs: tuned together, and equal on all ranks.
+"""Data-parallel jobs: plans on which ranks agree, the start of ranks, the exchange of gradients.
 
     startup.py     join the job, whichever of torchrun, MPI and Slurm started this rank
     tuning.py      tune in all ranks; each rank measures a part of the kernels
@@ -7,14 +7,15 @@
     launching.py   start several ranks for each GPU, or for the processor
     counting.py    count samples, and find the number of ranks that computes most samples per second
     two_level.py   average gradients among the ranks of a device first, then across devices
-    exchange_times.py   `advise`: measure when gradients are ready, the link, and whole steps
-    exchange_advice.py  choose a way to exchange gradients from these times; pure
+    exchange_times.py   `advise`: measure the link, whole steps, and when gradients are ready
+    exchange_advice.py  choose a way to exchange gradients from these measured times
     averaging.py   ranks that do not wait for each exchange: elastic averaging, delayed gradients
     codecs.py      write a gradient as a message of fewer bytes
     compression.py a communication hook for DDP that sends such messages, with error feedback
 
-Plans and measurements go through the store of torch.distributed's default process group, whatever
-launched the ranks. Names are imported at their first use (PEP 562): loading a plan loads no tuner.
+Ranks send plans and measurements through the store of torch.distributed's default process group,
+whatever launched the ranks. Names are imported at their first use (PEP 562), so a job that only
+loads a plan does not import the tuner.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that all ranks agree on plan, versions and devices; an error names ranks that differ.
 
-If ranks follow different plans, all wait for the slowest one in every step, and nothing reports
-it. So plans are compared before the first step, field by field, and the error names the fields
-that differ.
+If ranks follow different plans, all wait for the slowest rank in every step, and no error tells so.
+So plans are compared before the first step, field by field, and the error names the fields that
+differ.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def broadcast(
 def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan]], src: int | None = None) -> Plan:
     """The plan for this rank's device, after a check that the plans of all ranks agree.
 
-    Every rank gets its own plans; or rank `src` alone gets plans, which it sends to all ranks.
+    Without `src`, every rank calls `get` for its plans. With `src`, only rank `src` calls `get`,
+    and sends the plans to all ranks.
     """
     if src not in (None, *rendezvous.ranks):
         raise RankError(f"src must be one of {name_ranks(rendezvous.ranks)}, got {src}")
@@ -173,14 +174,14 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
     made_with = {f"{name} that the plan was made with": str(text) for name, text in made.items()}
     kernels = {}
     for kernel in plan.kernels:
-        # The text has the split of the largest batch, for people who read the message, and a digest
-        # of the splits of all batches, of which eight digits are enough.
+        # The text has the split of the largest batch, for people who read the message, and eight
+        # digits of a hash of the splits of all batches, which are enough to tell them apart.
         digest = sha256(repr(kernel.decisions()).encode()).hexdigest()[:8]
         split = kernel.split(kernel.problem.batch)
         kernels[f"plan of {kernel.problem}"] = f"{split}, over all batches {digest}"
     settings = {f"plan's {name}": str(value) for name, value in plan.config.to_dict().items()}
-    # These two come last, because the fields above say more, and an error lists only the first
-    # differences.
+    # These two facts come last, because the fields above say more, and an error lists only the
+    # first differences.
     whole = {"number of kernels in the plan": str(len(plan.kernels)), "hash of the plan": plan.hash}
     return {**made_with, **settings, **kernels, **whole}
 
@@ -208,7 +209,7 @@ def require_equal_teams(received: Mapping[int, Mapping[str, Any]]) -> None:
 def require_equal(facts: Mapping[int, Mapping[str, str]]) -> None:
     """Require that each fact is equal on all ranks; the error names the ranks in the minority.
 
-    If two groups of ranks have equal size, the group with the lowest rank is the majority.
+    If two groups of ranks have equal size, the group with the lowest rank counts as the majority.
 
     >>> require_equal({0: {"torch": "2.13"}, 1: {"torch": "2.12"}})
     Traceback (most recent call last):

@@ -86,7 +86,7 @@ class ElasticAverager:
         named = [*model.named_parameters(), *model.named_buffers()]
         self._tensors = {name: one.detach() for name, one in named if one.is_floating_point()}
         self.centre = {name: one.clone() for name, one in self._tensors.items()}
-        # All ranks start from the centre of rank 0.
+        # On all ranks, the centre starts with the tensors of rank 0.
         for one in self.centre.values():
             dist.broadcast(one, 0)
 
@@ -115,7 +115,7 @@ class ElasticAverager:
             one.copy_(self.centre[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a restart needs beside the model's own state on each rank."""
+        """State that a restart needs; each rank must also save the state of its model."""
         return {"steps": self._steps, "centre": dict(self.centre)}
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class _Delayed:
         self._buckets.append((bucket, future))
 
     def finish(self) -> None:
-        """Wait for the exchanges of `steps` steps ago, and give their gradients to DDP."""
+        """Wait for the exchanges begun `steps` steps ago, and give their gradients to DDP."""
         arrived: dict[int, Tensor] = {}
         if len(self._sent) > self._steps:
             for work, copy, parameters in self._sent.popleft():
@@ -207,7 +207,8 @@ class _Delayed:
                 parts = copy.split([one.numel() for one in parameters])
                 arrived |= {id(one): part for one, part in zip(parameters, parts, strict=True)}
         for bucket, future in self._buckets:
-            # DDP changes its buckets after the first step, so a gradient may arrive in another one.
+            # DDP changes its buckets after the first step. So the gradient of a parameter may have
+            # been sent in another bucket than the one in which DDP expects it now.
             parameters = bucket.parameters()
             parts = bucket.buffer().split([one.numel() for one in parameters])
             for one, part in zip(parameters, parts, strict=True):

@@ -2,8 +2,8 @@
 
 A message is a uint8 tensor. Its size depends only on the gradient's size, so all ranks know it.
 Error feedback (compression.py) adds what one message left out to the next gradient. Training then
-converges if the error of a codec is never larger than the gradient (Stich, Cordonnier, Jaggi,
-"Sparsified SGD with Memory", NeurIPS 2018).
+converges if the error of a codec is always smaller than the gradient, by at least a fixed part
+(Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ucudnn.errors import ConfigError, quoted
 
 # Parts of a message begin at multiples of 8 bytes, so that they can be viewed as numbers.
 _ALIGNED = 8
-# `_largest` finds a threshold from every 64th number, if enough of these are above it.
+# `_largest` estimates a threshold from every 64th number, if more than 16 of these are above it.
 _SAMPLED, _LEAST_RANK = 64, 16
 
 
@@ -150,7 +150,7 @@ class OneBit(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Stochastic(Codec):
-    """Round each number up or down to a few levels at random; on average there is no error.
+    """Round each number up or down to a few levels at random; on average, rounding adds no error.
 
     >>> codec = Stochastic(levels=1, clip=None)
     >>> gradient = torch.tensor([2.0, 0.0, -2.0])
@@ -202,8 +202,8 @@ class Stochastic(Codec):
         # A number is rounded up with a probability equal to its fractional part, else down.
         low = scaled.floor()
         codes = low + (random < scaled - low) + self.levels
-        # If the gradient is not finite, the scale is not either, and makes the decoded gradient not
-        # finite. So any valid codes will do.
+        # If the gradient is not finite, neither is the scale, and the scale makes the decoded
+        # gradient not finite. So any valid codes will do.
         codes = codes.nan_to_num().clamp(0, 2 * self.levels).to(torch.uint8)
         return _packed(scale.reshape(1), _pack(codes, self._bits))
 
@@ -218,8 +218,9 @@ class Stochastic(Codec):
 class Half:
     """Add gradients up in bfloat16, which halves the bytes of float32 on any number of ranks.
 
-    `Half` makes no messages, so it is no `Codec`. torch has hooks for float16 and bfloat16, but its
-    bfloat16 hook needs NCCL, and both leave callbacks to gloo that may abort a process at its exit.
+    `Half` makes no messages, so it is no `Codec`. It does not use torch's own hooks for float16 and
+    bfloat16: the one for bfloat16 needs NCCL, and with gloo both leave callbacks behind that may
+    abort a process at its exit.
 
     >>> str(Half())
     'Half()'
@@ -261,7 +262,7 @@ def _cut(message: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes into bytes: byte i has the i-th code of each of 8 / bits parts of the codes."""
+    """Pack codes into bytes: of 8 / bits equal parts of the codes, byte i has each part's i-th."""
     per_byte = 8 // bits
     columns = ceil(len(codes) / per_byte)
     rows = torch.nn.functional.pad(codes, (0, per_byte * columns - len(codes))).view(per_byte, -1)

@@ -1,9 +1,9 @@
 """Compressed gradients in DistributedDataParallel: a communication hook with error feedback.
 
-The hook encodes each parameter by itself, so results do not depend on buckets, which DDP arranges
-anew after its first step. The hook starts one exchange per bucket while backward goes on. It waits
-for all exchanges when it is called for the last bucket: DDP itself waits only then, and gloo must
-not hold Python callbacks (pytorch#179291).
+The hook encodes the gradient of each parameter by itself, so results do not depend on buckets,
+which DDP arranges anew after its first step. The hook starts one exchange per bucket while backward
+goes on. When it is called for the last bucket, it waits for all exchanges, because DDP itself waits
+only then. It adds no Python callbacks to futures of gloo, which must not hold any (pytorch#179291).
 
 `from __future__ import annotations` is left out: DDP compares a hook's annotations with classes.
 """
@@ -33,8 +33,8 @@ def compress(
     """Send compressed gradients in place of whole ones; call it on all ranks before the first step.
 
     What a message leaves out is added to the next gradient of the same rank. Each message goes to
-    all ranks, so compression saves more on fewer ranks. If the messages of a step would not be
-    smaller than whole gradients, whole gradients are sent (`is_dense`).
+    all ranks, so compression saves most in jobs of few ranks. If a rank would not send fewer bytes
+    by messages than by whole gradients, whole gradients are sent (`is_dense`).
 
     >>> from torch.distributed import HashStore
     >>> from ucudnn.distributed import TopK
@@ -53,7 +53,7 @@ def compress(
 
     Raises:
         ConfigError: the model is not wrapped, has a hook already, or has gradients that are sparse
-            or complex.
+            or complex; or `codec` is no codec.
         RankError: ranks differ in the codec, or do not arrive.
     """
     if not isinstance(replica, DistributedDataParallel):
@@ -93,8 +93,8 @@ class _Pending:
         bucket: what DDP passed.
         future: the future that DDP waits for.
         work: the running exchange.
-        messages: of all ranks, filled when `work` ends; empty for an all-reduce.
-        summed: the tensor of an all-reduce: the buffer, or its copy in bfloat16.
+        messages: the messages of all ranks, filled when `work` ends; empty for an all-reduce.
+        summed: the tensor of an all-reduce: the bucket's buffer, or a copy of it in bfloat16.
         left: the part of each gradient that this rank did not send, by parameter name.
     """
 
@@ -110,8 +110,8 @@ class Compression:
     """State of the hook of one replica; `compress` makes it.
 
     Attributes:
-        is_dense: True if gradients are all-reduced without a codec: for `Half`, on one rank, or
-            because messages would not be smaller.
+        is_dense: True if gradients are all-reduced without a codec: for `Half`, in a job of one
+            rank, or because a rank would not send fewer bytes by messages.
         sent_bytes: bytes that this rank has sent so far, without headers.
 
     Args:
@@ -195,7 +195,7 @@ class Compression:
         return copy.as_strided((like.numel(),), (1,))
 
     def _size_bytes(self, count: int, dtype: torch.dtype) -> int:
-        """Bytes of a parameter in a message: encoded, or plain if encoding saves nothing."""
+        """Bytes of a parameter's gradient in a message: plain if encoding would save nothing."""
         return min(self._codec.size_bytes(count, dtype.itemsize), count * dtype.itemsize + 7 & ~7)
 
     def _is_coded(self, count: int, dtype: torch.dtype) -> bool:
@@ -246,8 +246,9 @@ class Compression:
             buffer.div_(self._ranks)
             is_finite.append(buffer.isfinite().all())
             left.update(one.left)
-        # All ranks have the same result. If it is not finite, as when a scaled loss overflows, the
-        # step will not be applied. Then what earlier messages left out must not count as sent.
+        # All ranks have the same averages. If one is not finite, as when a scaled loss overflows,
+        # the optimizer will skip this step. Then nothing of this step's messages takes effect, and
+        # `_left` must stay as it was before the step.
         if left and torch.stack(is_finite).all():
             self._left.update(left)
         for one in self._pending:
@@ -283,7 +284,7 @@ class Compression:
 
 
 class Exchange(Protocol):
-    """Contract of the hooks' states: exchange each bucket while backward goes on."""
+    """Contract of the state of a hook: it exchanges each bucket while backward goes on."""
 
     def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Start the exchange of a bucket; the future gives DDP the result."""
@@ -307,7 +308,10 @@ def register(replica: DistributedDataParallel, exchange: Exchange) -> None:
 
 
 def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start the exchange of a bucket; finish all at the last. DDP needs the name `bucket`."""
+    """Start the exchange of a bucket, and finish all exchanges if it is the last bucket of a step.
+
+    DDP requires that the second parameter has the name `bucket`.
+    """
     device = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[device] if device.type == "cuda" else None
@@ -319,5 +323,5 @@ def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Dtype for encoding and error feedback: 16 bits would lose small rests of many steps."""
+    """Dtype for encoding and error feedback: 16 bits would lose small parts that were left out."""
     return torch.float64 if dtype == torch.float64 else torch.float32

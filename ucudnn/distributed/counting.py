@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from ucudnn.distributed.launching import Launch, Say
 
 CANDIDATES = (1, 2, 4)
-# More ranks need more memory, so they are chosen only if they gain more than this.
+# More ranks need more memory, so they are chosen only if their rate is higher by more than this
+# part.
 _TIE = 0.03
-# Ranks get this much time to end after SIGTERM; torchrun's agent itself gives them 30 s.
+# Seconds that a launcher gets to end after SIGTERM. In them, torchrun's agent gives ranks 30 s.
 _END_S = 60.0
 
 
@@ -67,7 +68,7 @@ class TrialTimes(NamedTuple):
     """Times of a trial."""
 
     start_s: float = 600.0  # longest wait until all ranks have counted samples; they may tune first
-    warmup_s: float = 3.0  # from then until the measurement begins
+    warmup_s: float = 3.0  # from the time when all ranks have counted to the measurement
     measure_s: float = 10.0  # duration of the measurement
 
 
@@ -124,8 +125,8 @@ def search(
             say(f"{ranks} rank(s) per device: {text}")
             if rate is not None:
                 rates.setdefault(ranks, []).append(rate)
-            # If a number fails, there is usually too little memory for it, and larger numbers of
-            # ranks need even more.
+            # If a number of ranks fails, there is usually too little memory for it, and larger
+            # numbers need even more.
             elif number == 0:
                 break
         tried = tuple(rates)
@@ -143,7 +144,7 @@ def measure_ranks(
 ) -> float | None:
     """Samples per second of a script with `ranks` ranks per device; None if the script fails.
 
-    The script's processes are stopped after the times of a trial, unless they end before.
+    The script's processes are stopped when the trial is over, unless they have ended before.
     """
     chosen = replace(settings, ranks_per_device=ranks)
     with tempfile.TemporaryDirectory(prefix="ucudnn-trial-") as folder:
@@ -178,7 +179,7 @@ def _trial(script: Sequence[str], settings: Launch, folder: str) -> None:
 
 
 def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) -> float | None:
-    """Samples per second of all ranks together, once all ranks count; None if a rank fails."""
+    """Samples per second of all ranks together; None if a rank fails or counts no samples."""
 
     def all_count() -> bool:
         return len(_counts(folder)) == ranks
@@ -186,7 +187,7 @@ def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) ->
     _wait(launcher, times.start_s, all_count)
     if not all_count():
         return None
-    # The rate is measured from the first counts on if the script ends during the warm-up.
+    # If the script ends during the warm-up, the rate is measured from the first counts on.
     begin = _counts(folder)
     if _wait(launcher, times.warmup_s):
         begin = _counts(folder)

@@ -1,4 +1,4 @@
-"""Choose a way to exchange gradients in a data-parallel job, from times alone. Pure.
+"""Choose a way to exchange gradients in a data-parallel job, from times alone; nothing is run here.
 
 Ways are ordered by their harm: torch's own way, the same gradients in other buckets, rounded
 gradients, other gradients, other training. A way is advised only if its gain over less harmful ways
@@ -31,7 +31,8 @@ SMALLEST_BYTES = 4096
 _TOLD, _TOLD_PREDICTED = 0.03, 0.1
 # A way is measured if its predicted gain is larger than this.
 _HOPED = 0.01
-# Fewer buckets are chosen if they cost at most this part of a step's computing time.
+# Fewer buckets are chosen if the last exchange ends later by at most this part of a step's
+# computing time.
 _SLACK = 0.01
 # Two ways of other training: parameters are averaged every `PERIOD` steps, or the gradients of
 # `BATCHES` batches are added up before a step.
@@ -68,7 +69,7 @@ class Coded:
     """A compression of gradients, with its costs in a step.
 
     Args:
-        name: for people; a measured compression is found by it, too.
+        name: for people; exchange_times.py also finds the codec by it.
         code: line of a training script that switches it on.
         harm: index into `HARM`.
         ratio: bytes of a message over those of the gradients.
@@ -164,12 +165,12 @@ class ExchangeWay:
     Args:
         name: for people.
         harm: index into `HARM`.
-        predicted_ns: time of a step, as the model predicts it.
+        predicted_ns: predicted time of a step.
         sent_bytes: bytes that each rank sends in a step.
         code: what to write in a training script; "": nothing.
         caps_mb: caps of the buckets in MiB; empty: torch's own caps.
         measured_ns: measured time of a step; 0: no step was run.
-        noise: smaller gains over torch's own way are noise; as a part of a step.
+        noise: part of a step; gains over torch's own way that are smaller than it are noise.
     """
 
     name: str
@@ -183,7 +184,7 @@ class ExchangeWay:
 
 
 def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
-    """Count the gradients in each bucket of DDP, which ends with the gradient that fills it.
+    """Count the gradients in each bucket of DDP: a bucket ends with the gradient that fills it.
 
     >>> capped([1 << 20] * 5, [1, 2])
     [1, 2, 2]
@@ -238,14 +239,14 @@ def ways(profile: Profile) -> list[ExchangeWay]:
 def _cut(profile: Profile, ring_bytes: int) -> ExchangeWay:
     """The way with the fastest buckets that this version of torch can make."""
     if profile.can_cut:
-        # A little slack is given for fewer buckets, because each bucket has costs that the model
-        # does not know.
+        # Fewer buckets may be slower by a little slack, because each bucket has costs that the
+        # prediction leaves out.
         slack_ns = round(_SLACK * profile.compute_ns)
         best = bucket(profile.ready_ns, profile.sizes, profile.reduce, slack_ns)
         counts, caps = list(best.counts), [size / _MIB for size in best.sizes]
         code = f"DistributedDataParallel(model, bucket_cap_mb_list={caps})"
     else:
-        # This torch has one cap for all buckets: try powers of two, up to one bucket in all.
+        # All buckets must have one cap: try powers of two, up to one bucket for all gradients.
         most = profile.total_bytes.bit_length()
         trials = [[2.0**n / _MIB] for n in range(12, most + 1)] or [[1.0]]
         caps = min(trials, key=lambda one: profile.step_ns(capped(profile.sizes, one)))
@@ -281,8 +282,8 @@ class ExchangeAdvice:
         chosen = self.ways[0]
         for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
-            # If some of these ways were measured, those that were not are left out, because they
-            # were predicted to be slower.
+            # If some of these ways were measured, those that were not measured are left out,
+            # because they were predicted to be slower.
             rivals = [way for way in rivals if way.measured_ns] or rivals
             best = max(rivals, key=lambda way: self.gain(way, chosen), default=chosen)
             if self.gain(best, chosen) > self.told(best, chosen):
@@ -316,8 +317,8 @@ class ExchangeAdvice:
         for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
             best = min(rivals, key=lambda way: way.predicted_ns, default=own)
-            # The bound for measuring a way is lower than that for advising it, because the model
-            # may underestimate a gain.
+            # The least gain for measuring a way is smaller than that for advising it, because the
+            # prediction may underestimate a gain.
             if self.gain(best, own) > _HOPED:
                 found.append(best)
         return found
@@ -342,7 +343,7 @@ class ExchangeAdvice:
         return f"{chosen.name}, {way}; {harm}: {chosen.code}"
 
     def sentences(self) -> list[str]:
-        """Sentences on the wait for gradients, link, model, plans, other training; the verdict."""
+        """Sentences on waiting, the link, errors, plans and other training; last the verdict."""
         profile, own = self.profile, self.ways[0]
         kind, step_ns = ("takes", own.measured_ns) if own.measured_ns else ("would take", 0)
         step_ns = step_ns or own.predicted_ns

@@ -58,6 +58,7 @@ _SIZES, _REPEATS = 6, 5
 # are about as large or smaller.
 _CODED_PART = 32
 _FREE = Curve((0,), (0,))
+# The codecs that `advise` tries, each with its index into `HARM`.
 _CODECS: dict[str, tuple[Codec | Half, int]] = {
     "gradients in bfloat16": (Half(), 2),
     "top-k, 1 %": (TopK(0.01), 3),
@@ -78,7 +79,8 @@ def advise(
 
     Call it on all ranks after `init_process_group`, before or after the model is wrapped. It takes
     a minute or two. Steps are run on copies of the model: forward and backward, without optimizer.
-    With `ranks` and `link` nothing is sent, one process is enough, and all steps are predicted.
+    With `ranks` and `link` nothing is sent, one process is enough, and the times of steps with an
+    exchange are predicted.
 
     >>> advice = advise(nn.Linear(1000, 10), torch.ones(2, 1000), ranks=64, link="30us,1.25GB/s")
     >>> advice.profile.ranks, advice.sentences()[0].startswith("On 64 ranks a step would take")
@@ -111,7 +113,7 @@ def advise(
         model = model.module
     model = original_of(model)
     with Rendezvous("advise", None, timeout_s) as meeting, undisturbed(model):
-        # Of this rank alone, so that steps wait for no other.
+        # A process group of this rank alone, so that its steps wait for no other rank.
         alone = dist.new_subgroups(group_size=1)[0] if dist.is_initialized() else None
         profile, watched = _computing(meeting, model, example_inputs, alone)
         if ranks is not None and given is not None:
@@ -184,7 +186,7 @@ class _Watched:
         self._model.zero_grad()
 
     def step(self) -> tuple[dict[str, int], int]:
-        """Run a step; return ns from its beginning to each gradient in order, and to its end."""
+        """Run a step; return the times in ns until each gradient is ready, and until its end."""
         self._moments.clear()
         _wait(self.device.type)
         start = Moment(self.device.type)
@@ -237,9 +239,9 @@ def _computing(
     for _ in range(_rounds(_COMPUTING_S, slowest)):
         _aligned(meeting)
         mine.append(watched.step())
-    # The steps of all ranks, by rounds; the first rank is the first of each round.
+    # For each round, the steps of all ranks, that of the first rank first.
     rounds = list(zip(*meeting.exchange("steps", mine).values(), strict=True))
-    # DDP uses the order of gradients on the first rank.
+    # DDP orders gradients as they become ready on the first rank.
     middle = {name: median_ns([one[0][0][name] for one in rounds]) for name in rounds[0][0][0]}
     order = sorted(middle, key=middle.__getitem__)
     ready = [median_ns([max(step[0][name] for step in one) for one in rounds]) for name in order]
@@ -261,7 +263,7 @@ def _rounds(budget_s: float, step_ns: int) -> int:
 
 
 def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Profile:
-    """The profile with the times of exchanges over their bytes, alone and beside computing."""
+    """The profile with measured times of exchanges by size, and with their contention."""
     device = watched.device
 
     def reduce(size: int) -> Callable[[], object]:
@@ -279,7 +281,7 @@ def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Prof
     largest = max(sum(islice(places, count)) for count in counts)
     curves = []
     for collective, part in ((reduce, 1), (gather, _CODED_PART)):
-        # Sizes in equal ratios.
+        # Each size is the same multiple of the size before it.
         most = max(largest // part, 2 * SMALLEST_BYTES)
         ratio = (most / SMALLEST_BYTES) ** (1 / (_SIZES - 1))
         sizes = [int(SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
@@ -302,7 +304,8 @@ def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Prof
 def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Contention:
     """Measure how much exchanges and computing slow each other down."""
     device, curve, computing_ns = watched.device, profile.reduce, profile.compute_ns
-    # An exchange that takes as long as computing, or the longest one, several times in turn.
+    # One exchange that takes at least as long as computing a step, or the largest that was
+    # measured, as often as it fits into that time.
     enough = [size for size in curve.sizes if curve.time_ns(size) >= computing_ns]
     size = min(enough, default=curve.sizes[-1])
     count = -(-computing_ns // max(1, curve.time_ns(size)))
@@ -316,11 +319,18 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
             work.wait()
 
     def exchange_in_turn() -> Moment:
-        # In this stream nothing else is waited for.
+        # In a stream of its own, the end of the exchanges is noted without waiting for computing.
         with torch.cuda.stream(stream):
             for _ in range(count):
                 dist.all_reduce(messages[0])
             return Moment(device.type)
+
+    def exchange_alone() -> int:
+        _wait(device.type)
+        start = Moment(device.type)
+        end = exchange_in_turn()
+        _wait(device.type)
+        return end.since_ns(start)
 
     def exchange_beside() -> int:
         _wait(device.type)
@@ -336,7 +346,7 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
     timers: list[Callable[[], int]] = [
         partial(_timed, exchange_pair, device.type),
         partial(_timed, watched.run, device.type),
-        partial(_timed, exchange_in_turn, device.type),
+        exchange_alone,
         exchange_beside,
         ended.pop,
     ]
@@ -357,10 +367,10 @@ def _timed(run: Callable[[], object], device_type: str) -> int:
 def _slowest(
     meeting: Rendezvous, topic: str, timers: Sequence[Callable[[], int]], rounds: int
 ) -> list[list[int]]:
-    """Call timers in turn, in all ranks at once: for each timer the slowest rank's time per round.
+    """Call timers in turn, in all ranks at once; return the slowest rank's time by timer and round.
 
-    Two more rounds come first and do not count: the first one opens connections and allocates
-    memory, and DDP arranges its buckets anew after it.
+    Two more rounds come first and do not count: the first of them opens connections and allocates
+    memory, and after it DDP arranges its buckets anew.
     """
     mine: list[list[int]] = [[] for _ in timers]
     for _ in range(2 + rounds):
@@ -407,7 +417,8 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
 
 
 def _encode(codec: Codec, gradients: Sequence[Tensor]) -> None:
-    # What the hook does besides is timed, too: error feedback, and the division by the loss scale.
+    # What the hook does beside encoding is timed, too: error feedback, and division by the loss
+    # scale.
     for one in gradients:
         corrected = one.clone().div_(1.0).add_(one)
         message = codec.encode(corrected)

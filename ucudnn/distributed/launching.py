@@ -29,7 +29,7 @@ from ucudnn.system.processes import start_python
 from ucudnn.units import format_bytes
 
 MPS_MODES = ("auto", "require", "off")
-# Options of torchrun that say where ranks of several hosts meet.
+# Beginnings of torchrun's options that say where ranks meet, which may be on several hosts.
 _MEETING = ("--nnodes", "--rdzv", "--master", "--node", "--standalone")
 _LIST_GPUS = (
     "import torch\n"
@@ -68,7 +68,7 @@ class Launch:
 
     @property
     def has_meeting(self) -> bool:
-        """True if torchrun's options say where ranks of several hosts meet.
+        """True if torchrun's options say where ranks meet, as they must in a job on several hosts.
 
         >>> Launch(torchrun_options=("--nnodes=2", "--rdzv_id=7")).has_meeting
         True
@@ -94,7 +94,8 @@ def launch(script: Sequence[str], settings: Launch, say: Say = lambda _: None) -
         limit = settings.device_workspace // per_device
         whole = format_bytes(settings.device_workspace)
         say(f"workspace limit of each rank: {format_bytes(limit)} of {whole}")
-    # Without OMP_NUM_THREADS, torch uses as many threads as cores that this process may use.
+    # If OMP_NUM_THREADS is not set, torch uses a thread for each core that this process may use.
+    # The ranks divide these threads among themselves.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // ranks))
     variables = {**config.rank_variables(per_device, limit), "OMP_NUM_THREADS": threads}
     if gpus:
@@ -129,7 +130,7 @@ def _run(script: Sequence[str], settings: Launch, ranks: int) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, which the ranks inherit."""
+    """Set environment variables within the context; ranks that start in it inherit them."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -207,9 +208,9 @@ def mps_daemon(control: str, answer_s: float = 10.0) -> Iterator[dict[str, str]]
 def _control(
     command: Sequence[str], text: str, folders: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str]:
-    """Run the control program: its exit status and the last line of its output."""
-    # The output goes to a file. A daemon may keep the output of the program that started it open,
-    # so a pipe would never end.
+    """Run MPS's control program; return its exit status and the last line of its output."""
+    # The output goes to a file. It does not go to a pipe, because the daemon that the program
+    # starts may hold the pipe open, so that reading it would never end.
     with TemporaryFile("w+") as output:
         try:
             status = subprocess.run(  # noqa: S603 - NVIDIA's program, with arguments of ours

@@ -1,9 +1,9 @@
 """Rendezvous: ranks find each other and all-gather values through the job's key-value store.
 
-Ranks exchange values through the store that `init_process_group` made, not through a process group.
-Each rendezvous has its own keys in it. This has three advantages. No rendezvous runs a collective
-on a GPU. A rank that is late or dead is named after ucudnn's own timeout. And a rank that was
-stopped for a while can still arrive, because no connection has broken meanwhile.
+Ranks exchange values through the store that `init_process_group` made, in which each rendezvous has
+its own keys. They use no collectives of a process group, for three reasons. Nothing runs on a GPU.
+A rank that is late or dead is named after ucudnn's own timeout. And a rank that was stopped for a
+while can still arrive, because no connection has broken meanwhile.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Rendezvous:
     ...     rendezvous.exchange("greetings", "hello")
     {0: 'hello'}
 
-    `purpose` names that point: ranks meet only ranks with the same purpose. A RankError names each
-    rank that does not arrive or send in time. `rank` and `ranks` are numbers in the default
-    group.
+    `purpose` names the point of the program: ranks meet only ranks with the same purpose. A
+    RankError names each rank that does not arrive or send in time. `rank` is this rank and `ranks`
+    are all that take part, as numbered in the default group.
     """
 
     nonce: str  # random name, unique to this rendezvous
@@ -105,7 +105,7 @@ class Rendezvous:
         return nonce
 
     def _join(self) -> str:
-        """Answer the first rank's nonce until the answer of this very process is confirmed."""
+        """Answer the first rank's nonces until it has confirmed an answer of this very process."""
         token, answered = os.urandom(8).hex(), ""
 
         def missing() -> list[int]:

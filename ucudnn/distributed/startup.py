@@ -23,11 +23,13 @@ from torch.distributed.rendezvous import rendezvous
 from ucudnn import config
 from ucudnn.errors import RankError
 
-# Variables with the rank and the number of ranks, in the job and on its host, for torchrun, Open
-# MPI, MPICH and Slurm. The first of these launchers whose rank is set is used: mpirun may start
-# torchrun once per host, and passes on the variables of a Slurm batch job. If a string has several
-# names, the first that is set is used: srun may set PMI_RANK, too, and may start only a part of the
-# SLURM_NTASKS of a batch job.
+# Environment variables with a rank's number in the job, the number of ranks in the job, its number
+# on its host, and the number of ranks on its host. The columns are for torchrun, Open MPI, MPICH
+# and Slurm. The first column whose variable in the first row is set is used. Several may be set:
+# mpirun may start torchrun once per host, and passes on the variables of a Slurm batch job. If a
+# string has several names, the first that is set is used. Slurm's names are in the column of MPICH,
+# too, because srun may set PMI_RANK. SLURM_STEP_NUM_TASKS comes before SLURM_NTASKS, because srun
+# may start only a part of the tasks of a batch job.
 _VARIABLES = (
     ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS SLURM_NTASKS"),
@@ -55,8 +57,8 @@ class Job:
         size: number of processes.
         local_rank: number of this process on its host.
         device: the device on which this rank computes.
-        is_trial: this run only measures speed for `ucudnn launch --ranks-per-gpu auto`, and should
-            write no results.
+        is_trial: True if this run only measures speed for `ucudnn launch --ranks-per-gpu auto`, and
+            should write no results.
     """
 
     rank: int
@@ -69,8 +71,8 @@ class Job:
 def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
     """Make the default process group of this rank, whichever launcher started it.
 
-    Reads the variables of torchrun, Open MPI, MPICH or Slurm, sets those of torch, chooses the
-    rank's GPU, and calls `init_process_group`. A process that was started by itself becomes a job
+    Reads the variables of torchrun, Open MPI, MPICH or Slurm, sets those that torch reads, chooses
+    the rank's GPU, and calls `init_process_group`. A process that no launcher started becomes a job
     of one rank.
 
     >>> job = init()  # this process alone
@@ -79,13 +81,13 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
     >>> torch.distributed.destroy_process_group()
 
     Args:
-        backend: as in `init_process_group`; None: nccl for CUDA and gloo for CPU tensors, or gloo
-            for both where ranks share a GPU, because NCCL refuses that.
+        backend: as in `init_process_group`; None: nccl for tensors on GPUs and gloo for tensors on
+            CPUs. If ranks share a GPU, gloo is for both, because NCCL refuses to share one.
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
-        RankError: variables are missing, an MPI library sees another job, or a rank did not arrive
-            in time.
+        RankError: there is a process group already, variables are missing, an MPI library sees
+            another job, or a rank did not arrive in time.
     """
     if dist.is_initialized():
         raise RankError("there is a process group already; call init once, instead of torch's own")
@@ -100,7 +102,7 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
             has_nccl = device.type == "cuda" and sharing == 1
             backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    # A missing MASTER_PORT is a ValueError of torch.
+    # If MASTER_PORT is missing, torch raises a ValueError.
     except (dist.DistError, ValueError) as error:
         raise RankError(
             f"rank {rank} of {size} did not reach the others within {timeout_s:g} s "
@@ -141,14 +143,14 @@ def _number(names: str) -> int:
 
 
 def _open_store(place: tuple[int, int, int, int], timeout: timedelta) -> Store:
-    """Open the job's store by torch's variables; set these first if the launcher has not."""
+    """Open the job's store by the variables that torch reads; set those that are not set yet."""
     rank, size, _, local_size = place
     if "RANK" not in os.environ:
         if "MASTER_ADDR" not in os.environ:
             address = _address(local_size == size)
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
-        # If the MPI library that is loaded is another one than that of mpiexec, it sees each rank
-        # as a job of its own.
+        # If mpi4py has loaded another MPI library than that of mpiexec, it sees each rank as a job
+        # of its own.
         loaded: Any = sys.modules.get("mpi4py.MPI")
         if loaded and (world := loaded.COMM_WORLD) and (world.rank, world.size) != (rank, size):
             raise RankError(
@@ -168,7 +170,7 @@ def _open_store(place: tuple[int, int, int, int], timeout: timedelta) -> Store:
 
 
 def _address(is_one_host: bool) -> tuple[str, str]:
-    """Host of rank 0 and a port there; all ranks find the same."""
+    """Host of rank 0 and a port of this host; all ranks return the same two."""
     if is_one_host:
         # The launcher is the parent of all ranks, so all get the same port from its process id.
         return "127.0.0.1", str(20000 + os.getppid() % 10000)
@@ -187,12 +189,16 @@ def _address(is_one_host: bool) -> tuple[str, str]:
 
 
 def _choose_device(local_rank: int, local_size: int) -> torch.device:
-    """Choose this rank's GPU and make it current; neighbours share one if there are fewer GPUs."""
+    """Choose this rank's GPU and make it current; if GPUs are fewer than ranks, neighbours share.
+
+    Without a GPU, return the CPU.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # `local_size` may be that of the first host, but Slurm may start more tasks here. If a launcher
-    # shows each rank only its own GPU, the index below is 0.
+    # `local_size` may be too small: by Slurm it is the number of ranks on the first host, and there
+    # may be more ranks on this one. If a launcher shows each rank only its own GPU, the index below
+    # is 0.
     local_size = max(local_size, local_rank + 1, count)
     device = torch.device("cuda", local_rank * count // local_size)
     torch.cuda.set_device(device)
@@ -202,7 +208,8 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
 def _count_sharing(store: Store, rank: int, size: int, device: torch.device) -> int:
     """Count the ranks on this rank's device; the number becomes part of each measurement's key."""
     if device.type == "cpu":
-        # Only `ucudnn launch` sets this number. Ranks of other launchers use each other's cores.
+        # Only `ucudnn launch`, which divides the cores among ranks, sets this number. By other
+        # launchers, ranks may use each other's cores, and the number is 1.
         return config.ranks_per_device()
     # GPUs are compared by UUID, because a launcher may show each rank another GPU as number 0.
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

@@ -1,9 +1,9 @@
 """Tune in all ranks: each rank measures a part of the kernels, one decides on the plan for all.
 
 Ranks with devices of one kind divide the kernels among themselves. Each rank measures its kernels
-as `ucudnn.tune` would, into its cache, and sends the measurements to the first rank of its kind.
-That rank calls `ucudnn.tune`, which finds all measurements in its cache, and sends the plan to the
-others. If a rank dies, the job ends, and what was measured until then is in the cache.
+as `ucudnn.tune` would, into its cache, and sends the measurements to the first of these ranks.
+This first rank calls `ucudnn.tune`, which finds all measurements in the cache, and sends the plan
+to the others. If a rank dies, the job ends, and what was measured until then is in the cache.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def tune(
         real: as for `ucudnn.tune`.
 
     Raises:
-        RankError: ranks differ, cannot measure or do not arrive; the message names them.
+        RankError: ranks differ, cannot measure or do not arrive; the message names these ranks.
         ConfigError: the model does not accept the inputs or computes no convolution.
         PlanError: no plan of some kernel fits the workspace limit; all ranks raise it.
     """
@@ -111,7 +111,7 @@ def _traced(model: nn.Module, inputs: Any, config: Config, real: bool) -> Traced
     """The convolutions of a model, in every layout that tuning considers."""
     own = trace_layers(model, inputs, config.ops, real=real)
     if config.layout != "keep":
-        # If a model cannot be traced in this layout, `ucudnn.tune` says why.
+        # If a model cannot be traced in channels_last, `ucudnn.tune` says why.
         with suppress(ConfigError):
             last = trace_layers(model, inputs, config.ops, real=real, memory_format="channels_last")
             return Traced(own.layers + last.layers, own.biased | last.biased)
@@ -151,12 +151,12 @@ def _share(
     config: Config,
     on_progress: Report | None,
 ) -> None:
-    """Measure this rank's kernels, and put the measurements of all into the first rank's cache."""
+    """Measure this rank's kernels, and put those of all ranks into the cache of the first rank."""
     mine = set(_by_worth(traced.layers)[team.index(rendezvous.rank) :: len(team)])
     layers = [layer for layer in traced.layers if _geometry(layer[1]) in mine]
     budget_s = config.time_budget_s and _MEASURING * config.time_budget_s
-    # A memory budget applies to whole steps. It is set aside here, and the rank that decides
-    # chooses by it among what was measured.
+    # A memory budget applies to whole steps, so measuring ignores it. The rank that decides on the
+    # plan uses it to choose among what was measured.
     own = replace(config, memory_budget=None, time_budget_s=budget_s)
     error = None
     try:
@@ -193,7 +193,7 @@ def _decide(
         least_s = (1 - _MEASURING) * budget_s
         left = replace(config, time_budget_s=max(least_s, budget_s - (monotonic() - began)))
     with warnings.catch_warnings():
-        # `tune` gives this warning on all ranks, with the budget that was set.
+        # `tune` of this module gives this warning on all ranks, with the budget that was set.
         warnings.filterwarnings(
             "ignore", ".* not in the plan, or not at every batch", UntunedWarning
         )
@@ -217,9 +217,12 @@ def _by_worth(layers: Sequence[tuple[str, Problem]]) -> list[Problem]:
 
 
 def _geometry(problem: Problem) -> Problem:
-    """A problem that is equal for kernels that share measurements: of any batch and any slab."""
-    # The number of rows is replaced by the smallest one into which the dilated kernel fits, so that
-    # slabs of one kernel become equal.
+    """The problem at batch 1 and few rows: the same for all batches and slabs of a kernel.
+
+    Kernels that differ only in their batch or rows share measurements.
+    """
+    # The number of rows is replaced by the smallest one into which the dilated filter fits, so that
+    # the slabs of a convolution have equal geometries.
     rows = problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
     return replace(
         problem.with_batch(1),
@@ -229,7 +232,7 @@ def _geometry(problem: Problem) -> Problem:
 
 
 def _known(geometries: set[Problem], config: Config) -> list[Entry]:
-    """The cache's entries for some kernels, of this device and these versions."""
+    """The cache's entries for some kernels, by this device, its software and its conditions."""
     backend = open_backend(config.backend)
     here = (backend.device(), backend.software(), backend.conditions())
     with caches.open(config.cache, "r") as cache:

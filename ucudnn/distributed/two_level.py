@@ -1,8 +1,8 @@
 """Gradients averaged in two levels: among the ranks of a device, then across devices.
 
-NCCL before 2.30.3 refuses two ranks on one GPU. So one rank of each GPU, its leader, adds up the
-gradients of all ranks of the GPU, which write them to shared memory of the GPU (CUDA IPC). Only
-leaders take part in NCCL's all-reduce.
+NCCL before 2.30.3 refuses two ranks on one GPU. So all ranks of a GPU write their gradients to
+shared memory of the GPU (CUDA IPC), and one of these ranks, the leader, adds them up. Only leaders
+take part in NCCL's all-reduce.
 
 `from __future__ import annotations` is left out: DDP compares a hook's annotations with classes.
 """
@@ -38,7 +38,7 @@ class _TwoLevels:
     group: ProcessGroup  # the process group of these ranks
     across: ProcessGroup  # the group of all leaders; other ranks are not in it
     mine: Tensor  # shared memory on the device, which this rank writes
-    peers: Sequence[Tensor]  # for the leader: memory of all others; else: of the leader
+    peers: Sequence[Tensor]  # on the leader: the memory of all others; else the leader's alone
 
 
 def reduce_by_device(replica: DistributedDataParallel) -> bool:
@@ -57,8 +57,8 @@ def reduce_by_device(replica: DistributedDataParallel) -> bool:
         replica: the wrapped model, without another communication hook.
 
     Returns:
-        False if plain DDP goes on, because no ranks share a device, or because its memory cannot be
-        shared: on a processor, in some containers, or with `expandable_segments:True`.
+        False if plain DDP goes on, because no ranks share a device, or because a device's memory
+        cannot be shared: on a processor, in some containers, or with `expandable_segments:True`.
     """
     devices = [""] * dist.get_world_size()
     dist.all_gather_object(devices, _device())
@@ -92,7 +92,7 @@ def _device() -> str:
 
 
 def _open_peers(mine: Tensor, team: Sequence[int]) -> list[Tensor] | None:
-    """Open the memory of the leader, or as leader of all others; None on all ranks if one fails."""
+    """Open the leader's memory, or on the leader that of all others; None on all if one fails."""
     # Each process that opens the memory needs its own handle, because torch counts handles.
     sent = _attempt(lambda: [bytes(ForkingPickler.dumps(mine)) for _ in team])
     handles: list[list[bytes] | None] = [None] * dist.get_world_size()
@@ -116,7 +116,7 @@ def _attempt(share: Callable[[], _T]) -> _T | None:
 
 
 def _average(state: _TwoLevels, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average one bucket over all ranks; DDP needs the argument name `bucket`."""
+    """Average one bucket over all ranks; DDP requires a parameter with the name `bucket`."""
     buffer = bucket.buffer()
     for piece in buffer.split(_PIECE_BYTES // buffer.dtype.itemsize):
         mine, *peers = (
@@ -140,7 +140,7 @@ def _average(state: _TwoLevels, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def _meet(state: _TwoLevels) -> None:
-    """Wait until all ranks of the device have finished their work on it."""
+    """Wait until all ranks of this device have finished what they do on the device."""
     if state.mine.is_cuda:
         torch.cuda.current_stream().synchronize()
     dist.barrier(group=state.group)
