@@ -201,8 +201,8 @@ def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
 def _kept() -> Iterator[None]:
     """Context that turns a CacheWarning into an error.
 
-    It is for commands that only write to a cache: they must not report success if the cache has
-    warned that something is wrong.
+    It is for commands whose purpose is to write to a cache: they must not report success if the
+    cache has warned that something is wrong.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)

@@ -262,7 +262,10 @@ def _cut(message: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes into bytes: of 8 / bits equal parts of the codes, byte i has each part's i-th."""
+    """Pack several codes into each byte.
+
+    The codes are divided into 8 / bits equal parts; byte i has the i-th code of each part.
+    """
     per_byte = 8 // bits
     columns = ceil(len(codes) / per_byte)
     rows = torch.nn.functional.pad(codes, (0, per_byte * columns - len(codes))).view(per_byte, -1)

@@ -247,8 +247,8 @@ class Compression:
             is_finite.append(buffer.isfinite().all())
             left.update(one.left)
         # All ranks have the same averages. If one is not finite, as when a scaled loss overflows,
-        # the optimizer will skip this step. Then nothing of this step's messages takes effect, and
-        # `_left` must stay as it was before the step.
+        # GradScaler skips this step. Then this step's messages have no effect, and `_left` must
+        # stay as it was before the step.
         if left and torch.stack(is_finite).all():
             self._left.update(left)
         for one in self._pending:

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from ucudnn.distributed.launching import Launch, Say
 
 CANDIDATES = (1, 2, 4)
-# More ranks need more memory, so they are chosen only if their rate is higher by more than this
-# part.
+# More ranks need more memory, so they are chosen only if they gain more than this fraction.
 _TIE = 0.03
-# Seconds that a launcher gets to end after SIGTERM. In them, torchrun's agent gives ranks 30 s.
+# Seconds that a launcher has to end after SIGTERM; torchrun's agent in it gives the ranks 30 s.
 _END_S = 60.0
 
 

@@ -72,7 +72,7 @@ class Coded:
         name: for people; exchange_times.py also finds the codec by it.
         code: line of a training script that switches it on.
         harm: index into `HARM`.
-        ratio: bytes of a message over those of the gradients.
+        ratio: bytes of a message, divided by those of the gradients.
         encode_ns: time to encode all gradients of a step.
         decode_ns: time to decode all messages of a step.
         is_gathered: True if each rank gets all messages; else an all-reduce adds them up.
@@ -99,8 +99,8 @@ class Profile:
         sizes: bytes of each gradient, in the order in which they are ready.
         ready_ns: time from the beginning of the step until each gradient is ready.
         compute_ns: time of a step without any exchange.
-        reduce: time of an all-reduce over its bytes.
-        gather: time of an all-gather over the bytes of one rank's message.
+        reduce: time of an all-reduce as a function of its bytes.
+        gather: time of an all-gather as a function of the bytes of one rank's message.
         contention: how much exchanges and computing slow each other down.
         coded: the compressions to choose from.
         can_cut: True if torch has `bucket_cap_mb_list`, and all gradients are of one dtype.
@@ -130,8 +130,8 @@ class Profile:
         """Time of a step whose gradients are exchanged in buckets, while backward goes on.
 
         Args:
-            counts: gradients in each bucket.
-            coded: compression; None: gradients as they are.
+            counts: number of gradients in each bucket.
+            coded: compression; None: gradients are sent as they are.
         """
         ends = list(accumulate(counts))
         ready = [self.ready_ns[end - 1] for end in ends]

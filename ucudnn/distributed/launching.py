@@ -209,8 +209,8 @@ def _control(
     command: Sequence[str], text: str, folders: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str]:
     """Run MPS's control program; return its exit status and the last line of its output."""
-    # The output goes to a file. It does not go to a pipe, because the daemon that the program
-    # starts may hold the pipe open, so that reading it would never end.
+    # The output goes to a file, because the daemon that the program starts may hold a pipe open, so
+    # that reading it would never end.
     with TemporaryFile("w+") as output:
         try:
             status = subprocess.run(  # noqa: S603 - NVIDIA's program, with arguments of ours

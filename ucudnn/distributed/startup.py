@@ -25,11 +25,11 @@ from ucudnn.errors import RankError
 
 # Environment variables with a rank's number in the job, the number of ranks in the job, its number
 # on its host, and the number of ranks on its host. The columns are for torchrun, Open MPI, MPICH
-# and Slurm. The first column whose variable in the first row is set is used. Several may be set:
-# mpirun may start torchrun once per host, and passes on the variables of a Slurm batch job. If a
-# string has several names, the first that is set is used. Slurm's names are in the column of MPICH,
-# too, because srun may set PMI_RANK. SLURM_STEP_NUM_TASKS comes before SLURM_NTASKS, because srun
-# may start only a part of the tasks of a batch job.
+# and Slurm. The first column whose variable in the first row is set is used. Those of several
+# launchers may be set: mpirun may start torchrun once per host, and passes on the variables of a
+# Slurm batch job. If a string has several names, the first that is set is used. Slurm's names are
+# in the column of MPICH, too, because srun may set PMI_RANK. SLURM_STEP_NUM_TASKS comes before
+# SLURM_NTASKS, because srun may start only a part of the tasks of a batch job.
 _VARIABLES = (
     ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS SLURM_NTASKS"),
@@ -82,7 +82,7 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
 
     Args:
         backend: as in `init_process_group`; None: nccl for tensors on GPUs and gloo for tensors on
-            CPUs. If ranks share a GPU, gloo is for both, because NCCL refuses to share one.
+            CPUs. If ranks share a GPU, which NCCL refuses, or there is no GPU: gloo for all.
         timeout_s: seconds to wait for the other ranks.
 
     Raises:

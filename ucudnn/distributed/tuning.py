@@ -151,7 +151,7 @@ def _share(
     config: Config,
     on_progress: Report | None,
 ) -> None:
-    """Measure this rank's kernels, and put those of all ranks into the cache of the first rank."""
+    """Measure this rank's kernels, and collect all measurements in the first rank's cache."""
     mine = set(_by_worth(traced.layers)[team.index(rendezvous.rank) :: len(team)])
     layers = [layer for layer in traced.layers if _geometry(layer[1]) in mine]
     budget_s = config.time_budget_s and _MEASURING * config.time_budget_s
@@ -232,7 +232,7 @@ def _geometry(problem: Problem) -> Problem:
 
 
 def _known(geometries: set[Problem], config: Config) -> list[Entry]:
-    """The cache's entries for some kernels, by this device, its software and its conditions."""
+    """The cache's entries for some kernels that equal device, software and conditions measured."""
     backend = open_backend(config.backend)
     here = (backend.device(), backend.software(), backend.conditions())
     with caches.open(config.cache, "r") as cache:

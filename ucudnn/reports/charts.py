@@ -41,7 +41,7 @@ _ABOVE = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
 _SECONDS = {"tickformat": "~s", "ticksuffix": "s"}
 _BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle": 0}
 # More equal chunks in a row than this are drawn as one bar, because the borders of so many bars
-# would hide them.
+# would hide their colour.
 _MOST_SEGMENTS = 16
 _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
 # Symbol and colour of each series of marks in the chart of a kernel's front (the splits that no
@@ -53,8 +53,8 @@ _LOOKS = {
 }
 # The line of a front goes on to the right up to this many times the largest workspace in the chart.
 _BEYOND = 4
-# A mark is left out if its time is more than this many times that of the slower of the plan and
-# torch's default. Such a mark would leave the other marks no room.
+# A mark is left out if its time is more than this many times the longer of two times: the plan's
+# and that of torch's default. Such a mark would leave the other marks no room.
 _MOST_TIMES = 3
 
 
