@@ -42,7 +42,7 @@ _SECONDS = {"tickformat": "~s", "ticksuffix": "s"}
 _BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle": 0}
 # More equal chunks in a row than this are drawn as one bar, because the borders of so many bars
 # would hide their colour.
-_MOST_SEGMENTS = 16
+_MOST_BARS = 16
 _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
 # Symbol and colour of each series of marks in the chart of a kernel's front (the splits that no
 # other split beats in both time and workspace), in the order of the legend.
@@ -261,8 +261,8 @@ def _splits(every: Sequence[ChartRow]) -> Iterator[Chart]:
     # torch's default comes first, which gives it the first colour, grey.
     stripes: dict[str, list[dict[str, Any]]] = {DEFAULT_ALGORITHM: []}
     for row in rows:
-        for algorithm, segment in _segments(row):
-            stripes.setdefault(algorithm, []).append(segment)
+        for algorithm, bar in _chunk_bars(row):
+            stripes.setdefault(algorithm, []).append(bar)
     traces = [_stripe(*named, number) for number, named in enumerate(stripes.items()) if named[1]]
     caption = (
         "Chunks of one call at the planned batch, from first to last, coloured by algorithm. The "
@@ -276,13 +276,13 @@ def _splits(every: Sequence[ChartRow]) -> Iterator[Chart]:
     yield Chart("Splits", caption, traces, _by_row(rows, 24, axis) | {"barmode": "overlay"})
 
 
-def _segments(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
+def _chunk_bars(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each bar its algorithm and place: a bar is a chunk, or many equal chunks in a row."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
     for chunk, run in groupby(row.split.chunks):
         count = len(list(run))
-        together = count if count > _MOST_SEGMENTS else 1
+        together = count if count > _MOST_BARS else 1
         size = f"{together}x{chunk.size}" if together > 1 else str(chunk.size)
         width = chunk.size * together
         for _ in range(count // together):
@@ -295,13 +295,13 @@ def _segments(row: ChartRow) -> Iterator[tuple[str, dict[str, Any]]]:
             begin += width
 
 
-def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict[str, Any]:
+def _stripe(algorithm: str, bars: list[dict[str, Any]], number: int) -> dict[str, Any]:
     """The trace of all chunks by one algorithm; once colours run out, they repeat with patterns."""
     again, color = divmod(number, len(_PALETTE))
     pattern = {"shape": _PATTERNS[again % len(_PATTERNS)], "fillmode": "overlay", "fgcolor": "#555"}
     look = {"color": _PALETTE[color], "pattern": pattern, "line": {"color": "white", "width": 1}}
     hover = {"hovertemplate": "%{customdata}<br>%{fullData.name}<extra></extra>"}
-    drawn = {field: [segment[field] for segment in segments] for field in segments[0]}
+    drawn = {field: [bar[field] for bar in bars] for field in bars[0]}
     # All bars get the same width (their height on the page). Otherwise plotly would derive the
     # width for each algorithm from the distance of its rows.
     name = {"name": plain(algorithm), "showlegend": True, "width": 0.8}
