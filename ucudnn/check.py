@@ -105,8 +105,8 @@ def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
     """The most workspace in bytes that a call of a kernel may use; None for no limit.
 
     If the settings have a pool of workspace, a call may use the part of the pool that the plan
-    assigned to it. The part of the pool that is assigned to no call is added to this, divided by
-    the number of the kernel's calls.
+    assigned to it, and an equal share, among the calls of this kernel, of what the plan leaves of
+    the pool.
     """
     limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is None:

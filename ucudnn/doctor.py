@@ -35,9 +35,9 @@ class Diagnosis:
     def advice(self) -> tuple[str, ...]:
         """Advice on what to change for faster convolutions, steadier times and a usable cache."""
         sentences = []
-        # glibc's malloc takes blocks above its "mmap threshold" from the operating system. If this
-        # threshold was set, as the advice below proposes, the allocator's name contains it. Else
-        # the name is exactly "glibc".
+        # glibc's malloc takes blocks above its mmap threshold from the operating system. If this
+        # threshold was set, as the advice below proposes, the allocator's name contains it, and is
+        # not just "glibc".
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc returns large blocks to the operating system: a fresh 64 MiB "

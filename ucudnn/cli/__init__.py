@@ -64,8 +64,8 @@ VersionOption = Annotated[
 @app.callback()
 def _before(context: typer.Context, version: VersionOption = False) -> None:
     del version  # `_print_version` has printed it
-    # Only scripts that `run` and `launch` start obey UCUDNN_PLAN and UCUDNN_RECORD. For all other
-    # commands both variables are unset, so that torch's own convolutions run in them.
+    # Only scripts that `run` and `launch` start follow the plan of UCUDNN_PLAN. For all other
+    # commands, it and UCUDNN_RECORD are unset, so that torch's own convolutions run in them.
     if context.invoked_subcommand not in ("run", "launch"):
         set_startup(Startup())
 

@@ -123,8 +123,8 @@ def bar(title: str) -> Iterator[Callable[..., None]]:
     """Show progress: on a terminal as a bar, elsewhere as a line from time to time.
 
     Yields a function to call whenever a part is done. It takes the number of parts that are done,
-    the number of all parts (None if not known), and two texts, which may be left out: the part that
-    is at work, and what is left.
+    the number of all parts (None if not known), and two texts, which may be left out: what runs at
+    the moment, and what is left to do.
     """
     if _is_quiet:
         yield lambda *_: None

@@ -243,9 +243,8 @@ def launch(
     )
     try:
         if is_auto:
-            # If SIGTERM arrives during a trial, this process must end by an exception, so that it
-            # stops the ranks of the trial first. After the trials, torchrun's agent handles
-            # signals.
+            # At SIGTERM during a trial, this process must end by an exception, so that it stops the
+            # ranks of the trial first. After the trials, torchrun's agent handles signals.
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             times = TrialTimes(measure_s=trial_seconds)
             found = find_ranks(script, settings, times, trial_rounds, say_error)

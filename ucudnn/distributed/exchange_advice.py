@@ -69,7 +69,7 @@ class Coded:
     """A compression of gradients, with its costs in a step.
 
     Args:
-        name: for people; exchange_times.py also finds the codec by it.
+        name: for people; exchange_times.py also finds the codec by this name.
         code: line of a training script that switches it on.
         harm: index into `HARM`.
         ratio: bytes of a message, divided by those of the gradients.
