@@ -48,7 +48,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The split of every batch of every kernel of a model, with its device, versions and settings.
+    """The split of every batch of every kernel, with the device, versions and settings of tuning.
 
     >>> plan = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
     >>> len(plan.hash), plan.workspace_bytes
@@ -161,14 +161,16 @@ class Plan:
         return self.kernel(problem).split(problem.batch)
 
     def kernel(self, problem: Problem) -> KernelPlan:
-        """The kernel that covers a problem: same geometry, smallest batch that is large enough.
+        """The kernel that covers a problem; if several do, the one with the smallest batch.
+
+        If kernels of this geometry and at least this batch exist, but none has a split of the
+        batch, the largest is returned; its method `split` raises the error.
 
         Raises:
             PlanError: no kernel of the plan has this geometry and at least this batch.
         """
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
-        # The kernels are in the order of their batches, so the first one that covers the problem
-        # has the smallest sufficient batch.
+        # The kernels are sorted by batch, so the first one that covers the problem is the smallest.
         for kernel in kernels:
             if kernel.covers(problem.batch):
                 return kernel
@@ -200,8 +202,8 @@ class Plan:
     def limit_bytes(self, kernel: KernelPlan) -> int | None:
         """Most workspace in bytes that one call of a kernel may use; None for no limit.
 
-        It is the workspace limit, or what the kernel's live memory leaves of the memory budget if
-        that is less.
+        It is the smaller of two numbers: the workspace limit, and what the kernel's live memory
+        leaves of the memory budget.
         """
         limit = self.config.limit_bytes
         if self.memory is None or kernel.live_bytes is None:
@@ -211,7 +213,7 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of workspace of the plan: of its largest kernel, or with a pool of all calls."""
+        """Bytes of workspace that calls need: the most of any call; with a pool, the sum of all."""
         if self.config.total_bytes is not None:
             return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
@@ -223,13 +225,12 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the problems, splits, layout, settings and device; equal for equal plans.
+        """SHA-256 of what the plan decides, its settings and its device; equal for equal plans.
 
-        Times, dates and hosts are left out, so that plans from two machines of one kind can have
-        equal hashes.
+        Times, dates, versions and conditions are left out, so that plans with the same splits from
+        two machines of one kind have equal hashes.
         """
-        # Software and conditions are left out, and the kernels are sorted, so that plans with the
-        # same splits from machines of one kind have equal hashes.
+        # The kernels are sorted, because their order must not change the hash.
         decisions = {
             "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
@@ -320,7 +321,7 @@ def _sha256_of(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """Canonical JSON text: equal values have equal texts, on which hash and checksum rely.
+    """Canonical JSON text; hash and checksum rely on it, because equal values have equal texts.
 
     >>> _canonical({"b": 1, "a": [2, 3]})
     '{"a":[2,3],"b":1}'

@@ -20,22 +20,22 @@ class Segment:
     layers.0 in micro-batches of 4, recomputed but for the last
 
     Args:
-        module: its name in the model; "" is the model itself.
+        module: the name of the module in the model; "" is the model itself.
         micro_batch: the most samples that it runs at once; None: all samples.
         recompute: keep only its inputs, and compute each micro-batch again in backward.
-        offload: keep what backward needs in memory of the host, not of the GPU.
-        shared: indices, in the flattened list of its (nested) arguments, of tensors that all
-            samples share, such as a mask; they are never cut. Of the other tensors, the first axis
-            of the first one is the number of samples, and each tensor with this many rows is cut.
-        training: number of modules, itself and those inside it, that were in training mode when
-            tuning found that its samples do not depend on each other. If more of them are in
+        offload: move the tensors that backward needs from the GPU to the host until backward.
+        shared: tensors that are never cut, because all samples share them, such as a mask; given
+            by their indices in the flattened list of the module's (nested) arguments. The first of
+            the other tensors has as many rows as there are samples; each one of this length is cut.
+        training: how many modules, this one and those inside it, were in training mode when tuning
+            found that the samples do not depend on each other. If a later call has more modules in
             training mode, it runs undivided. None: it runs in micro-batches in every mode.
         kept: number of micro-batches that are not recomputed, but keep all that backward needs;
             these are the last ones, because backward begins with them.
 
     Raises:
-        PlanError: a field is out of range, `recompute` and `offload` are both true, or `kept` is
-            given without micro-batches that are recomputed.
+        PlanError: `micro_batch` is neither None nor an int of at least 1, `recompute` and
+            `offload` are both true, or `kept` is given without micro-batches that are recomputed.
     """
 
     module: str
@@ -87,8 +87,8 @@ class StepDivision(NamedTuple):
 
     Attributes:
         segments: modules that run in micro-batches or are recomputed.
-        micro_batch: samples that a training loop runs at once, before it adds the gradients of all
-            micro-batches up; None: the whole batch.
+        micro_batch: samples that a training loop runs at once; it adds up the gradients of all
+            micro-batches. None: the whole batch.
     """
 
     segments: tuple[Segment, ...] = ()

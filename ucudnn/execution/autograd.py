@@ -1,7 +1,8 @@
 """The differentiable convolution of layers with a plan: the plan or torch computes each pass.
 
-The passes of a convolution are forward, gradient of x and gradient of w. A pass for which the plan
-has a split is computed by the chunks of this split; torch's own operator computes every other pass.
+A convolution of an input x with a filter w has three passes: forward, the gradient of x, and the
+gradient of w. A pass for which the plan has a split is computed by the chunks of this split;
+torch's own operator computes every other pass.
 Modes, tensor subclasses, torch.func and tracers observe or transform operators, so under any of
 them torch's operator computes all passes.
 """
@@ -29,8 +30,8 @@ from ucudnn.system.processes import ForkSafeLock
 
 _aten = torch.ops.aten
 # The largest number of combinations of operand shapes that a runner remembers. Training has few; a
-# server that accepts inputs of any size has many. A runner that has reached the limit forgets all
-# of them.
+# server that accepts inputs of any size has many. A runner that remembers this many forgets them
+# all before it adds one.
 _MOST_SHAPES = 4096
 # A plan computes only with tensors of exactly these types. Tensors of a subclass are left to
 # torch's operator, because the subclass may redefine its convolution (__torch_function__).
@@ -78,9 +79,9 @@ class AbstractRunner(ABC):
         self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
-        """The `Bound` for operands with the shapes of x and w; made when first asked for."""
+        """The `Bound` for operands like x and w (shape, strides, dtype); made at the first call."""
         # The key consists of attributes of the tensors. A Problem would do as well, but to build
-        # one at each call would take longer than to launch a small kernel. The key also says
+        # one at each call would take longer than to launch a small GPU kernel. The key also says
         # whether TF32 is allowed, which is the only setting of torch that a problem depends on.
         tf32 = x.is_cuda and aten.tf32_allowed()
         key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
@@ -102,7 +103,7 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up a plan's call for a pass, and keep it in `bound`; None if torch computes it."""
+        """Look up a plan's call for a pass, kept in `bound`; None: torch computes the pass."""
 
 
 class Bound:
@@ -154,11 +155,11 @@ class Bound:
             self._passes[which] = Pass(call, memory_format(call.problem), strides)
 
     def takes(self, bias: Tensor | None) -> bool:
-        """True if the bias is None, or of the shape, dtype and device that planned calls need."""
+        """True if the bias is None, or has the shape, dtype and device that planned calls need."""
         return bias is None or _signature(bias) == self._bias
 
     def is_planned(self, x: Tensor, w: Tensor, bias: Tensor | None, graph: bool) -> bool:
-        """True if the plan computes the output or, with `graph`, the gradient of x or w."""
+        """True if the plan computes the output, or with `graph` a gradient that x or w requires."""
         some = (
             self.planned("fprop", bias is not None)
             or (graph and x.requires_grad and self.planned("dgrad"))
@@ -221,11 +222,11 @@ def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The plan's call for a pass. Operands may have any strides; the result has torch's."""
+    """The plan's call for a pass; it accepts any strides, and returns those that torch would."""
 
     call: Call
     layout: torch.memory_format  # the layout that `call` needs its operands in
-    strides: tuple[int, ...]  # those that torch's own result would have
+    strides: tuple[int, ...]  # the strides that torch's own result would have
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the pass for operands a and b, and add the bias if there is one."""
@@ -271,7 +272,7 @@ def convolution(
     # torch.utils.checkpoint. The recomputation stops as soon as every tensor that the first forward
     # saved has been saved again. So the operands are saved before the convolution is computed: if
     # they are the last tensors to be saved, the convolution is not computed at all. torch's own
-    # operator saves first, too.
+    # operator, too, saves its operands first.
     saved = _save(x, w) if torch._C._current_graph_task_id() != -1 else None
     result: Tensor = _apply(bound, x, w, bias, saved)
     return result
@@ -296,7 +297,7 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
         if tensor.get_device() != device:
             return False
     c = torch._C
-    # Modes, transforms and tracers act on operators, and would not see a planned kernel.
+    # Modes, transforms and tracers act on torch's operators, and would not see a planned call.
     return (
         not c._len_torch_dispatch_stack()
         and (not c._len_torch_function_stack() or _only_default_devices())
@@ -357,7 +358,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = (ctx.operands or ctx).saved_tensors
-        # The first entry belongs to `bound`, which is no tensor, and the last one to `saved`.
+        # The first entry is that of `bound`, which is no tensor, and the last one that of `saved`.
         _, *mask, _ = ctx.needs_input_grad
         # aten's own operator is called in two cases: for double backward, because planned calls
         # cannot be differentiated; and if a mode or a tensor subclass must see the operator. x and
@@ -369,7 +370,7 @@ class _Convolution(torch.autograd.Function):
         return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask), None
 
 
-# These call the base class's `apply` and bypass `Function.apply`. What `Function.apply` does in
-# addition serves the transforms of torch.func, under which no plan acts.
+# Both functions call the `apply` of the base class and bypass `Function.apply`. What
+# `Function.apply` does in addition serves the transforms of torch.func, under which no plan acts.
 _apply: Any = super(torch.autograd.Function, _Convolution).apply
 _save: Any = super(torch.autograd.Function, _Operands).apply

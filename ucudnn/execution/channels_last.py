@@ -138,10 +138,10 @@ def lay_out_copy(model: nn.Module) -> None:
 
 
 def restore_layout_(model: nn.Module) -> None:
-    """Restore the strides that a model's tensors had before `lay_out_`, in place: of all, or none.
+    """Restore the strides that a model's tensors had before `lay_out_`, in place.
 
-    If by now something else uses the memory of a tensor, all strides stay as they are, and a
-    warning says why.
+    If by now something else uses the memory of a tensor, the strides of all tensors stay as they
+    are, and a warning says why.
     """
     changes = _changes(model, _first_strides)
     reason = _why_not(model, changes)
@@ -260,7 +260,7 @@ def _that_follow(changed: dict[int, _Change]) -> Iterator[_Change]:
 
 
 def optimizer_states(parameters: Container[int]) -> Iterator[tuple[Tensor, Any]]:
-    """Parameters with these ids, each with its state in an optimiser; of all live optimisers."""
+    """Parameters with these ids, each with its state, from all optimisers of this process."""
     # A parameter has no reference to its optimiser, so all objects of the process are searched for
     # optimisers. `isinstance` would read `__class__`, which lazy proxies among these objects may
     # implement.

@@ -1,8 +1,8 @@
-"""Helpers for torch.compile: find original modules, compile steps apart, exempt functions from it.
+"""Helpers for torch.compile: to unwrap models, to compile copies apart, and to exempt functions.
 
-To judge a plan, tuning runs steps on copies of the model, in up to two layouts. The compiled code
-of the copies is kept apart from that of the user's model. So neither of the two changes what the
-other runs, nor uses up the recompilations that Dynamo allows the other.
+To judge a plan, tuning runs steps on copies of the model, in up to two layouts. As far as torch
+allows, the compiled code of the copies is kept apart from that of the user's model. So neither
+changes what the other runs, nor uses up the recompilations that Dynamo allows the other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-# This module is part of torch's compiled library. To import torch._dynamo instead would take
-# seconds.
+# `torch._C._dynamo` is part of torch's compiled library; to import `torch._dynamo` takes seconds.
 from torch._C._dynamo import eval_frame
 
 # While steps are run to judge a plan, Dynamo's limits of recompilations are this much higher.
@@ -62,7 +61,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def replays_graphs(model: nn.Module) -> bool:
-    """True if compiled code of a model records CUDA graphs, as by `mode="reduce-overhead"`."""
+    """True if compiled code of a model records CUDA graphs, as with `mode="reduce-overhead"`."""
     for module in model.modules():
         compiled = module if is_wrapped(module) else module._compiled_call_impl
         settings_of = getattr(compiled, "get_compiler_config", None)
@@ -114,7 +113,7 @@ def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
 
 
 def contexts_apart(model: nn.Module) -> dict[int, Any]:
-    """For each wrapped module, by its compiling context's id: a context without compiled code."""
+    """Map ids of wrapped modules' compiling contexts to copies that share no compiled code."""
     wrapped = (one.dynamo_ctx for one in model.modules() if is_wrapped(one))
     return {id(context): _apart(context) for context in wrapped}
 

@@ -145,7 +145,7 @@ class _Unavailable:
 
 
 class _Real(TorchFunctionMode):
-    """Makes deepcopy copy non-leaf tensors, too, and only a tensor's own part of larger memory."""
+    """Makes deepcopy copy non-leaf tensors, too, and of larger memory only a tensor's own part."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -159,7 +159,7 @@ class _Real(TorchFunctionMode):
 
 
 class _Fake(TorchFunctionMode):
-    """Makes deepcopy copy parameters, buffers and inputs as fake tensors, others as they are."""
+    """Makes deepcopy copy parameters, buffers and inputs as fake tensors, other tensors as real."""
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Fake(TorchFunctionMode):
 
 
 class _Values:
-    """Copies what `copy.deepcopy` does not copy, such as functions, in everything that it copied.
+    """Copies what `copy.deepcopy` has not copied, such as functions, inside the objects it copied.
 
     A function may have state of the model in its closure. A weak reference would still refer to an
     object of the original model.
@@ -284,7 +284,7 @@ class _Values:
         found = self._memo.get(id(function))
         if found is not None:
             return found
-        # A compiled function has the one that it was made from as this attribute.
+        # This attribute of a compiled function is the function that torch.compile was given.
         original = getattr(function, "_torchdynamo_orig_callable", None)
         if original is not None:
             again = recompiled(function, self._copy(original))

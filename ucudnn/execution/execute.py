@@ -1,4 +1,4 @@
-"""The only loop that computes a split chunk by chunk, by the same executables that are timed."""
+"""The only loop that computes a split chunk by chunk; the benchmark times the same executables."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ R = TypeVar("R")
 
 
 def _keys_from_python_up() -> DispatchKeySet:
-    """The dispatch keys to exclude: of modes, subclasses, transforms, autograd and autocast."""
+    """Dispatch keys that `as_kernel` excludes: of modes, subclasses, autograd and the like."""
     keys = torch._C._dispatch_keyset_full()
     # In the dispatcher's order, the keys after Python belong to backends. They are removed, which
     # leaves Python and all keys before it.
     keys -= torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    # These three keys are not excluded, because they resolve lazy tensors (conjugated, negated or
-    # zero), whose memory does not have their values.
+    # These three keys are not excluded, because torch resolves lazy tensors (conjugated, negated or
+    # zero) by them. The memory of a lazy tensor does not have its values.
     for lazy in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
         keys = keys.remove(lazy)
     return keys
@@ -42,9 +42,9 @@ _EXCLUDED_KEYS = _keys_from_python_up()
 
 
 def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function in the dispatch state in which torch calls kernels, whatever the caller's is.
+    """Call a function in the dispatch state in which torch calls the kernels of its operators.
 
-    An algorithm calls torch's operators, which would inherit the dispatch state of the caller.
+    An algorithm calls torch's operators, which would otherwise inherit the caller's dispatch state.
     Below a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and
     results would be silently wrong. While `run` is called here, lazy conjugation and negation are
     resolved, and modes, subclasses, transforms, autograd and autocast are inactive.
@@ -72,7 +72,7 @@ class BoundChunk:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A split with the executables of its chunks; to call it computes the problem."""
+    """A problem's split with executables for its chunks; to call a `Call` computes the problem."""
 
     problem: Problem
     split: Split

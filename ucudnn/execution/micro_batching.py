@@ -26,9 +26,10 @@ _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device)
 
 
 class SegmentForward:
-    """A forward that runs a module in micro-batches; as an attribute it hides the module's own one.
+    """A forward that runs a module in micro-batches.
 
-    The class of the module stays the same, and so do its name, hooks, parameters and `state_dict`.
+    As an attribute of the module, it hides the forward of the module's class. The class stays the
+    same, and so do the module's name, hooks, parameters and `state_dict`.
     """
 
     def __init__(self, module: nn.Module, segment: Segment) -> None:
@@ -127,7 +128,7 @@ class SegmentForward:
     def _once(
         self, segment: Segment, run: _Run, leaves: Sequence[Any], *, is_whole: bool = False
     ) -> Any:
-        """Compute one micro-batch; keep, offload or recompute for backward as the segment says."""
+        """Compute one micro-batch; what backward needs is kept, offloaded or recomputed later."""
         if not torch.is_grad_enabled():
             return run(*leaves)
         if segment.recompute:
@@ -163,7 +164,7 @@ def _applied(forward: _Run, args: Any, kwargs: Any) -> Any:
 
 @untraced_alone
 def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
-    """Call `run` with the Dynamo callback of the first forward, also when backward repeats it."""
+    """Call `run`, in backward too, with the Dynamo callback that was set in the first forward."""
     before = eval_frame.set_eval_frame(callback)
     try:
         return run(*leaves)
@@ -174,7 +175,7 @@ def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
 class _BuffersBefore:
     """Gives a repeated forward the buffer values with which the first forward began.
 
-    After the repetition the buffers have the values again that the first forward left. So running
+    After the repetition the buffers get back the values that they had just before it. So running
     statistics change only once.
     """
 
@@ -213,8 +214,8 @@ class _BuffersBefore:
     def __enter__(self) -> None:
         self._left = [buffers.get(name) for buffers, name, *_ in self._found]
         for buffers, name, *_, value in self._found:
-            # The repeated forward gets a copy of the value, because it may change it, and with a
-            # retained graph the forward may be repeated again.
+            # The repeated forward gets a copy, because it may change the buffer, while the value is
+            # needed again if the graph is retained and backward runs once more.
             buffers[name] = value.clone()
 
     @untraced
