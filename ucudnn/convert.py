@@ -48,10 +48,11 @@ class Conversion:
 
     Args:
         model: the model that was converted in place.
-        plan: the plan that the model follows now.
+        plan: the plan that `convert_` was given.
         swapped: names of the layers that follow the plan from now on.
         left: names of the layers left unchanged, because their plan is torch's own convolution.
-        unplanned: names of the convolution layers that the plan does not cover.
+        unplanned: names of the convolution layers that the plan does not cover; all convolution
+            layers, if the plan is for another device.
         not_swappable: names of modules that the plan covers, but whose class is not one of
             torch.nn's convolutions: modules that call a function, subclasses and parametrized
             modules. They follow the plan inside `ucudnn.installed(plan)`.
@@ -91,9 +92,10 @@ def convert_(
     """Make the torch.nn convolutions of a model follow a plan, in place.
 
     The modules, their parameters, names, hooks and modes stay the same objects; only the class of a
-    convolution changes. A layer is left as it is if the plan chooses torch's own convolution for
-    all its passes and batches. Modules that the plan lists as segments run in micro-batches, or are
-    recomputed in backward, from now on; the gradients are those of the whole batch, up to rounding.
+    convolution changes. A layer keeps or gets back torch's class if the plan chooses torch's own
+    convolution for all its passes and batches. Modules that the plan lists as segments run in
+    micro-batches, or are recomputed in backward, from now on; the gradients are those of the whole
+    batch, up to rounding.
 
     A plan for channels_last (`plan.memory_format`) converts the whole model to that layout:
     parameters, buffers, gradients and the state of optimisers keep their values and get other
@@ -103,7 +105,8 @@ def convert_(
 
     Planned convolutions whose class cannot be changed are listed in the result and in a warning. In
     code compiled by torch.compile, a swapped layer is torch's own convolution again; it follows the
-    plan only inside `ucudnn.installed(plan)`.
+    plan only inside `ucudnn.installed(plan)`. If the plan is for another device, a warning says
+    so, and the model is not changed.
 
     Args:
         model: any module, also a convolution itself.
@@ -147,9 +150,9 @@ class _Found(NamedTuple):
     """Convolutions of a model, by what a plan can do with them."""
 
     convolutions: Mapping[str, Any]  # modules that can be swapped, by name
-    matched: Mapping[str, Layer]  # the `Layer` of each of these that is planned, by name
+    matched: Mapping[str, Layer]  # the `Layer` of each of these modules that is planned, by name
     unplanned: tuple[str, ...]  # names of the modules in `convolutions` without a plan
-    otherwise: tuple[str, ...]  # names of planned modules of other classes
+    otherwise: tuple[str, ...]  # names of planned modules that cannot be swapped
 
 
 def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]) -> _Found:
@@ -314,8 +317,8 @@ def _planned_otherwise(
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:
-        # If layers of this model have the kernel's shape, but none of them has one of its names,
-        # the plan was made for another model, and the names mean nothing here.
+        # If layers of this model have the kernel's shape, but no name of a matched layer is among
+        # the kernel's, the plan was made for another model, and its names mean nothing here.
         is_known = any(name in matched for name in kernel.layers)
         if is_known or Layer.of(kernel.problem) not in matched.values():
             named.update(() if kernel.is_default else kernel.layers)

@@ -42,7 +42,8 @@ class AbstractPlanned(_Convolution):
     def __init__(
         self, *args: Any, device: Any = None, config: Config | None = None, **kwargs: Any
     ) -> None:
-        if device is not None:  # in the signature, because torch.nn.utils.skip_init looks for it
+        # `device` is a parameter of its own, because torch.nn.utils.skip_init looks for one.
+        if device is not None:
             kwargs["device"] = device
         super().__init__(*args, **kwargs)
         follow(self, Runner(None, config))
@@ -144,7 +145,7 @@ def follow(module: nn.Module, runner: Runner) -> None:
     torch.fx do not trace into such modules. If the class had this `__module__`, pickle would look
     for the class in torch.nn and not find it.
     """
-    # These are attributes of the instance and not of the class, which all layers share: `unfollow`
+    # The attributes are set on the instance, because all layers share the class, and `unfollow`
     # must be able to remove them from one layer.
     vars(module).update(_ucudnn_runner=runner, __module__=nn.Conv2d.__module__)
 

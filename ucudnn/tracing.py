@@ -273,8 +273,8 @@ class _Recorder(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
             if self._device_type in (None, x.device.type):
                 return result
-            # The trace is for a device of another kind than that of x. The result gets the layout
-            # that the other device would give it, because the next operators must see that layout.
+            # The trace is for another kind of device than that of x. The result gets the layout
+            # that it would have there, because the next operators must see that layout.
             nhwc = uses_channels_last(x, w, geometry, self._device_type)
             form = CHANNELS_LAST_BY_RANK[x.dim() - 2] if nhwc else torch.contiguous_format
             return result.contiguous(memory_format=form)
@@ -332,8 +332,8 @@ def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int,
         return fake.stride()
     operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     # If all operands are contiguous and have the shape of the result, torch's real elementwise
-    # kernels return a contiguous result, but its meta kernels may not. This does not hold if a
-    # number is given in place of a tensor operand.
+    # kernels return a contiguous result, but its meta kernels may not. The rule does not hold
+    # for a call that has a number in place of a tensor operand.
     is_alike = len(operands) == sum(str(one.type) == "Tensor" for one in func._schema.arguments)
     if is_alike and all(one.shape == fake.shape and one.is_contiguous() for one in operands):
         return strides_of(fake.shape, is_channels_last=False)

@@ -59,7 +59,7 @@ class Recorder(AbstractRunner):
         return None
 
     def clear(self) -> None:
-        """Set all counts to zero, as in a forked child, whose parent has the same counts."""
+        """Set all counts to zero; a forked child does so, because its parent saves these counts."""
         self._counts.clear()
 
     def rows(self) -> list[Row]:
@@ -76,8 +76,8 @@ class Recorder(AbstractRunner):
             counts: Counter[tuple[Problem, bool]] = Counter()
             for row in read_rows(path) if Path(path).exists() else ():
                 counts[row.problem, row.has_bias] += row.calls
-            # Rows are named by their position. So the counts of the file come first, and its rows
-            # keep their names.
+            # Rows are named by their position. So that the rows of the file keep their names, its
+            # counts come first.
             write(path, format_rows(_rows(counts + self._counts)).encode(), "the table of layers")
         self.clear()
 
@@ -100,15 +100,16 @@ class WatchedCall(NamedTuple):
     # not in the kernel's layout. A call has one kernel, or two if it computes two gradients.
     # Kernels that cannot be planned are left out.
     copied: Mapping[Problem, int]
-    marks: tuple[int, int, int]  # numbers of its marks: before look-up, before and after the call
+    # Numbers of three marks: before the look-up, before the convolution, and after it.
+    marks: tuple[int, int, int]
 
 
 class Watcher:
     """Computes all convolutions of this process, by torch or by a plan, and notes each call.
 
     Calls are noted in the order in which they end. Three times per call (before the look-up, before
-    and after the convolution) it makes a mark, that is, calls the function `mark`. The caller may
-    use it to measure what happens between two marks.
+    and after the convolution) the watcher makes a mark: it calls the function `mark`. By this
+    function, the caller can measure what happens between two marks.
     """
 
     def __init__(self, mark: Callable[[], None], runner: Runner | None = None) -> None:
@@ -134,8 +135,8 @@ class Watcher:
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        # This mark is made before the look-up of the plan's call, because the look-up may allocate
-        # memory, which is no part of the step.
+        # To look up a convolution may allocate memory, which is no part of the step. This happens
+        # between this mark and the next one.
         number, runner = self.mark(), self._runner
         return _Marked(self, convolution_by(runner, x, w, geometry), geometry, number)
 
@@ -156,7 +157,7 @@ class _Torchs(NamedTuple):
 
 
 def convolution_by(runner: Runner | None, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
-    """The runner's convolution of these operands if it lists the filter's shape, else torch's."""
+    """A runner's convolution of these operands; torch's, if the runner lacks the filter's shape."""
     if runner is None or w.shape not in runner.filter_shapes:
         return _Torchs(geometry)
     return runner.bound(x, w, geometry)
@@ -228,7 +229,7 @@ class KernelTimer:
         return _Timed(self, lambda: convolution_by(self._runner, x, w, geometry), geometry)
 
     def timed(self, problem: Problem | None, compute: Callable[[], _Result]) -> _Result:
-        """Call `compute`, and add its time to the total of a problem; None: do not time it."""
+        """Call `compute`, and add its time to the problem's total; without a problem, only call."""
         if problem is None:
             return compute()
         results: list[_Result] = []

@@ -35,10 +35,10 @@ class Convolution(Protocol):
 
 
 class StandIn(Protocol):
-    """Computes, in place of torch, the convolutions of this process whose filter shape it lists."""
+    """Computes, in place of torch, this process's convolutions with filter shapes that it lists."""
 
-    # torch computes convolutions with any other filter shape. To test for this costs almost
-    # nothing.
+    # Convolutions whose filter shape is not listed stay torch's. The test for a shape takes almost
+    # no time.
     @property
     def filter_shapes(self) -> Container[Any]:
         """The shapes of the filters of all convolutions that this object computes."""
@@ -84,7 +84,7 @@ class Installation:
 
 
 class _Override:
-    """Replaces aten's two convolution operators on one kind of device, from the first plan on.
+    """Replaces aten's two convolution operators on a kind of device, from the first `add` on.
 
     The replacements stay registered after the last installation has closed, and then call torch's
     kernels. They cannot be removed safely: the dispatcher looks kernels up without a lock, so

@@ -58,8 +58,8 @@ class Layer(NamedTuple):
 class Runner(AbstractRunner):
     """Runs convolutions by a plan: looks a split up once per shape, then reuses it.
 
-    Unless `is_checked` is true, the first look-up checks whether the plan is for this device. If it
-    is not, torch computes all convolutions, or an error is raised with unplanned='error'.
+    Unless `is_checked` is true, the first look-up checks whether the plan is for this device. If
+    not, torch computes all convolutions, or with unplanned='error' an error is raised.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Runner(AbstractRunner):
     def _follow(self, plan: Plan | None) -> None:
         self.plan = plan
         kernels = plan.kernels if plan else ()
-        # `_layers` decides whether an unplanned shape causes a warning: only if the plan has its
-        # layer. By `filter_shapes`, `installed` recognises convolutions of other models without
-        # building a Problem.
+        # A shape that the plan lacks causes a warning only if its layer is in `_layers`. By
+        # `filter_shapes`, `installed` recognises convolutions of other models without building a
+        # Problem.
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
         shapes = {kernel.problem.w_shape for kernel in kernels}
         # With unplanned='error' every convolution must reach this runner, because a convolution
@@ -98,7 +98,7 @@ class Runner(AbstractRunner):
         return self  # a plan never changes, so copies of a model can share its runner
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """The problem of each pass that may be planned; none if the plan is for other devices."""
+        """The problem of each pass that may be planned; none if x is on another kind of device."""
         here = x.device.type
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         problems = {
@@ -117,7 +117,7 @@ class Runner(AbstractRunner):
         return problems
 
     def _as_planned(self, problem: Problem, x: Tensor, w: Tensor) -> Problem:
-        """The problem, or the same in the other layout if only that is planned and fits, too.
+        """The problem; in the other layout if the plan has only that, and the tensors fit it, too.
 
         torch derives the layout of a tensor from its strides, but the stride of an axis of one
         element says nothing: for example, images of one pixel are in both layouts. Between two
@@ -141,7 +141,7 @@ class Runner(AbstractRunner):
         return other if is_lost or x.is_contiguous(memory_format=form) else problem
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up a plan's call for a pass, and keep it in `bound`; None if torch computes it."""
+        """Look up a plan's call for a pass, kept in `bound`; None: torch computes the pass."""
         del has_bias  # a plan is the same with a bias and without
         # The look-up is done once for all threads, so that they share one call, and a warning is
         # given once.
@@ -162,15 +162,15 @@ class Runner(AbstractRunner):
             self._unplanned(problem)
             return None
         split = self.plan.split(problem)
-        # If the split is torch's own convolution, torch's operator is called without a detour
-        # (None): it also adds the bias, and computes both gradients at once.
+        # If the split is torch's own convolution, None lets torch's operator be called directly: it
+        # also adds the bias, and computes both gradients at once.
         if split.is_default:
             return None
         if self._backend is None:
             self._backend = open_backend(self.plan.backend)
         try:
             return build(self._backend, problem, split)
-        except UnsupportedError as error:  # threads or versions are others than the plan's
+        except UnsupportedError as error:  # threads or versions differ from those of the plan
             self._decline(problem, f"{error}: torch's own convolution computes it; tune again")
             return None
 
@@ -238,7 +238,11 @@ def _is_left_out(problem: Problem, plan: Plan) -> bool:
 
 
 def is_followed(plan: Plan, config: Config) -> bool:
-    """True if a plan can be followed here; False, with a warning, if it is for another device."""
+    """True if a plan can be followed here; False, with a warning, if it is for another device.
+
+    Other statements of the plan that do not hold here cause warnings only. With unplanned='error',
+    any statement that does not hold raises a PlanError.
+    """
     if config.unplanned == "error":
         require_valid(plan)
         return True

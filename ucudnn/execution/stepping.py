@@ -81,7 +81,7 @@ def batch_of(inputs: Any) -> int:
 def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
     """Cut inputs into parts of `micro_batch` samples; None: all inputs are one part.
 
-    A tensor whose first axis is not as long as the batch is passed whole to every part.
+    A tensor whose first axis is not as long as the batch is not cut: every part has all of it.
 
     >>> [len(part) for part in parts_of(torch.ones(5, 3), 2)]
     [2, 2, 1]
@@ -187,10 +187,10 @@ class Steps:
             raise
 
     def results(self, nudge: float = 0.0) -> StepResults:
-        """Outputs and gradients of a new copy, with the same random numbers in every layout.
+        """Outputs and gradients of steps on a new copy; random numbers are equal in every layout.
 
-        If `nudge` is not 0, each weight of the copy is changed first by this fraction of itself, up
-        or down at random.
+        If `nudge` is not 0, each parameter of the copy is first changed by this fraction of itself,
+        up or down at random.
         """
         model, examples = self._copied()
         if nudge:
@@ -240,7 +240,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def gradient_mode(is_training: bool) -> AbstractContextManager[object]:
-    """Context in which to run a step: `torch.no_grad()` for an inference, nothing for training."""
+    """Context in which to run a step: `torch.no_grad()` for an inference, else an empty one."""
     return nullcontext() if is_training else torch.no_grad()
 
 

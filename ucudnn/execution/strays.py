@@ -1,8 +1,8 @@
 """Fake tensors that a traced model stored outside of itself: in globals, classes and caches.
 
-A trace runs a copy of the model on fake tensors. Fake tensors that are stored in the copy are gone
-with it. Fake tensors that the model's code stores elsewhere would make the next real step of the
-model fail, so they are removed after the trace.
+A trace runs a copy of the model on fake tensors. Fake tensors that are stored in the copy are freed
+together with the copy. Fake tensors that the model's code stores elsewhere would make the next real
+step of the model fail, so they are removed after the trace.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _is_followed(value: object) -> bool:
 
 
 def _take_out(strays: list[Tensor]) -> list[str]:
-    """Remove tensors, and tuples that hold them, from all containers; return what these were."""
+    """Remove tensors, and tuples that hold them, from containers; describe the containers."""
     found: list[str] = []
     doomed: list[Any] = [*strays]
     strays.clear()

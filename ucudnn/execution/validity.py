@@ -18,7 +18,7 @@ class Finding:
 
     Args:
         about: "complete" (only if the plan is incomplete), "device", "versions", "conditions",
-            "build" (whether its algorithms can be built), "determinism" (only if the plan is
+            "build" (whether all chunks can be computed), "determinism" (only if the plan is
             deterministic), or "canary" with the number of the kernel that was timed again.
         is_true: whether the statement still holds; None if it was not checked.
         said: the result in one sentence.
@@ -74,8 +74,8 @@ def require_valid(plan: Plan) -> None:
 def _nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
     """A sentence on the first algorithm of a plan whose results may vary here; "" if none do.
 
-    On a GPU, results of torch's own convolution may also differ. That depends on a setting of
-    torch, which following a plan does not change.
+    On a GPU, results of torch's own convolution may vary, too. Whether they do depends on a setting
+    of torch, which is not changed when a plan is followed.
     """
     for kernel in plan.kernels:
         listed = (*backend.candidates(kernel.problem), *backend.bias_candidates(kernel.problem))

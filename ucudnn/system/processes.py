@@ -76,7 +76,7 @@ class ForkSafeLock:
         self._in_child()
 
 
-class cached_property(functools.cached_property[_Value]):  # noqa: N801 - it stands in for it
+class cached_property(functools.cached_property[_Value]):  # noqa: N801 - named as in functools
     """Like functools.cached_property of Python 3.12 and later, which takes no lock.
 
     functools.cached_property of Python 3.11 computes values under a lock that all instances share.
