@@ -62,7 +62,7 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
     Raises:
         ConfigError: the mode is neither "a" nor "r".
     """
-    # Imported only here, because this module loads h5py.
+    # Imported only here, because `hdf5.folder` loads h5py.
     from ucudnn.cache.hdf5.folder import HDF5Cache
 
     if mode not in _MODES:

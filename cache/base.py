@@ -36,7 +36,7 @@ class AbstractCache(ABC):
 
     @abstractmethod
     def put_entries(self, entries: Iterable[Entry]) -> None:
-        """Keep entries of another cache, with the times at which they were stored there.
+        """Keep entries with their times of storage; those without a time get the present one.
 
         Raises:
             CacheError: the cache is read-only, or a number needs more than 64 bits.
@@ -56,7 +56,7 @@ class AbstractCache(ABC):
         Raises:
             CacheError: there is no cache at the path, or this cache is read-only.
         """
-        # Imported only here, because this module loads h5py.
+        # Imported only here, because `hdf5.folder` loads h5py.
         from ucudnn.cache.hdf5.folder import open_existing
 
         before, entries = len(self), list(open_existing(path).entries())
@@ -106,10 +106,11 @@ class AbstractCache(ABC):
         self.close()
 
     def put(self, measurements: Iterable[Measurement]) -> None:
-        """Keep measurements: all or none, and durable when this returns.
+        """Keep measurements; a cache on disk has written them when this returns, if it can.
 
         Args:
-            measurements: of any devices; those of one kind of device are kept in one atomic step.
+            measurements: of any devices; those of one kind of device are kept all together or not
+                at all.
 
         Raises:
             CacheError: the cache is read-only, or a number needs more than 64 bits.

@@ -83,7 +83,7 @@ class CheckReport:
 
     Args:
         records: measurements that can be read.
-        files: sound files.
+        files: number of files, those in `problems` included.
         problems: a sentence for each file that cannot be used.
     """
 
@@ -93,7 +93,7 @@ class CheckReport:
 
     @property
     def clean(self) -> bool:
-        """True if there is no error."""
+        """True if every file can be used."""
         return not self.problems
 
 

@@ -97,6 +97,7 @@ def _entry(place: str, texts: Mapping[str, str]) -> Entry:
             ) from None
     try:
         return convert(document, Entry)
-    # A ValueError is raised for text that is no Unicode in a field of a few words.
+    # If a field that allows only a few words, such as a role, has text that is not valid Unicode,
+    # `convert` raises a ValueError.
     except (ValidationError, ValueError, UcudnnError) as error:
         raise TableError(f"{place}: {shortened(str(error))}") from error

@@ -37,7 +37,7 @@ class MemoryCache(AbstractCache):
         return entry.measurement if entry else None
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
-        """Keep entries of another cache, with the times at which they were stored there."""
+        """Keep entries with their times of storage; those without a time get the present one."""
         # If the clock was set back, new entries must still be later than old ones.
         now = max(time_ns(), self._newest_ns + 1)
         for index, given in enumerate(list(entries)):

@@ -81,7 +81,7 @@ def split_to_text(split: Split) -> str:
     >>> split_to_text(Split("batch", (Chunk(4, "gemm"), Chunk(4, "gemm"))))
     '{"axis": "batch", "steps": [[2, 4, "gemm"]]}'
     """
-    # In the files chunks have the name "steps", from before they were called chunks.
+    # Files keep the name "steps", which chunks had in earlier versions of this package.
     runs = [[len(list(run)), chunk.size, chunk.algorithm] for chunk, run in groupby(split.chunks)]
     return json.dumps({"axis": split.axis, "steps": runs}, ensure_ascii=False)
 
@@ -200,6 +200,6 @@ def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
 
 
 def matches(entry: Entry, where: Mapping[str, str], before_ns: int | None = None) -> bool:
-    """True if an entry has all values of a filter, and was stored before a time (ns since 1970)."""
+    """True if an entry has all values of a filter, and was stored before a time if one is given."""
     is_early = before_ns is None or entry.stored_ns < before_ns
     return is_early and all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())

@@ -1,10 +1,11 @@
 """Measurements by column: the contents of a file, in which look-ups by key are fast.
 
-Each measurement is a row of a structured array, with one column per field of the dataclasses.
-Columns have plain numbers and text of fixed length, so any HDF5 tool shows them. A `Measurement` is
-built only for a row that is looked up. A problem is found by bisection over the sorted problems,
-which are compared as bytes. The rows of its measurements are neighbours; at the first look-up of
-the problem, a small dictionary of them is built.
+Each measurement is a row of a structured array. A column holds the values of a field, or indices of
+a list of values that many rows share, such as algorithms. Columns have plain numbers and text of
+fixed length, so any HDF5 tool shows them. A `Measurement` is built only for a row that is looked up
+or listed. A problem is found by bisection over the sorted problems, which are compared as bytes.
+The rows of its measurements are neighbours; at the first look-up of the problem, a small dictionary
+of them is built.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ COLUMN_BY_LIST = {
 
 
 class Facts(NamedTuple):
-    """Facts of a measurement; the fields are those of `Measurement`, in the same order.
+    """Facts of a measurement: the last fields of `Measurement`, in the same order.
 
     >>> Facts(lost_to="onednn").lost_to
     'onednn'
@@ -86,7 +87,7 @@ class Facts(NamedTuple):
 
     @property
     def unusual(self) -> dict[str, object]:
-        """Values by name of the facts that differ from their defaults.
+        """The facts that differ from their defaults: values by name.
 
         >>> Facts(lost_to="onednn", load=1.5).unusual
         {'lost_to': 'onednn', 'load': 1.5}
@@ -114,7 +115,7 @@ class Work(NamedTuple):
 
     @property
     def texts(self) -> dict[str, str]:
-        """Texts by field name, without fields that have the values of a chunk, as most rows do."""
+        """Texts by field name; a field with its default value, as most have, is left out."""
         texts = {"algorithm": self.algorithm}
         if self.subject is not Subject.CHUNK:
             texts["subject"] = self.subject
@@ -135,7 +136,7 @@ class MeasurementRow(NamedTuple):
     algorithm: int
     context: int
     status: bytes
-    time_ns: int  # `NONE` if it is unknown, as for spread_ns and workspace_bytes
+    time_ns: int  # `NONE` if it is unknown; the next two fields likewise
     spread_ns: int
     workspace_bytes: int
     error: float  # 0 if it was not measured
@@ -222,12 +223,12 @@ class Table:
     """Measurements sorted by problem, algorithm and context, one per key."""
 
     problems: Array  # distinct, sorted as bytes
-    contexts: list[Context]  # distinct, as in all lists of a table
+    contexts: list[Context]  # distinct, as the values in each of the lists below
     algorithms: list[Work]
     reasons: list[str]
     notes: list[tuple[str, ...]]
     facts: list[Facts]
-    rows: Array  # of `MEASUREMENT_DTYPE`; they point into the lists and the samples
+    rows: Array  # with the columns of `MEASUREMENT_DTYPE`, some of them indices of the above
     samples: Array  # times in ns of all rows, one row after the other
     _rows_by_problem: dict[Problem, _RowByKey] = field(init=False, default_factory=dict)
 
@@ -330,7 +331,7 @@ class _Lists:
         return _number(self._numbers[name], value)
 
     def renumber(self, name: str, values: Sequence[Any], old: Array) -> Array:
-        """Turn another table's numbers into those of this list, without values that no row uses."""
+        """Turn numbers of another table's list into numbers of this one; unused values stay out."""
         new = np.zeros(len(values), "<u4")
         for number in np.unique(old).tolist():
             new[number] = self.number(name, values[number])
@@ -394,7 +395,7 @@ def _or_none(value: int | None) -> int:
 
 
 def merge_tables(tables: Sequence[Table]) -> Table:
-    """Merge tables, sorted; of several rows with one key the latest stored one stays."""
+    """Merge tables into a sorted one; of several rows with one key the latest stored one stays."""
     problems, problem_numbers = _unite_problems(tables)
     lists = _Lists()
     parts, offset = [np.empty(0, MEASUREMENT_DTYPE)], 0

@@ -71,8 +71,8 @@ _COLUMNS = {
 # H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
 _SHARED = 2 | 4
 _COMPRESSED_ROWS = 1024
-# Number of rows of an HDF5 chunk, which with its compressed form fits into the cache of a processor
-# core.
+# Number of rows of an HDF5 chunk. A chunk fits into the cache of a processor core together with its
+# compressed form.
 _CHUNK_ROWS = 8192
 # Largest accepted ratio of the bytes of a table to those of its file, because a damaged file may
 # claim terabytes. Rows compress by factors of 5 to 30.
@@ -137,7 +137,7 @@ def encode(table: Table) -> bytes:
     rows = table.rows
     types = {name: rows.dtype[name] for name in MEASUREMENT_DTYPE.names or ()}
     for name, kind in types.items():
-        # Words and row numbers, which are never negative.
+        # Words, indices and counts, which are never negative, get the narrowest type.
         if kind.kind in "uS" or name == "first_sample":
             types[name] = _narrowest(rows[name])
     arrays = {
@@ -170,8 +170,8 @@ def _storage(name: str, array: Array) -> Mapping[str, Any]:
 def decode(data: bytes) -> Table:
     """The table in HDF5 data, with or without an envelope; a DamagedError if there is no table."""
     try:
-        # libhdf5 reads the bytes without a copy, which would take as long as decompressing them.
-        # That is safe, because `data` outlives the open file.
+        # libhdf5 reads the bytes in place; to copy them would take as long as to decompress them.
+        # Reading in place is safe, because `data` outlives the open file.
         with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
             arrays = {name: _read(file, name, len(data)) for name in _COLUMNS}
             texts = {name: list(_read(file, name, len(data))) for name in _TEXTS}

@@ -1,4 +1,4 @@
-"""Files of a cache: for each kind of device a compacted X.h5, and X.h5.d/ with a segment per write.
+"""Files of a cache: per kind X of device a compacted X.h5, and X.h5.d/ with a segment per write.
 
 A file is complete or absent. No file is ever changed or written over, so nothing is lost without
 locks: a writer publishes a new file under a unique name, and a reader takes the union of all files.
@@ -51,7 +51,7 @@ def read_file(path: Path, size: int = -1) -> bytes:
 
 
 def read_envelope(path: Path) -> bytes | None:
-    """The first bytes of a file, with its checksum, so that they differ if the contents differ.
+    """The first bytes of a file; they hold a checksum, and so differ if the contents differ.
 
     None if there is no file; b"" if there is a file that cannot be read.
     """
@@ -93,7 +93,7 @@ def is_ours(path: Path) -> bool:
 
 
 def may_be_ours(path: Path) -> bool:
-    """True if a cache wrote a file, or if it cannot be read, which its reader will report."""
+    """True if a cache wrote a file, or if the file cannot be read; its reader will report that."""
     try:
         return is_ours(path)
     except OSError:
@@ -101,7 +101,7 @@ def may_be_ours(path: Path) -> bool:
 
 
 def kinds_in(root: Path) -> tuple[list[str], list[Path]]:
-    """The kinds of device for which a cache's folder has files; HDF5 files that no cache wrote."""
+    """The kinds of device that have files in a folder, and the HDF5 files that no cache wrote."""
     names = names_in(root)
     files = [name for name in names if name.endswith(SUFFIX)]
     kinds = {name.removesuffix(SEGMENTS) for name in names if name.endswith(SEGMENTS)}
@@ -118,9 +118,9 @@ def set_aside(path: Path) -> Path:
 
 
 class DeviceFiles:
-    """Paths of the files of one kind of device, and the steps by which they change.
+    """Paths of the files of one kind of device, and the operations that add and remove files.
 
-    The lock only prevents that two processes do the same work; files are safe without it.
+    `lock` only prevents that two processes do the same work; entries are safe without it.
     """
 
     def __init__(self, root: Path, kind: str) -> None:
@@ -133,7 +133,7 @@ class DeviceFiles:
         with suppress(OSError):
             names = self.segment_names()
         paths = [self.compacted, *(self.segments / name for name in names)]
-        # Unlike `Path.is_file`, this is no error in a folder that this user must not search.
+        # Unlike `Path.is_file`, `isfile` raises no error in a folder that the user must not search.
         return [path for path in paths if os.path.isfile(path) and may_be_ours(path)]
 
     def segment_names(self) -> list[str]:
@@ -154,7 +154,7 @@ class DeviceFiles:
             (self.segments / name).unlink(missing_ok=True)
 
     def retire_compacted(self, envelope: bytes | None) -> bool:
-        """Remove X.h5 if it still has the given envelope; return whether X.h5 still had it."""
+        """Remove X.h5 if it still has the given envelope; False if X.h5 has another or is gone."""
         if envelope is None or read_envelope(self.compacted) != envelope:
             return False
         # Another process may replace X.h5 between this comparison and the removal. So X.h5 is first
@@ -179,7 +179,7 @@ class DeviceFiles:
 
     @contextmanager
     def lock(self, timeout_s: float) -> Iterator[bool]:
-        """Try to be the only process that removes files; True also if there are no file locks."""
+        """Yield True if no other process holds the lock, or if the file system has no locks."""
         lock = FileLock(f"{self.compacted}.lock", timeout=timeout_s)
         held = True
         try:

@@ -55,7 +55,7 @@ class HDF5Cache(AbstractCache):
             return self._store_of(key.device).find(key)
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
-        """Keep entries of another cache, with the times at which they were stored there."""
+        """Keep entries with their times of storage; those without a time get the present one."""
         self._require_writable()
         by_store: dict[DeviceStore, list[Entry]] = {}
         with self._lock:

@@ -2,8 +2,7 @@
 
 Other processes may read, write and compact the same files at the same time. So a list of the files
 may miss entries that a compaction has just moved, and the files are listed until two lists agree. A
-compaction publishes the union of all files as one more file, and only then removes the files that
-it was made from.
+compaction publishes the union of several files as one more file, and only then removes these files.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ class DeviceStore:
         self._listed = False
         # `_base` holds the contents of X.h5, and `_recent` those of the segments.
         self._base = self._recent = EMPTY
-        # Tables that are not in `_recent` yet; they are merged into it at its next use.
+        # Tables that are not in `_recent` yet; the next search merges them into it.
         self._unmerged: list[Table] = []
         self._searched: list[Table] | None = None
-        # The envelope of the X.h5 that `_base` was read from, and that of the X.h5 that was last
-        # tried, read or not.
+        # The envelope of the X.h5 that `_base` was read from, and that of the X.h5 that this store
+        # has last tried to read.
         self._base_envelope: bytes | None = None
         self._tried_envelope: bytes | None = None
-        # By name of a segment: True if its entries are in `_recent`, so that a compaction may
-        # remove it.
+        # By name of a segment: True if this store has its entries, so that a compaction may remove
+        # the segment.
         self._is_held: dict[str, bool] = {}
         self._newest_ns = 0
         # Entries that this process has put: those in `_pending` could not be written yet; all
@@ -201,7 +200,7 @@ class DeviceStore:
         return True
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Keep entries on disk, or in memory while the disk refuses; if it raises, none is kept."""
+        """Keep entries on disk, or in memory if that fails; if this raises an error, keep none."""
         # New entries must be later than all that are there, even if those were written by a machine
         # whose clock is ahead. They must not be later than `LATEST_NS`, which readers refuse.
         self._tables()
@@ -261,7 +260,7 @@ class DeviceStore:
             self._own = {name: table}
 
     def compact(self) -> None:
-        """Replace many files by one, unless another process does so; a failure loses no entry."""
+        """Replace all segments, or all files, by one, unless another process is doing so."""
         with suppress(OSError), self.files.lock(0) as held:
             if held:
                 self.refresh()
@@ -271,7 +270,7 @@ class DeviceStore:
                     self._replace_segments(self._recent)
 
     def replace_all(self, table: Table) -> None:
-        """Replace every file that was read by one with this table, or leave all as they are."""
+        """Replace all files that this store has read by one new file that holds this table."""
         name = self._replace_segments(table)
         if self.files.retire_compacted(self._base_envelope):
             self._base, self._base_envelope = EMPTY, None
@@ -282,7 +281,7 @@ class DeviceStore:
             self.files.remove([name])
 
     def _replace_segments(self, table: Table) -> str | None:
-        """Replace the segments by one with this table; return its name, None if it has no rows."""
+        """Replace the segments by one with this table; return its name, None for an empty table."""
         replaced = self._held_segments()
         name = self.files.publish(_content(table), table.newest_ns) if len(table) else None
         self.files.remove(replaced)
@@ -297,7 +296,7 @@ class DeviceStore:
         return name
 
     def after_fork(self) -> None:
-        """In a child process, forget entries that the parent has still to write, and list again."""
+        """In a forked child, leave unwritten entries to the parent, and list the files again."""
         self._pending, self._own = None, {}
         # These two are reset, because the parent may have been changing them when it forked.
         self._listed, self._searched = False, None
