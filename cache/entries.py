@@ -59,7 +59,7 @@ class CacheInfo:
 
     Args:
         location: its folder, or "memory".
-        writable: True if measurements can be added.
+        writable: True if the location can be written, even if this cache was opened for reading.
         files: number of files with measurements.
         file_bytes: total size of these files in bytes.
         devices: one summary per device, sorted by type and name of the device.

@@ -97,8 +97,8 @@ def split_from_text(text: str) -> Split:
         raise ValueError(text) from None
 
 
-# The kind of each annotation, as the dataclasses write it. An attribute of any other type, such as
-# `problem`, is stored field by field.
+# The kind of each type, which is written as in the annotations of the dataclasses. An attribute of
+# any other type, such as `problem`, is stored field by field.
 _KINDS = {
     "str": _TEXT,
     "Role": _TEXT,

@@ -171,7 +171,7 @@ class Context:
     protocol: int
 
 
-# The fields of a `Context`, from a context or a key. A tuple is hashed faster than a `Context`.
+# Gets the fields of a `Context` from a context or a key, as a tuple, which is hashed faster.
 _context_of = attrgetter("device", "software", "conditions", "protocol")
 
 

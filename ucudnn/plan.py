@@ -73,7 +73,7 @@ class Plan:
         compilation: how steps of a compiled model were compiled before they judged the plan; None
             if the model was not compiled, or if no steps were run.
         segments: modules that run in micro-batches or are recomputed; a segment inside another
-            segment is recomputed in each micro-batch of the outer segment.
+            segment runs in each micro-batch of the outer segment.
         micro_batch: samples that a training loop should run at once; None: the whole batch.
 
     Raises:
@@ -280,8 +280,8 @@ class Plan:
             # replaces a field.
             config = Config.from_dict(document["config"])
             plan = convert({**document, "config": config}, cls)
-            # The comparison finds more than the checksum alone: a field that is missing from the
-            # file although it has a default, and a field that plans do not have.
+            # Comparing everything finds more than comparing the checksums: a field that the file
+            # lacks and that has a default, and a field that plans do not have.
             if _canonical(plan.to_dict()) != _canonical(document):
                 raise PlanError("its checksum does not agree with its contents")
         # A file that was cut or edited may raise any of these while its values are built.

@@ -99,7 +99,7 @@ class StepDivision(NamedTuple):
 WHOLE = StepDivision()
 
 
-class MicroBatch(tuple[Any, ...]):  # noqa: SLOT001 - one with slots has no room for a weight
+class MicroBatch(tuple[Any, ...]):  # noqa: SLOT001 - a tuple with slots has no room for a weight
     """A part of a batch, with a weight for its loss.
 
     Attributes:

@@ -202,7 +202,7 @@ class DeviceStore:
     def put(self, entries: Iterable[Entry]) -> None:
         """Keep entries on disk, or in memory if that fails; if this raises an error, keep none."""
         # New entries must be later than all that are there, even if those were written by a machine
-        # whose clock is ahead. They must not be later than `LATEST_NS`, which readers refuse.
+        # whose clock is ahead. But readers refuse times after `LATEST_NS`.
         self._tables()
         now = min(max(time_ns(), self._newest_ns + 1), LATEST_NS)
         table = build_table(

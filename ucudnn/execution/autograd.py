@@ -2,9 +2,8 @@
 
 A convolution of an input x with a filter w has three passes: forward, the gradient of x, and the
 gradient of w. A pass for which the plan has a split is computed by the chunks of this split;
-torch's own operator computes every other pass.
-Modes, tensor subclasses, torch.func and tracers observe or transform operators, so under any of
-them torch's operator computes all passes.
+torch's own operator computes every other pass. Modes, tensor subclasses, torch.func and tracers
+observe or transform operators, so under any of them torch's operator computes all passes.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Geometry(NamedTuple):
 
 
 class AbstractRunner(ABC):
-    """Finds out, once for each combination of operand shapes, what computes each pass."""
+    """Finds out, once for each combination of operand shapes, which passes a plan computes."""
 
     def __init__(self) -> None:
         self._bounds: dict[Hashable, Bound] = {}

@@ -183,8 +183,8 @@ def _follow_inputs(module: nn.Module, axes: frozenset[int]) -> None:
 def _follow_in_convolutions(model: nn.Module) -> None:
     for module in model.modules():
         # torch computes in channels_last if either the input or the filter is in that layout. So a
-        # hook that converts the input of every convolution has the same effect as filters with
-        # other strides.
+        # hook that converts the input of every convolution has the same effect as filters in that
+        # layout.
         if isinstance(module, nn.modules.conv._ConvNd):
             _follow_inputs(module, frozenset({module.weight.dim()}) & _RANKS)
 

@@ -35,8 +35,8 @@ def _keys_from_python_up() -> DispatchKeySet:
     return keys
 
 
-# BackendSelect must be active for functions without tensor arguments, such as torch.empty, because
-# it finds out their device.
+# BackendSelect must be active, because it finds out the device of functions that have no tensor
+# arguments, such as torch.empty.
 _INCLUDED_KEYS = DispatchKeySet(DispatchKey.BackendSelect)
 _EXCLUDED_KEYS = _keys_from_python_up()
 
@@ -121,8 +121,8 @@ class Call:
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     """Build the executables of a split; chunks that one executable can compute share it."""
     bound = []
-    # Chunks of the same algorithm share an executable, with its cuDNN plans, if they are
-    # micro-batches or if they are slabs with equal problems.
+    # Chunks of the same algorithm share an executable, and what it has prepared in cuDNN, if they
+    # are micro-batches or if they are slabs with equal problems.
     built: dict[tuple[Problem | None, str], Executable] = {}
     parts = _parts(problem, split)
     for chunk, (part, whole, x, y) in zip(split.chunks, parts, strict=True):

@@ -22,8 +22,8 @@ from ucudnn.problem import OPS, Problem
 # The most warnings that a runner gives for convolutions without a plan. A model with many unplanned
 # layers would otherwise cause one warning for each of them.
 _MOST_WARNINGS = 8
-# Warnings about a plan that does not hold here, by what a finding is about. The results are right
-# in every version and with any threads, because all algorithms compute the same sums.
+# For each `Finding.about`, the warning if that statement of the plan is not true here. Results are
+# right in every version and with any threads, because all algorithms compute the same sums.
 _WARNINGS = {
     "device": "torch's own convolutions run: {}",
     "versions": "the plan was made with other versions; its results are right, its times may not "
@@ -232,7 +232,7 @@ class Runner(AbstractRunner):
 
 def _is_left_out(problem: Problem, plan: Plan) -> bool:
     """True if the kernel of a problem is among those that tuning left out, at whatever batch."""
-    # The names of kernels in the plan end with their largest batch, so batches are not compared.
+    # Names in `plan.left_out` end with the largest batch of the kernel. The batch is not compared.
     kernel = str(problem).removesuffix(str(problem.batch))
     return any(name.startswith(kernel) for name in plan.left_out)
 

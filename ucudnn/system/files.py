@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from ucudnn.errors import OutputError
 
-# The largest number of nested levels of a JSON document. Those of this package have fewer, and
-# Python could read many more.
+# The largest number of nested levels of a JSON document. Documents of this package have fewer
+# levels, and Python could read many more.
 _DEEPEST = 32
 _LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
 # Matches all that is no bracket of the JSON structure: a string, even if its end is missing, or
