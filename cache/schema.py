@@ -29,7 +29,7 @@ class Kind:
 
     name: str  # such as "int | None"
     dump: Callable[[Any], str]
-    load: Callable[[str], Any]  # raises ValueError for any other text
+    load: Callable[[str], Any]  # raises ValueError for a text that is no such value
 
 
 def _load_bool(text: str) -> bool:

@@ -50,7 +50,7 @@ class Conversion:
         model: the model that was converted in place.
         plan: the plan that `convert_` was given.
         swapped: names of the layers that follow the plan from now on.
-        left: names of the layers left unchanged, because their plan is torch's own convolution.
+        left: names of the layers that stay torch's, because their plan is torch's own convolution.
         unplanned: names of the convolution layers that the plan does not cover; all convolution
             layers, if the plan is for another device.
         not_swappable: names of modules that the plan covers, but whose class is not one of
@@ -120,7 +120,7 @@ def convert_(
         PlanError: the plan covers no convolution of the model and has no segments, or has segments
             that are no modules of the model, or its file cannot be read. With `unplanned="error"`
             also if the plan does not hold on this machine, or if a convolution of the model has no
-            plan.
+            plan or cannot be swapped.
     """
     plan = _loaded(plan)
     config = settings_here(plan.config)

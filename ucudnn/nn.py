@@ -1,8 +1,8 @@
 """Layers that follow a plan, with the names and constructors of torch.nn's convolutions.
 
-They are adapters without logic, with the same parameters and the same state_dict as torch.nn's. A
-layer that is constructed from one of these classes has no plan at first; `ucudnn.convert_` gives it
-one. Until then it computes torch's own convolution or raises an error, as `Config.unplanned` says.
+They have the same parameters and the same state_dict as torch.nn's. A layer that is constructed
+from one of these classes has no plan at first; `ucudnn.convert_` gives it one. Until then it
+computes torch's own convolution or raises an error, as `Config.unplanned` says.
 """
 
 from __future__ import annotations

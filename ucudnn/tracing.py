@@ -332,8 +332,8 @@ def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int,
         return fake.stride()
     operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     # If all operands are contiguous and have the shape of the result, torch's real elementwise
-    # kernels return a contiguous result, but its meta kernels may not. The rule does not hold
-    # for a call that has a number in place of a tensor operand.
+    # kernels return a contiguous result, but its meta kernels may not. The rule does not hold for
+    # a call that has a number in place of a tensor operand.
     is_alike = len(operands) == sum(str(one.type) == "Tensor" for one in func._schema.arguments)
     if is_alike and all(one.shape == fake.shape and one.is_contiguous() for one in operands):
         return strides_of(fake.shape, is_channels_last=False)

@@ -4,8 +4,8 @@ This package reads and writes whole files itself, and libhdf5 works on memory on
 no file locks (which network file systems may lack), reads only data that has passed its checksum,
 and holds no file open across a fork.
 
-A file begins with an envelope of 512 bytes, an HDF5 user block, which HDF5 tools skip. Its digest
-covers the first line and everything after the block:
+A file begins with an envelope of 512 bytes, an HDF5 user block, which HDF5 tools skip. The sha256
+in it covers the first line and everything after the block:
 
     ucudnn-cache 1
     bytes 24184
@@ -52,8 +52,8 @@ from ucudnn.system.files import parse_json
 VERSION = 1
 ENVELOPE_BYTES = 512
 FORMAT = "ucudnn-cache"
-# So many bytes of a file are enough for `has_envelope`, because the attributes of the root are near
-# the beginning.
+# So many bytes of a file are enough for `has_envelope`, because the attributes of the HDF5 root
+# group are near the beginning.
 HEAD_BYTES = 1 << 16
 _MARK = FORMAT.encode()
 _FIRST_LINE = re.compile(rb"ucudnn-cache ([1-9]\d{0,8})\n")

@@ -45,7 +45,7 @@ def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function in the dispatch state in which torch calls the kernels of its operators.
 
     An algorithm calls torch's operators, which would otherwise inherit the caller's dispatch state.
-    Below a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and
+    Under a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and
     results would be silently wrong. While `run` is called here, lazy conjugation and negation are
     resolved, and modes, subclasses, transforms, autograd and autocast are inactive.
 
@@ -100,8 +100,8 @@ class Call:
         for chunk in self.chunks:
             if result is None:
                 first = chunk.executable.begin(a[chunk.a], b[chunk.b])
-                # An algorithm may return a result with the strides of a view, but the later chunks
-                # need a result in the problem's layout to add to.
+                # An algorithm may return a result with the strides of a view, but later chunks can
+                # only be added to a result in the problem's layout.
                 result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)

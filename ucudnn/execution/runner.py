@@ -98,7 +98,7 @@ class Runner(AbstractRunner):
         return self  # a plan never changes, so copies of a model can share its runner
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """The problem of each pass that may be planned; none if x is on another kind of device."""
+        """The problem of each pass that may be planned; none if the plan is for other devices."""
         here = x.device.type
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         problems = {

@@ -35,7 +35,7 @@ def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
 
 
 def findings_without_building(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
-    """Findings on the device and, if it is the plan's, on versions, conditions and determinism."""
+    """Findings on the device; if it is the plan's, also on versions, conditions and determinism."""
     # On another device nothing more is checked, because versions and times differ there anyway.
     if backend.device() != plan.device:
         said = f"the plan is for {plan.device}, this is {backend.device()}"
