@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from inspect import Parameter, Signature, cleandoc
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -131,9 +132,9 @@ def _positive(name: str, value: object) -> float | None:
     try:
         if value is None:
             return None
-        # True is refused, although Python treats it as 1. nan is refused, because it is not above
-        # 0.
-        if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
+        # True is refused, although Python treats it as 1. nan fails the comparison.
+        is_number = isinstance(value, (int, float, str)) and value is not True
+        if is_number and 0 < float(value) < inf:
             return float(value)
     except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
         pass

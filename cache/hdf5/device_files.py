@@ -160,6 +160,7 @@ class DeviceFiles:
         # Another process may replace X.h5 between this comparison and the removal. So X.h5 is first
         # moved to a unique name, and compared again there. If it is another file by then, it stays
         # as a segment.
+        self.segments.mkdir(exist_ok=True)
         moved = self.segments / unique_name(time.time_ns())
         with suppress(FileNotFoundError):
             os.rename(self.compacted, moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
 import warnings
@@ -108,6 +109,16 @@ def test_closing_leaves_one_file_and_reading_goes_on(tmp_path: Path) -> None:
     assert texts(cache) == texts(MEASUREMENTS)
     cache.put([replace(MEASUREMENTS[0], notes=("again",))])
     assert cache.get(MEASUREMENTS[0].key).notes == ("again",)
+
+
+def test_a_compacted_file_that_was_copied_alone_can_be_pruned(tmp_path: Path) -> None:
+    with caches.open(tmp_path / "there") as cache:
+        cache.put(MEASUREMENTS)
+    (tmp_path / "here").mkdir()
+    shutil.copy(tmp_path / "there" / "cpu-one.h5", tmp_path / "here")
+    with caches.open(tmp_path / "here") as cache:
+        assert cache.prune({}) == len(MEASUREMENTS)
+    assert not list((tmp_path / "here").rglob("*.h5"))
 
 
 def test_a_writer_compacts_its_own_files_as_it_goes(

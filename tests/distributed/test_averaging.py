@@ -62,6 +62,11 @@ def test_both_refuse_models_that_are_wrapped_otherwise(alone):
         delay(replica)
 
 
+def test_elastic_averaging_takes_a_job():
+    with pytest.raises(ConfigError, match="takes a job of ranks; call distributed.init"):
+        ElasticAverager(nn.Linear(2, 2))
+
+
 def test_a_state_of_another_model_is_refused(alone):
     averager = ElasticAverager(nn.Linear(2, 2))
     state = averager.state_dict()

@@ -204,8 +204,9 @@ class Holder:
         lambda x: (x, x.mean()),
         lambda x: (x, len(x)),
         lambda x: [*x],
+        lambda x: x if len(x) == 2 else torch.cat([x, x]),
     ],
-    ids=["object", "object beside", "scalar", "number of samples", "list of samples"],
+    ids=["object", "beside", "scalar", "number of samples", "list of samples", "more rows at last"],
 )
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad])
 def test_results_that_cannot_be_put_together_are_refused(nest, context):

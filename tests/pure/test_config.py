@@ -44,6 +44,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("deterministic", 3, "deterministic must be True, False or None, got 3"),
     ("step_race", "yes", "step_race must be True or False, got 'yes'"),
     ("max_error", 0, "max_error must be a number above 0 or None, got 0"),
+    ("max_error", float("inf"), "max_error must be a number above 0 or None, got inf"),
     ("time_budget_s", True, "time_budget_s must be a number above 0 or None, got True"),
     ("time_budget_s", 10**400, "time_budget_s must be a number above 0 or None, got 1000"),
     ("effort", "some", "effort must be one of quick, normal, thorough, got 'some'"),

@@ -69,7 +69,7 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
         # `clean` is a property, which `asdict` leaves out.
         print_json({**asdict(report), "clean": report.clean})
     else:
-        say(f"{report.records} measurements in {report.files} sound files")
+        say(f"{report.records} sound measurements in {report.files} files")
         for problem in report.problems:
             say(problem)
     if not report.clean:

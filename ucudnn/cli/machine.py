@@ -56,6 +56,11 @@ def advise(
     from ucudnn.distributed import startup
 
     if ranks is not None or link is not None or startup.is_in_job():
+        if given or config_file or everything:
+            raise ConfigError(
+                "in ranks, advise takes no settings and no --all, as it is about exchanges; leave "
+                "them out"
+            )
         _advise_in_ranks(recipe, ranks, link, as_json)
         return
     from ucudnn.tuning import advisor

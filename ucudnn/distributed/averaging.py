@@ -77,6 +77,10 @@ class ElasticAverager:
             is_number = isinstance(value, float | int) and 0 < value <= 1
             if not is_number and (name, value) != ("alpha", None):
                 raise ConfigError(f"{name} must be above 0 and at most 1, got {quoted(value)}")
+        if not dist.is_initialized():
+            raise ConfigError(
+                "elastic averaging takes a job of ranks; call distributed.init() first"
+            )
         with Rendezvous("elastic averaging", None, timeout_s) as rendezvous:
             facts = {"period": str(period), "alpha": str(alpha), "beta": str(beta)}
             require_equal(rendezvous.exchange("settings", facts))

@@ -72,7 +72,7 @@ class SegmentForward:
                 self._once(segment, run, chunk) if place < recomputed else run(*chunk)
                 for place, chunk in enumerate(chunks)
             ]
-            return _joined(segment, parts)
+            return _joined(segment, parts, size, count)
         return _written(segment, starmap(run, chunks), size, count)
 
     # If the model is compiled with `fullgraph=True`, torch raises an error, to which it adds this
@@ -233,12 +233,13 @@ def has_samples(leaf: Any) -> TypeGuard[Tensor]:
 
 
 @untraced_alone
-def _joined(segment: Segment, parts: Sequence[Any]) -> Any:
+def _joined(segment: Segment, parts: Sequence[Any], size: int, count: int) -> Any:
     """Join the results of all micro-batches into the results of the whole batch."""
     leaves, specs = zip(*map(tree_flatten, parts), strict=True)
     is_row = _rows(segment, leaves[0])
-    for other, spec in zip(leaves, specs, strict=True):
-        _require_alike(segment, is_row, (leaves[0], specs[0]), (other, spec))
+    for place, (other, spec) in enumerate(zip(leaves, specs, strict=True)):
+        samples = min(size, count - place * size)
+        _require_alike(segment, is_row, (leaves[0], specs[0]), (other, spec), samples)
     joined = [
         _cat(column) if row else column[0]
         for column, row in zip(zip(*leaves, strict=True), is_row, strict=True)
@@ -267,7 +268,7 @@ def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> A
                 _room(one, count) if row else one for one, row in zip(leaves, is_row, strict=True)
             ]
             first = results, spec
-        _require_alike(segment, is_row, first, (leaves, spec))
+        _require_alike(segment, is_row, first, (leaves, spec), min(size, count - start))
         for result, leaf, row in zip(results, leaves, is_row, strict=True):
             if row:
                 result[start : start + len(leaf)] = leaf
@@ -302,13 +303,14 @@ def _require_alike(
     is_row: Sequence[bool],
     first: tuple[Any, TreeSpec],
     other: tuple[Any, TreeSpec],
+    samples: int,
 ) -> None:
-    """Require that each result has a row per sample, or is the same in all micro-batches."""
+    """Require that each result has a row for each of the samples, or is that of the first part."""
     (leaves, spec), (found, own) = first, other
     odd = "other results for each micro-batch" if own != spec else ""
     for a, b, row in zip(leaves, found, is_row, strict=False):
         is_same = a is b or (isinstance(a, _CONSTANTS) and a == b)
-        if not (is_same or (row and has_samples(b) and a.shape[1:] == b.shape[1:])):
+        if not (is_same or (row and has_samples(b) and b.shape == (samples, *a.shape[1:]))):
             odd = f"a {type(a).__name__}"
     if odd:
         raise PlanError(
