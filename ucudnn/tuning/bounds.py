@@ -243,7 +243,7 @@ class Elimination:
         # matters less in larger chunks, and must not by itself rule an algorithm out.
         rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
         times = rate * self.candidates.axis.extent / best_ns
-        return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
+        return "" if times <= HOPELESS else f"it is expected to take {times:.1f} times the best"
 
     def _memory_reason(self, arms: Sequence[Arm]) -> str:
         """Reason why there is not enough memory for any of a curve's arms; "" if there is."""
