@@ -78,11 +78,9 @@ class Check:
         """Run once; return the result if the run has made a new tensor for it, else None."""
         a, b, _ = self._ring.chunk(self._part, 0)
         executable = self._executable
-        if self._role == Role.ALONE:
-            self._result = self._poison(lambda: executable.alone(a, b))
-            return self._result
-        if self._role == Role.FIRST:
-            self._result = self._poison(lambda: executable.begin(a, b))
+        if self._role != Role.LATER:
+            compute = executable.alone if self._role == Role.ALONE else executable.begin
+            self._result = self._poison(lambda: compute(a, b))
             return self._result
         result = self._total()
         write = executable.add if self._part.op == "wgrad" else executable.write
