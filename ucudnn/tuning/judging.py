@@ -233,9 +233,10 @@ def judged_in_layouts(
             if not against:
                 compilation, against = _compiled(model, steps, own.device.type)
             if not against:
-                judge = LayoutJudge(
-                    steps, _meter(backend, plans.values(), _later(until, compilation), step_ns)
-                )
+                # The time of compiling counts towards no budget, so the race ends later by it.
+                if until is not None and compilation is not None:
+                    until += compilation.seconds
+                judge = LayoutJudge(steps, _meter(backend, plans.values(), until, step_ns))
                 plan = replace(judge.judge(plans), compilation=compilation)
                 return with_relaid(plan, steps[plan.memory_format])
     except KeyboardInterrupt:
@@ -262,13 +263,6 @@ def _compiled(
     # A user could not run a compiled model in a layout in which it does not compile.
     reason = "" if last.is_compiled else f"in channels_last {last.reason}"
     return Compilation(own.seconds + last.seconds), reason
-
-
-def _later(until: float | None, compilation: Compilation | None) -> float | None:
-    """The end of a race, moved by the time of compiling, which counts towards no budget."""
-    if until is None or compilation is None:
-        return until
-    return until + compilation.seconds
 
 
 def _by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> Plan:
