@@ -130,12 +130,10 @@ class PlanDraft:
 
     def _last(self, n: int, is_passed: bool) -> Item | None:
         """Last chunk of a batch's best chain of chunks; None if the batch has or needs no chain."""
-        return None if n in self._ended and not is_passed else self._walk[n - 1].last
-
-    @property
-    def _ended(self) -> frozenset[int]:
-        """Batches left to torch's own convolution; chains of larger batches may pass through."""
-        return self._undivided if self.winner.is_default else frozenset()
+        # A batch that is left to torch's own convolution needs no chain, unless the chain of a
+        # larger batch leads through it.
+        is_ended = self.winner.is_default and n in self._undivided and not is_passed
+        return None if is_ended else self._walk[n - 1].last
 
     def _passed(self) -> set[int]:
         """Batches that the chain of a larger batch leads through, chunk by chunk."""
