@@ -6,7 +6,7 @@ that could be part of the fastest split.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -146,7 +146,7 @@ class Requests:
         for launch_ns in CHUNK_NS:
             missing = self.outlook(launch_ns).wanted
             if missing:
-                return _arms(missing)
+                return [Arm(one.batch, one.algorithm, one.role) for one in missing]
         return []
 
     def first_runs(self) -> list[Arm]:
@@ -312,10 +312,6 @@ def interval_of(entry: Measurement) -> Interval | None:
         return None
     low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)
     return Interval(low, entry.time_ns, high)
-
-
-def _arms(options: Iterable[ChunkOption]) -> list[Arm]:
-    return [Arm(option.batch, option.algorithm, option.role) for option in options]
 
 
 def _time_ns(option: ChunkOption) -> int:
