@@ -32,7 +32,7 @@ from ucudnn.tracing import Traced
 from ucudnn.tuning.budget import EFFORTS
 from ucudnn.tuning.independence import Independence, examined
 from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, profiled
-from ucudnn.tuning.step_rounds import Raced, race, raced_of, tells
+from ucudnn.tuning.step_rounds import race, raced_of, tells
 
 # A module that could save less than this fraction of the peak of a step is no segment by itself; it
 # counts as a part of the module around it.
@@ -388,19 +388,15 @@ class SegmentSearch:
             return WHOLE
         self.try_sizes(loop)
         best = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
-        if best.time_ns > own.time_ns * _CLEARLY or not self.race(best.division).pays:
+        if best.time_ns > own.time_ns * _CLEARLY:
             return WHOLE
-        return best.division
-
-    def race(self, division: StepDivision, rival: StepDivision = WHOLE) -> Raced:
-        """Race steps by two divisions; in the result, the rival's times are given as torch's."""
         samples = race(
-            [partial(self.elapsed_ns, one) for one in (rival, division)],
+            [partial(self.elapsed_ns, one) for one in (WHOLE, best.division)],
             self.is_over,
             lambda samples: tells(samples[1], samples[0]),
         )
         self._steps.divide(WHOLE)
-        return raced_of(*samples)
+        return best.division if raced_of(*samples).pays else WHOLE
 
     def elapsed_ns(self, division: StepDivision) -> int:
         """Time in ns of a step by a division, which stays set for later calls of `self._steps`."""
