@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NamedTuple
 
+from ucudnn.axis import BatchAxis
 from ucudnn.backends.cudnn.api import Cudnn, find_library
 from ucudnn.backends.cudnn.engine import Configuration, configurations
 from ucudnn.backends.cudnn.graph import Target, Views
@@ -262,7 +263,7 @@ def enumerate_candidates(
     chunks = [
         (name, problem.with_batch(size))
         for name, problem in dict.fromkeys(layers)
-        for size in sizes or _powers(problem.batch)
+        for size in sizes or BatchAxis(problem).sizes("powers-of-two")
     ]
     # Networks repeat layers, so cuDNN is asked only once for each distinct problem.
     distinct = list(dict.fromkeys(chunk for _, chunk in chunks))
@@ -308,16 +309,6 @@ def _allowed_listings(
         if on_progress is not None:
             on_progress(done, len(problems))
     return listings
-
-
-def _powers(batch: int) -> list[int]:
-    """All powers of two below a batch, and the batch itself.
-
-    >>> _powers(6), _powers(8)
-    ([1, 2, 4, 6], [1, 2, 4, 8])
-    """
-    # (batch - 1).bit_length() is the number of powers of two below the batch.
-    return [*(1 << power for power in range((batch - 1).bit_length())), batch]
 
 
 def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
