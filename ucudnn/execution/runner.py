@@ -190,9 +190,22 @@ class Runner(AbstractRunner):
         warn(sentence + rest, UnplannedWarning)
 
     def _unplanned(self, problem: Problem) -> None:
-        other_layout = self.plan is not None and self._is_in_the_other_layout(self.plan, problem)
-        if other_layout:
-            self._say_layout()
+        other_layout = (
+            self.plan is not None
+            and self.plan.memory_format != "keep"
+            and problem.rank > 1
+            and problem.layout == "nchw"
+            and self.plan.covers(replace(problem, layout="nhwc"))
+        )
+        if other_layout and not self._said_layout:
+            self._said_layout = True
+            warn(
+                "the plan is for a model in channels_last, and this one is not: torch's own "
+                "convolutions compute it; use ucudnn.convert_(model, plan), or "
+                "model.to(memory_format=torch.channels_last) and its inputs likewise (in 3-D "
+                "channels_last_3d)",
+                MismatchWarning,
+            )
         if self._refuses:
             raise PlanError(
                 f"{problem} has no plan and unplanned='error'; tune with an example input of this "
@@ -212,22 +225,6 @@ class Runner(AbstractRunner):
         else:
             remedy = "tune with an example input of this shape and at least this batch"
         self._warn(problem, f"{problem} {why}: torch's own convolution computes it; {remedy}")
-
-    def _is_in_the_other_layout(self, plan: Plan, problem: Problem) -> bool:
-        if plan.memory_format == "keep" or problem.rank == 1 or problem.layout == "nhwc":
-            return False
-        return plan.covers(replace(problem, layout="nhwc"))
-
-    def _say_layout(self) -> None:
-        if not self._said_layout:
-            self._said_layout = True
-            warn(
-                "the plan is for a model in channels_last, and this one is not: torch's own "
-                "convolutions compute it; use ucudnn.convert_(model, plan), or "
-                "model.to(memory_format=torch.channels_last) and its inputs likewise (in 3-D "
-                "channels_last_3d)",
-                MismatchWarning,
-            )
 
 
 def _is_left_out(problem: Problem, plan: Plan) -> bool:
