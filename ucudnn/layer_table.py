@@ -69,7 +69,12 @@ def read_rows(
     """
     lines = _lines(path)
     given = {"dtype": dtype, "layout": layout, "math": math}
-    _refuse_twice(path, lines[0][1], given)
+    for name, value in given.items():
+        if value is not None and name in lines[0][1]:
+            raise ConfigError(
+                f"{name} (={value!r}) is given, and {path} has a column {name}; leave one of them "
+                f"out"
+            )
     fallbacks = {"math": "tf32" if has_tf32 else "strict"}
     fallbacks |= {name: value for name, value in given.items() if value is not None}
     wanted = tuple(ops)
@@ -101,15 +106,6 @@ def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
     if not rows:
         raise ConfigError(f"{path} has no layers: only a header")
     return rows
-
-
-def _refuse_twice(path: object, columns: Collection[str], given: Mapping[str, str | None]) -> None:
-    for name, value in given.items():
-        if value is not None and name in columns:
-            raise ConfigError(
-                f"{name} (={value!r}) is given, and {path} has a column {name}; leave one of them "
-                f"out"
-            )
 
 
 def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str]) -> list[Row]:
