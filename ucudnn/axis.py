@@ -57,9 +57,6 @@ class AbstractAxis(ABC):
     def size_of(self, chunk: Chunk) -> int:
         """The size of a split's chunk in units of the axis; an incomplete last unit counts as 1."""
 
-    def __str__(self) -> str:
-        return f"the {self.name} axis"
-
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis(AbstractAxis):

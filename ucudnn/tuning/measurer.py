@@ -190,7 +190,7 @@ class KernelMeasurer:
         entries = [self._records.by_arm.get(arm) for arm in options]
         timed = sum(entry is not None and entry.time_ns is not None for entry in entries)
         gap = (
-            f"no split along {self._axis} is faster by more than "
+            f"no split along the {self._axis.name} axis is faster by more than "
             f"{self.outlook().gap:.1%} if the assumptions of lazy measuring hold"
         )
         return f"timed {timed} of {len(options)} candidates", gap
