@@ -73,12 +73,11 @@ class AbstractCache(ABC):
         return MergeReport(read=len(entries), added=len(self) - before)
 
     @abstractmethod
-    def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
+    def prune(self, where: Mapping[str, object]) -> int:
         """Remove the entries that match, and count them.
 
         Args:
             where: values by field name, such as {"software.cudnn": "9.27"}; {}: every entry.
-            before_ns: only entries that were stored before this time, in ns since 1970.
 
         Raises:
             ConfigError: entries do not have a field that `where` names.

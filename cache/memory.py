@@ -53,14 +53,10 @@ class MemoryCache(AbstractCache):
         """Every entry, one per key."""
         return iter(list(self._entries.values()))
 
-    def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
+    def prune(self, where: Mapping[str, object]) -> int:
         """Remove the entries that match, and count them."""
         texts = parse_where(where)
-        gone = [
-            entry.measurement.key
-            for entry in self._entries.values()
-            if matches(entry, texts, before_ns)
-        ]
+        gone = [entry.measurement.key for entry in self._entries.values() if matches(entry, texts)]
         for key in gone:
             del self._entries[key]
         return len(gone)

@@ -199,7 +199,6 @@ def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
     }
 
 
-def matches(entry: Entry, where: Mapping[str, str], before_ns: int | None = None) -> bool:
-    """True if an entry has all values of a filter, and was stored before a time if one is given."""
-    is_early = before_ns is None or entry.stored_ns < before_ns
-    return is_early and all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())
+def matches(entry: Entry, where: Mapping[str, str]) -> bool:
+    """True if an entry has all values of a filter."""
+    return all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())

@@ -79,17 +79,14 @@ class HDF5Cache(AbstractCache):
         with self._lock:
             return sum(len(store.table()) for store in self._stores())
 
-    def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
+    def prune(self, where: Mapping[str, object]) -> int:
         """Remove the entries that match, and count them."""
         self._require_writable()
         texts = parse_where(where)
-        removed = 0
         with self._lock:
-            for store in self._stores():
-                removed += self._prune(store, texts, before_ns)
-        return removed
+            return sum(self._prune(store, texts) for store in self._stores())
 
-    def _prune(self, store: DeviceStore, where: Mapping[str, str], before_ns: int | None) -> int:
+    def _prune(self, store: DeviceStore, where: Mapping[str, str]) -> int:
         with store.files.lock(_LOCK_WAIT_S) as held:
             if not held:
                 raise CacheError(
@@ -101,9 +98,7 @@ class HDF5Cache(AbstractCache):
             store.refresh()
             table = store.table()
             stays = np.fromiter(
-                (not matches(entry, where, before_ns) for entry in table.entries()),
-                bool,
-                len(table),
+                (not matches(entry, where) for entry in table.entries()), bool, len(table)
             )
             # If no entry is removed, no file needs to be written.
             if stays.all():

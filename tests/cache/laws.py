@@ -333,19 +333,6 @@ def prunes_what_matches(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def prunes_what_is_old(open_cache: OpenCache) -> None:
-    """Pruning by time removes the entries stored before it, and no others."""
-    old, *stay = sample_measurements(60, seed=5)
-    with open_cache() as cache:
-        cache.put(stay)
-        cache.put_entries([Entry(old, stored_ns=1000)])
-        # What was stored at that very moment is not before it.
-        assert cache.prune({}, before_ns=1000) == 0
-        assert cache.prune({}, before_ns=1001) == 1
-        assert texts(cache) == texts(stay)
-        assert cache.check().clean
-
-
 def counts_what_it_holds(open_cache: OpenCache) -> None:
     """The summary agrees with a count by hand."""
     measurements = sample_measurements(80, seed=4)
@@ -371,6 +358,5 @@ LAWS: tuple[CacheLaw, ...] = (
     survives_export_and_import,
     merges_a_folder,
     prunes_what_matches,
-    prunes_what_is_old,
     counts_what_it_holds,
 )

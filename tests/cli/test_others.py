@@ -154,16 +154,17 @@ def test_a_hit_is_explained_with_its_result(ucudnn, tmp_path):
     assert "broken: failed, raised :x: [b]" in explained("broken")
 
 
-def test_pruning_by_age_can_be_tried(ucudnn, tmp_path):
-    new, old = laws.sample_measurements(2)
+def test_pruning_can_be_tried(ucudnn, tmp_path):
+    # The two have different statuses.
+    stays, goes = laws.sample_measurements(2)
     with caches.open(tmp_path) as cache:
-        cache.put([new])
-        cache.put_entries([caches.Entry(old, stored_ns=10**18)])
-    arguments = ("cache", "prune", "--older-than-days", 365, "--cache", tmp_path, "--json")
+        cache.put([stays, goes])
+    where = f"status={goes.status}"
+    arguments = ("cache", "prune", "--where", where, "--cache", tmp_path, "--json")
     assert json.loads(ucudnn(*arguments, "--dry-run").out) == {"measurements": 1, "dry_run": True}
     assert json.loads(ucudnn(*arguments).out) == {"measurements": 1, "dry_run": False}
     with caches.open(tmp_path, "r") as cache:
-        assert [repr(one) for one in cache] == [repr(new)]
+        assert [repr(one) for one in cache] == [repr(stays)]
 
 
 def test_names_of_the_user_are_printed_as_they_are(ucudnn, model, tmp_path):

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from time import time_ns
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,8 +18,6 @@ from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
     from ucudnn.cache import AbstractCache
-
-_DAY_NS = 24 * 3600 * 10**9
 
 app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 
@@ -135,9 +132,6 @@ def import_(
 @common
 def prune(
     where: WhereOption = None,
-    older_than_days: Annotated[
-        float | None, typer.Option(help="Only what is older.", metavar="DAYS")
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -151,16 +145,13 @@ def prune(
     filters = _parsed(where)
     # This is refused, because an empty filter matches every entry, and a slip must not empty a
     # cache.
-    if not filters and older_than_days is None:
-        raise ConfigError(
-            "prune removes what matches and was given no filter; name a field=value or an age"
-        )
-    before_ns = None if older_than_days is None else time_ns() - round(older_than_days * _DAY_NS)
+    if not filters:
+        raise ConfigError("prune removes what matches and was given no filter; name a field=value")
     with _opened(cache, "r" if dry_run else "a") as opened:
         if dry_run:
-            count = sum(matches(entry, filters, before_ns) for entry in opened.entries())
+            count = sum(matches(entry, filters) for entry in opened.entries())
         else:
-            count = opened.prune(filters, before_ns)
+            count = opened.prune(filters)
     _tell(
         f"{'would remove' if dry_run else 'removed'} {count} measurements",
         {"measurements": count, "dry_run": dry_run},
