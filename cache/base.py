@@ -180,8 +180,7 @@ class AbstractCache(ABC):
             of_work = sum(one.field.startswith(("problem.", "algorithm")) for one in differences)
             if (len(differences), of_work) < least:
                 least = (len(differences), of_work)
-                found = None if differences else entry.measurement
-                nearest = Explanation(0, entry.measurement.key, differences, found)
+                nearest = Explanation(0, entry.measurement.key, differences)
         return replace(nearest, entries=count)
 
 

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, fields
 
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey, Software
-from ucudnn.units import Count, format_bytes, format_ns
+from ucudnn.units import Count
 
 # The latest time that is accepted, in the year 2116. No clock shows a later time, and numbers in
 # files end at 2^63.
@@ -133,13 +133,11 @@ class Explanation:
         entries: number of keys that were compared.
         nearest: the key that differs in the fewest fields, None in an empty cache.
         differences: the fields in which the nearest key differs; empty for a hit.
-        measurement: for a hit, the measurement of the nearest key.
     """
 
     entries: int
     nearest: MeasurementKey | None
     differences: tuple[Difference, ...] = ()
-    measurement: Measurement | None = None
 
     @property
     def found(self) -> bool:
@@ -150,20 +148,12 @@ class Explanation:
         if self.nearest is None:
             return "a miss: the cache is empty"
         if self.found:
-            return f"a hit: {self.nearest.problem}, {self.nearest.algorithm}{self._result()}"
+            return f"a hit: {self.nearest.problem}, {self.nearest.algorithm}"
         listed = ", ".join(
             f"{one.field} ({one.wanted or 'none'} wanted, {one.found or 'none'} there)"
             for one in self.differences
         )
         return f"a miss: the nearest of {self.entries} entries differs in {listed}"
-
-    def _result(self) -> str:
-        found = self.measurement
-        if found is None:
-            return ""
-        if found.time_ns is None:
-            return f": {found.status}{f', {found.reason}' if found.reason else ''}"
-        return f": {format_ns(found.time_ns)} in {format_bytes(found.workspace_bytes or 0)}"
 
 
 def info_of(

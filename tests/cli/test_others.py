@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from ucudnn import cache as caches
-from ucudnn.measurement import Measurement
 
 
 @pytest.mark.slow
@@ -90,14 +89,6 @@ def test_cache_commands_over_the_life_of_a_cache(ucudnn, table, tmp_path):
     assert merged == {"read": exported["measurements"], "added": 0}
     assert cache("merge", tmp_path / "copy").out.endswith(", 0 of them new here\n")
 
-    hit = cache("explain", "--where", "problem.batch=8", "--where", "algorithm=torch_default")
-    assert (hit.status, hit.out[:5]) == (0, "a hit")
-    miss = cache("explain", "--where", "software.torch=0.0")
-    assert miss.status == 1
-    assert "software.torch (0.0 wanted" in miss.out
-    found = cache("explain", "--where", "software.torch=0.0", "--json")
-    assert json.loads(found.out)["found"] is False
-
     assert cache("prune").status == 2
     assert cache("prune", "--where", "nonsense=1").status == 2
     everything = ("prune", "--where", "problem.op=fprop")
@@ -138,20 +129,6 @@ def test_no_advice_on_a_recording(ucudnn, model):
     done = ucudnn("advise", f"{model}:net", "--input", "8x3x12x12", "--backend", "recorded")
     assert done.status == 2
     assert "advice is about this machine" in done.err
-
-
-def test_a_hit_is_explained_with_its_result(ucudnn, tmp_path):
-    first = next(one for one in laws.sample_measurements(40) if one.status == "ok")
-    fast = replace(first, key=replace(first.key, algorithm="fast"), time_ns=2_000_000)
-    broken = Measurement(replace(first.key, algorithm="broken"), "failed", reason="raised :x: [b]")
-    with caches.open(tmp_path) as cache:
-        cache.put([fast, broken])
-
-    def explained(name):
-        return ucudnn("cache", "explain", "--where", f"algorithm={name}", "--cache", tmp_path).out
-
-    assert "fast: 2.00 ms in " in explained("fast")
-    assert "broken: failed, raised :x: [b]" in explained("broken")
 
 
 def test_pruning_can_be_tried(ucudnn, tmp_path):

@@ -103,10 +103,8 @@ def done_compare(at: Setting) -> None:
 def done_cache(at: Setting) -> None:
     with caches.open(at.folder) as cache:
         cache.put(laws.sample_measurements(1))
-        (batch,) = (one.key.problem.batch for one in cache)
-    mine = ("--cache", at.folder)
-    for words in ("check", "info", f"explain --where problem.batch={batch}"):
-        assert at.status("cache", *words.split(), *mine) == 0, words
+    for word in ("check", "info"):
+        assert at.status("cache", word, "--cache", at.folder) == 0, word
 
 
 @cell(1, "tune")
@@ -139,12 +137,10 @@ def no_from_compare(at: Setting) -> None:
 def no_from_cache(at: Setting) -> None:
     with caches.open(at.folder) as cache:
         cache.put(laws.sample_measurements(20))
-    mine = ("--cache", at.folder)
-    assert at.status("cache", "explain", "--where", "software.torch=0.0", *mine) == 1
     for path in at.folder.rglob("*.h5"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:-100])
-    assert at.status("cache", "check", *mine) == 1
+    assert at.status("cache", "check", "--cache", at.folder) == 1
 
 
 @cell(2, "tune")

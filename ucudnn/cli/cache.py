@@ -159,31 +159,6 @@ def prune(
     )
 
 
-@app.command()
-@common
-def explain(
-    where: WhereOption = None, cache: CacheOption = None, as_json: JsonOption = False
-) -> None:
-    """Say whether a measurement is in the cache, and if not, how the nearest one differs.
-
-    Exit status 1 if none matches. Example: ucudnn cache explain --where problem.batch=32
-    """
-    if not where:
-        raise ConfigError(
-            "explain looks for a measurement and was given no field of it; name one or more, such "
-            "as --where problem.batch=32"
-        )
-    filters = _parsed(where)
-    with _opened(cache, "r") as opened:
-        found = opened.explain(filters)
-    if as_json:
-        print_json({"found": found.found, "entries": found.entries, "said": str(found)})
-    else:
-        say(str(found))
-    if not found.found:
-        raise typer.Exit(SAYS_NO)
-
-
 def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
     print_json(document) if as_json else say(sentence)
 
