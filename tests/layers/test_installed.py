@@ -59,23 +59,19 @@ def assert_close(ours, theirs):
         assert error < 1e-5
 
 
-def test_untouched_models_follow_the_plan_forward_and_backward(plan_by_hand, computed):
+def test_untouched_models_follow_the_plan_inside_with_alone(plan_by_hand, computed):
     model, x = Functional(), torch.randn(SHAPE)
+    context = ucudnn.installed(plan_by_hand(model, x.clone().requires_grad_()))
     before = step(model, x)
-    plan = plan_by_hand(model, x.clone().requires_grad_())
-    with ucudnn.installed(plan):
-        assert_close(step(model, x), before)
-    # the passes of a transposed convolution are those of the convolution it is the gradient of
-    assert computed == [
-        "fprop",
-        "dgrad",
-        "fprop",
-        *["dgrad", "wgrad", "fprop", "wgrad"],
-        *computed[7:],
-    ]
-    assert sorted(computed[7:]) == ["dgrad", "wgrad"]
-    computed.clear()
-    assert all(map(torch.equal, step(model, x), before))
+    for _ in range(2):
+        assert not computed
+        with context:
+            assert_close(step(model, x), before)
+        # the passes of a transposed convolution are those of the convolution it is the gradient of
+        assert computed[:7] == ["fprop", "dgrad", "fprop", "dgrad", "wgrad", "fprop", "wgrad"]
+        assert sorted(computed[7:]) == ["dgrad", "wgrad"]
+        computed.clear()
+        assert all(map(torch.equal, step(model, x), before))
     assert not computed
 
 
@@ -93,18 +89,13 @@ def test_smaller_batches_and_inference_follow_it_too(plan_by_hand, computed):
 
 def test_convolutions_of_other_layers_are_torchs_without_a_word(plan_by_hand, computed):
     model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
-    others = [
-        nn.Conv2d(4, 7, 3),
-        nn.Conv2d(4, 6, 3, stride=2),
-        nn.Conv2d(4, 6, 3, dtype=torch.half),
-    ]
-    plan = plan_by_hand(model, x)
-    with ucudnn.installed(plan), warnings.catch_warnings():
+    others = [nn.Conv2d(4, 7, 3), nn.Conv2d(4, 6, 3, stride=2)]
+    with ucudnn.installed(plan_by_hand(model, x)), warnings.catch_warnings():
         warnings.simplefilter("error")
-        results = [step(other, x) for other in others[:2]]
+        results = [step(other, x) for other in others]
         assert others[0](x[:0]).shape == (0, 7, 7, 6)
     assert not computed
-    for other, result in zip(others, results, strict=False):
+    for other, result in zip(others, results, strict=True):
         assert all(map(torch.equal, step(other, x), result))
 
 
@@ -132,18 +123,6 @@ def test_the_last_installed_acts_alone_and_any_may_close_first(plan_by_hand, com
     assert used() == [False, True]
     inner.close()
     assert used() == [False, False]
-
-
-def test_a_plan_acts_inside_with_only(plan_by_hand, computed):
-    model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
-    context = ucudnn.installed(plan_by_hand(model, x))
-    expected = model(x)
-    assert not computed
-    for times in (1, 2):
-        with context:
-            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
-        assert len(computed) == times
-    assert torch.equal(model(x), expected)
 
 
 def test_an_exception_restores_torchs_operators(plan_by_hand):
@@ -302,10 +281,8 @@ def test_inductor_lays_out_a_converted_model_as_it_does_torchs(plan_by_hand):
         decided.append(GraphLowering.decide_layout_opt(graph, is_inference=False))
         return make_boxed_func(graph.forward)
 
-    model, x = (
-        nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
-        torch.randn(4, 8, 9, 9),
-    )
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    x = torch.randn(4, 8, 9, 9)
     ucudnn.convert_(model, plan_by_hand(model, x))
     backend = aot_autograd(
         fw_compiler=compiler, bw_compiler=lambda graph, _: make_boxed_func(graph)

@@ -237,10 +237,8 @@ def test_an_output_padding_of_a_stride_is_no_gradient_of_a_convolution(padding, 
 
 
 def test_a_trace_is_the_same_where_anomalies_are_detected():
-    model, x = (
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1)),
-        torch.randn(2, 3, 8, 8),
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    x = torch.randn(2, 3, 8, 8)
     truth = ucudnn.trace(model, x)
     with torch.autograd.set_detect_anomaly(True):
         assert ucudnn.trace(model, x) == truth
