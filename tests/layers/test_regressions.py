@@ -91,7 +91,7 @@ def test_a_second_conversion_with_a_filter_leaves_the_first_alone(plan_by_hand):
     ucudnn.convert_(model, plan, lambda _, name: name == "1")
     assert [type(layer) for layer in model] == [ucudnn.nn.Conv2d] * 2
     other = plan_by_hand(nn.Conv2d(7, 7, 1), torch.empty(2, 7, 9, 9))
-    with pytest.raises(ucudnn.PlanError):
+    with pytest.raises(ucudnn.PlanError, match="covers none of this model's 2 torch.nn convol"):
         ucudnn.convert_(model, other)
     assert [type(layer) for layer in model] == [ucudnn.nn.Conv2d] * 2
 
