@@ -12,7 +12,6 @@ import threading
 import types
 import weakref
 from queue import Queue
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -130,19 +129,22 @@ class Model(nn.Module):
 
 
 class Written(Model):
-    """Writes to weights, buffers and a plain tensor; an embedding is renormalised."""
+    """Writes to inputs, weights, buffers, a plain tensor; an embedding is renormalised."""
 
     def make(self):
         self.embedding = nn.Embedding(4, 4, max_norm=0.1)
         # MoCo's queue of keys, with its pointer.
         self.register_buffer("queue", torch.randn(4, 6))
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("minimum", torch.full((1, 1, 1), 9.0).expand(4, 1, 1))
         self.mean = torch.zeros(4)
 
     def forward(self, x):
+        x.detach().mul_(0.5)
         with torch.no_grad():
             self.conv.weight.clamp_(-0.01, 0.01)
         y = self.conv(x)
+        self.minimum = torch.minimum(self.minimum, y.detach().amin((0, 2, 3))[:, None, None])
         self.queue[:, :2] = y.detach().mean((2, 3)).T
         self.pointer.add_(2)
         if type(y) is torch.Tensor:
@@ -152,31 +154,25 @@ class Written(Model):
 
 
 class Momentum(Model):
+    """Has two momentum encoders, one of them in a list, where torch does not see it."""
+
     def make(self):
         self.keys = copy.deepcopy(self.conv).requires_grad_(False)
+        self.hidden = [copy.deepcopy(self.keys)]
 
     def forward(self, x):
         with torch.no_grad():
-            for slow, fast in zip(self.keys.parameters(), self.conv.parameters(), strict=True):
-                slow.mul_(0.9).add_(fast + 1, alpha=0.1)
-        return self.conv(x) * self.keys(x)
-
-
-class Unregistered(Momentum):
-    """The momentum encoder is in a list, where torch does not see it."""
-
-    def make(self):
-        self.hidden = [copy.deepcopy(self.conv).requires_grad_(False)]
-
-    @property
-    def keys(self):
-        return self.hidden[0]
+            for keys in (self.keys, *self.hidden):
+                for slow, fast in zip(keys.parameters(), self.conv.parameters(), strict=True):
+                    slow.mul_(0.9).add_(fast + 1, alpha=0.1)
+        return self.conv(x) * self.keys(x) * self.hidden[0](x)
 
 
 class Normalised(Model):
-    """Writes to its gradient and its weights through NumPy."""
+    """Has a gradient, and a parameter without one; writes to its weights through NumPy."""
 
     def make(self):
+        self.unused = nn.Parameter(torch.ones(2))
         self.conv.weight.grad = torch.ones_like(self.conv.weight)
 
     def forward(self, x):
@@ -283,12 +279,6 @@ class Replaced(Model):
         self.forward = types.MethodType(forward, self)
 
 
-class WritesInput(Model):
-    def forward(self, x):
-        x.detach().mul_(0.5)
-        return self.conv(x)
-
-
 class Tied(Model):
     """Two layers have one weight and a third one its data, a view of one flat tensor."""
 
@@ -305,15 +295,14 @@ class Tied(Model):
 
 
 class Spectral(Model):
-    """Its power iteration writes to buffers in each forward."""
+    """Its power iteration writes to buffers in each forward; the second has torch's old norm."""
 
     def make(self):
         parametrizations.spectral_norm(self.conv)
+        self.second = nn.utils.weight_norm(nn.Conv2d(4, 4, 1))
 
-
-class OldWeightNorm(Model):
-    def make(self):
-        nn.utils.weight_norm(self.conv)
+    def use(self, y):
+        return self.second(y)
 
 
 class Tupled(Model):
@@ -407,10 +396,10 @@ class Generated(Model):
 
 
 class Locked(Model):
-    """A trainer with a lock and queues, which cannot be copied."""
+    """A trainer with a lock, queues and more that cannot be copied."""
 
     def make(self):
-        self.lock, self.batches = threading.Lock(), Queue()
+        self.member, self.lock, self.batches = Unpicklable(), threading.Lock(), Queue()
         self.batches.put(1)
 
     def use(self, y):
@@ -419,16 +408,8 @@ class Locked(Model):
 
 
 class Unpicklable:
-    def __init__(self):
-        self.calls = 0
-
     def __reduce_ex__(self, protocol):
         raise OSError("stays where it is")
-
-
-class Stubborn(Model):
-    def make(self):
-        self.member = Unpicklable()
 
 
 class SharesItself(Model):
@@ -466,32 +447,13 @@ class SelfOptimised(Model):
         return self.conv(x)
 
 
-class Loss(Model):
-    """Has gradients and a second parameter without one."""
-
-    def make(self):
-        self.unused = nn.Parameter(torch.ones(2))
-        self.conv(torch.ones(SHAPE)).sum().backward()
-
-
-class Statistics(Model):
-    count: ClassVar = torch.zeros(())
-
-    def make(self):
-        self.register_buffer("minimum", torch.full((1, 1, 1), 9.0).expand(4, 1, 1))
-
-    def use(self, y):
-        self.minimum = torch.minimum(self.minimum, y.detach().amin((0, 2, 3))[:, None, None])
-        return y
-
-
 KINDS = [
     kind
     for kind in globals().values()
     if isinstance(kind, type) and issubclass(kind, Model) and kind is not Model
 ]
 # Of these no step is run: they cannot be copied. A trace cannot draw from a generator either.
-KEPT = {Generated, Locked, Stubborn, SharesItself}
+KEPT = {Generated, Locked, SharesItself}
 UNTRACED = {Generated, SharesItself}
 # Advice runs the same steps of a copy; what it says where there are none.
 ADVISED = dict.fromkeys((Written, Momentum, Closures, Norms), "")
