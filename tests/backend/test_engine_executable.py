@@ -142,18 +142,6 @@ def test_gradients_are_added_by_the_engine_itself(
     assert {plan.beta for plan in runtime.plans} == {0.0, 1.0}
 
 
-def test_half_precision_chunks_are_added_in_float32(backend, exact, runtime):
-    problem = Problem("wgrad", 64, 8, 8, (6, 6), (3, 3), dtype="float16")
-    x, dy = backend.operands(problem, 64)
-    executable = EngineExecutable(runtime, problem, "eng0")
-    total = torch.zeros(problem.w_shape)
-    for sample in range(64):
-        executable.add(x[sample : sample + 1], dy[sample : sample + 1], total)
-    # each of 64 chunks is rounded once, at an eighth of the size of the sum
-    assert relative_error(total, exact(problem, x, dy)) < 4e-4
-    assert {plan.beta for plan in runtime.plans} == {0.0}
-
-
 def test_a_chunk_beyond_float16_is_no_infinity_where_the_sum_is_within(runtime):
     """The gradients of two chunks are 98304 and -98304 + 3; a GradScaler would skip the step."""
     problem = Problem("wgrad", 2, 1, 1, (12288,), (1,), dtype="float16")
@@ -183,18 +171,6 @@ def test_a_slab_is_run_where_it_lies(backend, exact, runtime, layout):
     assert y[:, :, 6:].isnan().all()
     assert runtime.plans[0].views.x.strides == x.stride()
     assert len(runtime.plans) == 1
-
-
-def test_what_the_engine_does_not_take_as_it_lies_is_copied(backend, exact, runtime):
-    whole = Problem("wgrad", 3, 4, 8, (9, 6), (3, 3))
-    x, dy = backend.operands(whole, 3)
-    slab = Problem("wgrad", 3, 4, 8, (6, 6), (3, 3))
-    packed = EngineExecutable(runtime, slab, "eng0")
-    total = packed.alone(x[:, :, 2:8].contiguous(), dy[:, :, 2:6].contiguous())
-    runtime.refuses = lambda _, views: views.x.strides[0] != 4 * 6 * 6
-    EngineExecutable(runtime, slab, "eng0").add(x[:, :, 2:8], dy[:, :, 2:6], total)
-    expected = 2 * exact(slab, x[:, :, 2:8], dy[:, :, 2:6])
-    assert relative_error(total, expected) < 1e-6
 
 
 def test_an_engine_that_takes_nothing_is_a_miss(backend, runtime):
@@ -275,20 +251,6 @@ def test_an_axis_of_size_one_has_the_stride_that_the_layout_gives_it(runtime, sh
     strides = [plan.views.x.strides[axis] for axis in order]
     assert strides == sorted(strides, reverse=True)
     assert strides[-1] == 1
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_the_default_is_torch_s_own(backend, exact, geometry, op, layout):
-    if layout == "nhwc" and len(geometry["input_size"]) == 1:
-        return
-    problem = problem_of(op, geometry, "float64", layout)
-    a, b = backend.operands(problem, 5)
-    executable = DefaultExecutable(problem)
-    assert relative_error(executable.alone(a, b), exact(problem, a, b)) < 1e-14
-    if op != "wgrad":
-        part = executable.alone(a[:2], b)
-        assert relative_error(part, exact(problem.with_batch(2), a[:2], b)) < 1e-14
 
 
 class Handle:

@@ -85,39 +85,6 @@ def test_add_keeps_what_was_there(tried, tolerance, geometry):
         assert error < tolerance[problem.dtype] * 4, f"{algorithm} on {problem}"
 
 
-ASYMMETRIC = {
-    "1d": ((9,), (3,), (1,), ((2, 0),)),
-    "2d": ((9, 8), (3, 2), (1, 1), ((0, 2), (1, 0))),
-    "2d-strided": ((9, 8), (3, 3), (2, 2), ((1, 0), (1, 2))),
-    "3d": ((6, 5, 4), (3, 2, 1), (1, 1, 2), ((2, 1), (0, 1), (0, 0))),
-}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "kernel", "stride", "padding"), ASYMMETRIC.values(), ids=ASYMMETRIC
-)
-@pytest.mark.parametrize("op", OPS)
-def test_every_algorithm_computes_asymmetric_padding(
-    tried, tolerance, op, sizes, kernel, stride, padding
-):
-    listed = (
-        Problem(op, BATCH, 4, 8, sizes, kernel, stride, padding, dtype=dtype, layout=layout)
-        for dtype in ("float32", "float64", "bfloat16")
-        for layout in ("nchw", "nhwc")[: len(sizes)]
-    )
-    names = set()
-    for problem, algorithm, executable, a, b, expected in tried(listed):
-        names.add(algorithm)
-        result = executable.alone(a, b)
-        assert result.shape == problem.result_shape
-        assert relative_error(result, expected) < tolerance[problem.dtype], algorithm
-        if op != "wgrad":
-            out = torch.full_like(result, torch.nan)
-            executable.write(a, b, out)
-            assert torch.equal(out, result), algorithm
-    assert names >= {"torch_default", "im2col_gemm", "fft"}
-
-
 # Filters of at least five columns: with blocks of columns, and with one.
 DEPTHWISE = {
     "1d": ((90,), (5,), (1,), ((2, 2),), (1,)),

@@ -90,24 +90,6 @@ def test_seams_are_bitwise_where_each_output_is_one_product(backend, op):
     assert torch.equal(bind(backend, problem, rows_of(problem, *sizes))(a, b), whole)
 
 
-@pytest.mark.usefixtures("poisoned")
-def test_rows_that_no_output_reads_are_zero(backend):
-    problem = Problem("dgrad", 2, 4, 4, (11, 5), (2, 3), stride=(4, 1))
-    dy, w = backend.operands(problem, 2)
-    dx = bind(backend, problem, rows_of(problem, 2, 2, 1, 1, 5))(dy, w)
-    for row in range(11):
-        assert bool((dx[:, :, row] == 0).all()) == (row % 4 >= 2 or row >= 10)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 5), (7,)], ids=str)
-def test_outputs_in_the_padding_alone_are_zero_and_add_nothing(backend, exact, sizes):
-    for op in ("fprop", "wgrad"):
-        problem = Problem(op, 2, 2, 2, (3,), (2,), padding=((3, 2),))
-        a, b = backend.operands(problem, 2)
-        result = bind(backend, problem, rows_of(problem, *sizes))(a, b)
-        assert relative_error(result, exact(problem, a, b)) < 1e-6
-
-
 def test_weights_that_meet_padding_only_have_no_gradient(backend):
     problem = Problem("wgrad", 2, 2, 2, (1,), (1,), stride=(3,), padding=((1, 2),))
     a, b = backend.operands(problem, 2)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from ucudnn.backends.torch_cpu.processor import has_instructions
-from ucudnn.problem import BYTES_BY_DTYPE, Problem
+from ucudnn.problem import BYTES_BY_DTYPE
 
 # Prints rows (geometry, op, dtype, algorithm, kernel, true bytes, reported).
 TRUTH = Path(__file__).with_name("workspace_truth.py")
@@ -58,15 +57,3 @@ def test_a_poorer_processor_takes_no_more_than_is_reported(under_malloc, poorer_
     assert not any(row[2] == "float16" and row[4] == "onednn" for row in rows)
     for row in rows:
         check(row, is_native=False)
-
-
-@pytest.mark.slow
-def test_known_workspace_of_onednn(backend):
-    """64x256x56x56, 1x1 filter: as large as x in channels-first, nothing in channels-last."""
-    for layout, least, most in (("nchw", 195 * MIB, 197 * MIB), ("nhwc", 0, MIB)):
-        problem = Problem("fprop", 64, 256, 64, (56, 56), (1, 1), layout=layout)
-        if backend.candidates(problem)[0].implementation != "onednn":
-            pytest.skip("aten does not run oneDNN on this processor")
-        a, b = backend.operands(problem, 64)
-        run = partial(backend.executable(problem, "torch_default").alone, a, b)
-        assert least <= backend.workspace_bytes(run, [(problem, "torch_default")]) <= most
