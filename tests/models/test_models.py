@@ -139,13 +139,6 @@ def test_a_pretrained_model_is_saved_and_loaded_as_ever(random_plan, tmp_path):
     assert ucudnn.convert_(loaded, plan).swapped
 
 
-def test_subclasses_that_call_functionals_are_named(random_plan):
-    model = BIT.make()
-    plan = random_plan(model, BIT.input(), random.Random(0))
-    with pytest.raises(ucudnn.PlanError, match="installed.*bit.embedder.convolution"):
-        ucudnn.convert_(model, plan)
-
-
 @pytest.mark.parametrize("network", [RESNET, CONVNEXT, UNET], ids=lambda network: network.name)
 @pytest.mark.parametrize("way", ["converted", "installed"])
 def test_channels_last_under_autocast(network, way, random_plan):
