@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import laws
@@ -28,10 +27,5 @@ def folder_without_locks(path: Path, patch: pytest.MonkeyPatch) -> laws.OpenCach
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("kind", [memory, folder, folder_without_locks])
-def test_cache_keeps_the_law(
-    law: laws.CacheLaw,
-    kind: Callable[[Path, pytest.MonkeyPatch], laws.OpenCache],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cache_keeps_the_law(law, kind, tmp_path, monkeypatch):
     law(kind(tmp_path, monkeypatch))

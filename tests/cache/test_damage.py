@@ -87,9 +87,7 @@ def damaged(segment: Path, victim: str, damage: str) -> tuple[Path, list[Measure
 @pytest.mark.parametrize(
     ("victim", "damage"), [case for case in CASES if case[1] not in ANYBODYS[case[0]]]
 )
-def test_damage_is_named_once_and_costs_that_file_alone(
-    victim: str, damage: str, segment: Path
-) -> None:
+def test_damage_is_named_once_and_costs_that_file_alone(victim, damage, segment):
     root = root_of(segment)
     path, safe = damaged(segment, victim, damage)
     with caches.open(root, "r") as cache:
@@ -123,7 +121,7 @@ def identity(path: Path) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("victim", "damage"), [case for case in CASES if case[1] in ANYBODYS[case[0]]]
 )
-def test_what_may_be_anybodys_is_named_and_left(victim: str, damage: str, segment: Path) -> None:
+def test_what_may_be_anybodys_is_named_and_left(victim, damage, segment):
     root = root_of(segment)
     path, safe = damaged(segment, victim, damage)
     before = identity(path)
@@ -142,7 +140,7 @@ def test_what_may_be_anybodys_is_named_and_left(victim: str, damage: str, segmen
         assert texts(cache) == texts(SAMPLES)
 
 
-def test_a_users_own_files_in_the_folder_are_named_and_left(segment: Path) -> None:
+def test_a_users_own_files_in_the_folder_are_named_and_left(segment):
     root = root_of(segment)
     own = [root / "train.h5", segment.parent / "data.h5", segment.parent / ".new-idea"]
     for path in own:
@@ -167,7 +165,7 @@ def test_a_users_own_files_in_the_folder_are_named_and_left(segment: Path) -> No
     assert sorted(root.iterdir()) == names
 
 
-def test_a_file_that_took_the_place_of_ours_is_not_moved(segment: Path) -> None:
+def test_a_file_that_took_the_place_of_ours_is_not_moved(segment):
     """Another process may have read X.h5 before somebody replaced it."""
     root = root_of(segment)
     with caches.open(root) as cache:
@@ -180,9 +178,7 @@ def test_a_file_that_took_the_place_of_ours_is_not_moved(segment: Path) -> None:
     assert (root / "cpu-one.h5").read_bytes() == foreign
 
 
-def test_a_file_replaced_by_a_sound_one_in_the_meantime_is_used(
-    segment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_replaced_by_a_sound_one_in_the_meantime_is_used(segment, monkeypatch):
     sound = segment.read_bytes()
     flip(segment, -1)
     rename = os.rename

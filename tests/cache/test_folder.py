@@ -28,9 +28,7 @@ MEASUREMENTS = laws.samples_of_one_device()
 PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def test_the_folder_is_the_argument_then_the_variable_then_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_is_the_argument_then_the_variable_then_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("UCUDNN_CACHE", str(tmp_path / "variable"))
     assert caches.default_path(tmp_path / "argument") == tmp_path / "argument"
     assert caches.default_path() == tmp_path / "variable"
@@ -44,12 +42,12 @@ def test_the_folder_is_the_argument_then_the_variable_then_the_users(
     assert (tmp_path / "home" / "ucudnn" / "cpu-one.h5").is_file()
 
 
-def test_another_mode_is_refused() -> None:
+def test_another_mode_is_refused():
     with pytest.raises(ConfigError, match="mode must be one of a, r, got 'w'"):
         caches.open(mode="w")
 
 
-def test_opening_and_asking_writes_nothing(tmp_path: Path) -> None:
+def test_opening_and_asking_writes_nothing(tmp_path):
     for mode in ("a", "r"):
         with caches.open(tmp_path / "cache", mode) as cache:
             assert cache.get(MEASUREMENTS[0].key) is None
@@ -57,7 +55,7 @@ def test_opening_and_asking_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cache_opened_for_reading_is_not_written(tmp_path: Path) -> None:
+def test_a_cache_opened_for_reading_is_not_written(tmp_path):
     with caches.open(tmp_path, "r") as cache:
         for change in (
             lambda: cache.put(MEASUREMENTS),
@@ -68,9 +66,7 @@ def test_a_cache_opened_for_reading_is_not_written(tmp_path: Path) -> None:
                 change()
 
 
-def test_a_put_is_one_file_synced_once_and_is_there_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_is_one_file_synced_once_and_is_there_at_once(tmp_path, monkeypatch):
     synced = []
     fsync = os.fsync
 
@@ -90,7 +86,7 @@ def test_a_put_is_one_file_synced_once_and_is_there_at_once(
         assert texts(other) == texts(MEASUREMENTS)
 
 
-def test_a_number_that_cannot_be_stored_keeps_the_whole_put_out(tmp_path: Path) -> None:
+def test_a_number_that_cannot_be_stored_keeps_the_whole_put_out(tmp_path):
     too_large = Measurement(MEASUREMENTS[0].key, "ok", 2**63)
     with caches.open(tmp_path) as cache:
         with pytest.raises(CacheError, match="below 2\\^63"):
@@ -99,7 +95,7 @@ def test_a_number_that_cannot_be_stored_keeps_the_whole_put_out(tmp_path: Path) 
     assert not list(tmp_path.rglob("*.h5"))
 
 
-def test_closing_leaves_one_file_and_reading_goes_on(tmp_path: Path) -> None:
+def test_closing_leaves_one_file_and_reading_goes_on(tmp_path):
     cache = caches.open(tmp_path)
     for one in MEASUREMENTS:
         cache.put([one])
@@ -111,7 +107,7 @@ def test_closing_leaves_one_file_and_reading_goes_on(tmp_path: Path) -> None:
     assert cache.get(MEASUREMENTS[0].key).notes == ("again",)
 
 
-def test_a_compacted_file_that_was_copied_alone_can_be_pruned(tmp_path: Path) -> None:
+def test_a_compacted_file_that_was_copied_alone_can_be_pruned(tmp_path):
     with caches.open(tmp_path / "there") as cache:
         cache.put(MEASUREMENTS)
     (tmp_path / "here").mkdir()
@@ -121,9 +117,7 @@ def test_a_compacted_file_that_was_copied_alone_can_be_pruned(tmp_path: Path) ->
     assert not list((tmp_path / "here").rglob("*.h5"))
 
 
-def test_a_writer_compacts_its_own_files_as_it_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_compacts_its_own_files_as_it_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_MANY_SEGMENTS", 4)
     cache = caches.open(tmp_path)
     for one in MEASUREMENTS:
@@ -133,7 +127,7 @@ def test_a_writer_compacts_its_own_files_as_it_goes(
         assert texts(other) == texts(MEASUREMENTS)
 
 
-def test_a_large_file_is_not_rewritten_for_a_few_entries(tmp_path: Path) -> None:
+def test_a_large_file_is_not_rewritten_for_a_few_entries(tmp_path):
     many = [
         replace(one, key=replace(one.key, protocol=n)) for one in MEASUREMENTS for n in range(9)
     ]
@@ -150,7 +144,7 @@ def test_a_large_file_is_not_rewritten_for_a_few_entries(tmp_path: Path) -> None
         assert len(cache) == len(many) + 3
 
 
-def test_each_kind_of_device_has_its_files(tmp_path: Path) -> None:
+def test_each_kind_of_device_has_its_files(tmp_path):
     key = MEASUREMENTS[0].key
     devices = [
         Device("cuda", "NVIDIA H200", compute_capability="9.0", power_limit_w=700),
@@ -169,7 +163,7 @@ def test_each_kind_of_device_has_its_files(tmp_path: Path) -> None:
         assert found == [devices[3], devices[2], devices[1], devices[0]]
 
 
-def test_a_place_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_costs_one_warning(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -186,9 +180,7 @@ def test_a_place_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> Non
     assert "kept in memory" in str(said.message)
 
 
-def test_what_waited_is_written_when_the_disk_takes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waited_is_written_when_the_disk_takes_it_again(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -251,9 +243,7 @@ def interrupted(
     ("module", "name"),
     [(store, "read_envelope"), (device_files, "names_in"), (store, "read_file")],
 )
-def test_a_reader_misses_nothing_while_another_compacts(
-    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_misses_nothing_while_another_compacts(module, name, tmp_path, monkeypatch):
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
     other = caches.open(tmp_path)
@@ -264,9 +254,7 @@ def test_a_reader_misses_nothing_while_another_compacts(
         assert texts(cache) == texts(MEASUREMENTS)
 
 
-def test_two_caches_of_one_process_can_be_written_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_caches_of_one_process_can_be_written_at_the_same_time(tmp_path, monkeypatch):
     storage, other = codec._storage, caches.open(tmp_path / "b")
 
     def meanwhile(*arguments: Any) -> Any:
@@ -292,9 +280,7 @@ def test_two_caches_of_one_process_can_be_written_at_the_same_time(
         (os, "link"),
     ],
 )
-def test_two_that_compact_at_once_lose_nothing(
-    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_compact_at_once_lose_nothing(module, name, tmp_path, monkeypatch):
     monkeypatch.setattr(device_files.FileLock, "acquire", laws.refuse)
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
@@ -318,9 +304,7 @@ def test_two_that_compact_at_once_lose_nothing(
     assert texts(mine) == texts(other) == texts(wanted)
 
 
-def test_a_file_system_without_links_or_locks_keeps_segments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_links_or_locks_keeps_segments(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", laws.refuse)
     monkeypatch.setattr(device_files.FileLock, "acquire", laws.refuse)
     for start in range(0, len(MEASUREMENTS), 5):
@@ -332,9 +316,7 @@ def test_a_file_system_without_links_or_locks_keeps_segments(
     assert len(list(tmp_path.rglob("*.h5"))) == 1
 
 
-def test_nobody_waits_for_a_lock_but_pruning_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_lock_but_pruning_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "_LOCK_WAIT_S", 0.05)
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
@@ -347,7 +329,7 @@ def test_nobody_waits_for_a_lock_but_pruning_says_so(
         assert cache.get(MEASUREMENTS[0].key).notes == ("newer",)
 
 
-def test_a_clock_far_ahead_hides_nothing_and_stops_nobody(tmp_path: Path) -> None:
+def test_a_clock_far_ahead_hides_nothing_and_stops_nobody(tmp_path):
     with caches.open(tmp_path) as cache:
         cache.put_entries([Entry(MEASUREMENTS[0], LATEST_NS - 1)])
     newer = [replace(one, notes=("newer",)) for one in MEASUREMENTS]
@@ -374,9 +356,7 @@ def refusing(
     return monkeypatch
 
 
-def test_a_folder_that_cannot_be_listed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     cache = caches.open(tmp_path)
     cache.put(MEASUREMENTS)
     refusing(monkeypatch, "listdir", lambda path: path == tmp_path)
@@ -386,9 +366,7 @@ def test_a_folder_that_cannot_be_listed_is_named(
         cache.check()
 
 
-def test_a_compacted_file_that_cannot_be_read_is_named_and_the_rest_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compacted_file_that_cannot_be_read_is_named_and_the_rest_is_used(tmp_path, monkeypatch):
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS[:5])
     caches.open(tmp_path).put(MEASUREMENTS[5:])
@@ -400,9 +378,7 @@ def test_a_compacted_file_that_cannot_be_read_is_named_and_the_rest_is_used(
         assert texts(cache) == texts(MEASUREMENTS[5:])
 
 
-def test_pruning_a_disk_that_takes_nothing_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruning_a_disk_that_takes_nothing_removes_nothing(tmp_path, monkeypatch):
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
     with caches.open(tmp_path) as cache:

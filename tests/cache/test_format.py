@@ -111,7 +111,7 @@ def edit_context(old: str, new: str) -> Callable[[h5py.File], None]:
     return change
 
 
-def test_any_hdf5_tool_reads_it(file: Path) -> None:
+def test_any_hdf5_tool_reads_it(file):
     with h5py.File(file) as opened:
         rows = opened["measurements"][()]
         problems = opened["problems"][()]
@@ -140,7 +140,7 @@ def test_any_hdf5_tool_reads_it(file: Path) -> None:
         assert context["conditions"]["mps_percent"] == 50
 
 
-def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file: Path) -> None:
+def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file):
     edit(file, lambda _: None, version=2)
     data = file.read_bytes()
     with caches.open(file.parent) as cache:
@@ -170,9 +170,7 @@ def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file: Path)
         (set_column("first_sample", "measurements", -5), "do not fit together"),
     ],
 )
-def test_sound_bytes_with_senseless_tables_are_set_aside(
-    file: Path, change: Callable[[h5py.File], None], reason: str
-) -> None:
+def test_sound_bytes_with_senseless_tables_are_set_aside(file, change, reason):
     edit(file, change)
     with caches.open(file.parent) as cache:
         with pytest.warns(CacheWarning, match=reason):
@@ -181,7 +179,7 @@ def test_sound_bytes_with_senseless_tables_are_set_aside(
     assert len(list(file.parent.glob("*.damaged-*"))) == 1
 
 
-def test_many_rows_are_compressed_and_come_back(tmp_path: Path) -> None:
+def test_many_rows_are_compressed_and_come_back(tmp_path):
     many = [
         Measurement(replace(KEYS[0], protocol=number), "ok", number + 1, samples=(number + 1,))
         for number in range(3000)
@@ -235,9 +233,7 @@ def linked(link: Any) -> Callable[[h5py.File], None]:
         (set_column("time_ns", "measurements", 1.5), "time_ns holds something else"),
     ],
 )
-def test_no_table_is_elsewhere_or_larger_than_its_file(
-    file: Path, change: Callable[[h5py.File], None], reason: str
-) -> None:
+def test_no_table_is_elsewhere_or_larger_than_its_file(file, change, reason):
     edit(file, change)
     tracemalloc.start()
     try:
@@ -249,7 +245,7 @@ def test_no_table_is_elsewhere_or_larger_than_its_file(
     assert peak < 100 * file.stat().st_size
 
 
-def test_no_bit_flip_and_no_truncation_goes_unseen() -> None:
+def test_no_bit_flip_and_no_truncation_goes_unseen():
     data = wrap(b"an HDF5 image")
     whole = int.from_bytes(data)
     flipped = [(whole ^ 1 << place).to_bytes(len(data)) for place in range(8 * len(data))]
@@ -275,7 +271,7 @@ OTHER_SUBJECTS = [
 ]
 
 
-def test_subjects_are_keys_of_their_own(tmp_path: Path) -> None:
+def test_subjects_are_keys_of_their_own(tmp_path):
     """Whatever was timed of one problem, each has its time, in a cache and in text."""
     timed = [
         Measurement(key, "ok", 5 + place) for place, key in enumerate([KEYS[0], *OTHER_SUBJECTS])
@@ -300,7 +296,7 @@ def test_subjects_are_keys_of_their_own(tmp_path: Path) -> None:
         {"subject": Subject.OPERATIONS},
     ],
 )
-def test_a_subject_needs_what_it_is_of(changes: dict[str, Any]) -> None:
+def test_a_subject_needs_what_it_is_of(changes):
     with pytest.raises(UcudnnError, match="do not go with"):
         replace(KEYS[0], **changes)
 
@@ -309,7 +305,7 @@ def test_a_subject_needs_what_it_is_of(changes: dict[str, Any]) -> None:
     "text",
     ['{"energy_uj": 4}', '{"failure": "boredom"}', '{"load": "high"}', "[]", "{", "lost_to"],
 )
-def test_facts_that_are_none_are_damage(file: Path, text: str) -> None:
+def test_facts_that_are_none_are_damage(file, text):
     edit(file, lambda opened: opened["facts"].__setitem__(0, text))
     with caches.open(file.parent) as cache, pytest.warns(caches.CacheWarning):
         assert not list(cache)

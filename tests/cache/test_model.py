@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import laws
 import pytest
@@ -24,9 +23,7 @@ def random_measurement(chance: random.Random) -> Measurement:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_any_sequence_of_operations(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_sequence_of_operations(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_MANY_SEGMENTS", 5)
     chance = random.Random(seed)
     model: dict[MeasurementKey, Measurement] = {}

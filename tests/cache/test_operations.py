@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_folder_that_cannot_be_written_is_said_to_be_read_only(folder: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said_to_be_read_only(folder):
     file = folder.parent / "a file"
     file.write_text("")
     assert not caches.open(file / "cache", "r").info().writable
@@ -49,7 +49,7 @@ def test_merge_refuses_a_folder_without_a_cache(folder, tmp_path):
         ("failed", "failed", False),
     ],
 )
-def test_what_says_more_replaces_a_quiet_measurement(loaded: str, quiet: str, may: bool) -> None:
+def test_what_says_more_replaces_a_quiet_measurement(loaded, quiet, may):
     some = laws.sample_measurements(1, seed=6)[0]
     one, other = (
         Measurement(some.key, status, 9 if status in ("ok", "screened") else None, load=load)
@@ -61,9 +61,7 @@ def test_what_says_more_replaces_a_quiet_measurement(loaded: str, quiet: str, ma
 
 @pytest.mark.parametrize("is_here", [True, False], ids=["loaded here", "loaded there"])
 @pytest.mark.parametrize("target", ["folder", "memory"])
-def test_merge_prefers_what_was_taken_without_load(
-    is_here: bool, target: str, tmp_path: Path
-) -> None:
+def test_merge_prefers_what_was_taken_without_load(is_here, target, tmp_path):
     samples = laws.sample_measurements(60, seed=6)
     # NaN, which some have, is not equal to itself.
     measurements = [replace(one, load=0.0, error=0.5) for one in samples]
@@ -86,7 +84,7 @@ def test_merge_prefers_what_was_taken_without_load(
         assert len(here) == len(timed) + len(looked_at)
 
 
-def test_merge_passes_over_a_damaged_file_of_the_other(folder: Path, tmp_path: Path) -> None:
+def test_merge_passes_over_a_damaged_file_of_the_other(folder, tmp_path):
     victim = min(folder.glob("*.h5"))
     os.truncate(victim, victim.stat().st_size // 2)
     data = victim.read_bytes()
@@ -98,7 +96,7 @@ def test_merge_passes_over_a_damaged_file_of_the_other(folder: Path, tmp_path: P
     assert victim.read_bytes() == data
 
 
-def test_explain_takes_as_many_fields_as_are_known(folder: Path) -> None:
+def test_explain_takes_as_many_fields_as_are_known(folder):
     key = MEASUREMENTS[3].key
     wanted = {"problem.batch": key.problem.batch, "protocol": key.protocol}
     with caches.open(folder, "r") as cache:

@@ -60,7 +60,7 @@ def imported(path: Path) -> list[Entry]:
         return list(cache.entries())
 
 
-def test_a_csv_has_a_column_per_field(file: Path) -> None:
+def test_a_csv_has_a_column_per_field(file):
     with file.open(newline="") as stream:
         (record,) = csv.DictReader(stream)
     assert record["problem.input_size"] == "27x28"
@@ -95,9 +95,7 @@ def test_a_csv_has_a_column_per_field(file: Path) -> None:
         ("stored_ns", str(2**62 + 1), "stored_ns must be from 0 to 2^62"),
     ],
 )
-def test_a_bad_value_is_named_with_its_place_and_nothing_is_taken(
-    name: str, value: str, reason: str, file: Path
-) -> None:
+def test_a_bad_value_is_named_with_its_place_and_nothing_is_taken(name, value, reason, file):
     change(file, lambda record: record.update({name: value}))
     cache = MemoryCache()
     with pytest.raises(CacheError) as error:
@@ -110,9 +108,7 @@ def test_a_bad_value_is_named_with_its_place_and_nothing_is_taken(
 @pytest.mark.parametrize(
     "edit", [lambda record: record.pop("notes"), lambda record: record.update(energy_uj="5")]
 )
-def test_a_file_without_a_field_or_with_an_unknown_one_is_refused(
-    edit: Callable[[dict[str, str]], object], file: Path
-) -> None:
+def test_a_file_without_a_field_or_with_an_unknown_one_is_refused(edit, file):
     change(file, edit)
     with pytest.raises(CacheError, match="has the columns"):
         imported(file)
@@ -130,7 +126,7 @@ def test_a_file_without_a_field_or_with_an_unknown_one_is_refused(
         ("x.csv", HEADER + b"x" * 200_000, "line 2: field larger than"),
     ],
 )
-def test_another_file_is_refused(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+def test_another_file_is_refused(name, content, reason, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CacheError) as error:
         imported(tmp_path / name)
@@ -138,7 +134,7 @@ def test_another_file_is_refused(name: str, content: bytes, reason: str, tmp_pat
     assert len(str(error.value)) < 1000 + len(str(tmp_path))
 
 
-def test_files_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_reached_are_named(tmp_path):
     with pytest.raises(CacheError, match="cannot read .*none.csv: No such file"):
         imported(tmp_path / "none.csv")
     (tmp_path / "file").write_text("")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -26,7 +25,6 @@ GEOMETRIES = {
     "dilation": {"input_size": (14, 14), "kernel_size": (3, 3), "dilation": (2, 2)},
     "asymmetric": {"input_size": (14, 14), "kernel_size": (3, 3), "padding": ((0, 1), (2, 1))},
 }
-Inside = Callable[..., Any]
 
 
 def of(problem: Problem, **changes: Any) -> dict[str, Any]:
@@ -34,7 +32,7 @@ def of(problem: Problem, **changes: Any) -> dict[str, Any]:
     return asdict(replace(problem, **changes))
 
 
-def test_lists_are_those_of_another_program(inside: Inside) -> None:
+def test_lists_are_those_of_another_program(inside):
     """Expected lists come from a program without a line of this package, for aligned tensors."""
     entries = json.loads((EXPECTED / f"{inside('version')}.json").read_text())
     for entry in entries:
@@ -44,9 +42,7 @@ def test_lists_are_those_of_another_program(inside: Inside) -> None:
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_every_geometry_dtype_and_layout_has_engines_that_build(
-    inside: Inside, geometry: str, dtype: str, layout: str
-) -> None:
+def test_every_geometry_dtype_and_layout_has_engines_that_build(inside, geometry, dtype, layout):
     for op in OPS:
         problem = Problem(op, 8, 64, 64, dtype=dtype, layout=layout, **GEOMETRIES[geometry])
         plans = inside("rebuilt", problem=asdict(problem))
@@ -57,9 +53,7 @@ def test_every_geometry_dtype_and_layout_has_engines_that_build(
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_an_identity_found_at_64_builds_at_other_batches(
-    inside: Inside, dtype: str, op: str
-) -> None:
+def test_an_identity_found_at_64_builds_at_other_batches(inside, dtype, op):
     """Only a weight gradient that was split more often than one sample allows is refused."""
     for problem in (CONV2, SMALL):
         source = of(problem, op=op, dtype=dtype, batch=64)
@@ -75,9 +69,7 @@ def test_an_identity_found_at_64_builds_at_other_batches(
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
-def test_every_wgrad_configuration_also_accumulates(
-    inside: Inside, dtype: str, layout: str
-) -> None:
+def test_every_wgrad_configuration_also_accumulates(inside, dtype, layout):
     problem = replace(SMALL, op="wgrad", dtype=dtype, layout=layout)
     written = inside("rebuilt", problem=asdict(problem))
     added = inside("rebuilt", problem=asdict(problem), beta=1.0)
@@ -91,7 +83,7 @@ def test_every_wgrad_configuration_also_accumulates(
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_a_bias_is_added_by_precompiled_engines(inside: Inside, dtype: str, layout: str) -> None:
+def test_a_bias_is_added_by_precompiled_engines(inside, dtype, layout):
     problem = of(SMALL, dtype=dtype, layout=layout)
     plans = inside("rebuilt", problem=problem, bias=True)
     assert len(plans) > 20
@@ -103,7 +95,7 @@ def test_a_bias_is_added_by_precompiled_engines(inside: Inside, dtype: str, layo
 @pytest.mark.parametrize(
     "identity", ["eng9999", "eng67_k2=99999", "eng67_k77=1", "eng3", "bias_eng41_k2=99999"]
 )
-def test_what_cannot_be_rebuilt_is_a_miss(inside: Inside, identity: str) -> None:
+def test_what_cannot_be_rebuilt_is_a_miss(inside, identity):
     kind, message = inside("refusal", problem=asdict(CONV2), identity=identity)
     assert kind == "UnsupportedError"
     assert identity in message
@@ -111,13 +103,13 @@ def test_what_cannot_be_rebuilt_is_a_miss(inside: Inside, identity: str) -> None
 
 
 @pytest.mark.parametrize("identity", ["", "gemm", "eng", "eng1_k2", "eng1_k2=", "eng1 "])
-def test_what_is_no_identity_is_refused(inside: Inside, identity: str) -> None:
+def test_what_is_no_identity_is_refused(inside, identity):
     kind, message = inside("refusal", problem=asdict(CONV2), identity=identity)
     assert kind == "UnsupportedError"
     assert repr(identity) in message
 
 
-def test_a_name_of_another_version_builds_or_is_a_miss(inside: Inside, newest: Inside) -> None:
+def test_a_name_of_another_version_builds_or_is_a_miss(inside, newest):
     built = 0
     for identity, *_ in newest("found", problem=asdict(CONV2)):
         refusal = inside("refusal", problem=asdict(CONV2), identity=identity)
@@ -126,7 +118,7 @@ def test_a_name_of_another_version_builds_or_is_a_miss(inside: Inside, newest: I
     assert built > 10
 
 
-def test_a_tensor_over_2_to_the_31_elements_is_refused(inside: Inside) -> None:
+def test_a_tensor_over_2_to_the_31_elements_is_refused(inside):
     huge = Problem("fprop", 1024, 64, 64, (224, 224), (3, 3), padding=((1, 1), (1, 1)))
     _, message = inside("refusal", problem=asdict(huge), identity=None)
     assert "x of fprop conv2d(64->64, k3, 224x224) at batch 1024 spans 3288334336" in message
@@ -134,21 +126,21 @@ def test_a_tensor_over_2_to_the_31_elements_is_refused(inside: Inside) -> None:
     assert inside("found", problem=asdict(huge.with_batch(512)))
 
 
-def test_a_misaligned_view_is_refused(inside: Inside) -> None:
+def test_a_misaligned_view_is_refused(inside):
     views = [[[12544, 196, 14, 1], 2], [[576, 9, 3, 1], 16], [[12544, 196, 14, 1], 16]]
     kind, message = inside("refusal", problem=asdict(SMALL), identity="eng0", views=views)
     assert kind == "UnsupportedError"
     assert "lignment" in message
 
 
-def test_errors_carry_status_name_and_what_was_attempted(inside: Inside) -> None:
+def test_errors_carry_status_name_and_what_was_attempted(inside):
     status, name, doing, _ = inside("error_of_a_wrong_attribute")
     assert 2000 <= status < 4000
     assert name.startswith("CUDNN_STATUS_")
     assert doing == "set ENGINEHEUR_MODE"
 
 
-def test_listing_and_building_leave_no_memory_behind(newest: Inside) -> None:
+def test_listing_and_building_leave_no_memory_behind(newest):
     assert newest("descriptors_kept", problem=asdict(SMALL)) < 4 << 20
 
 
@@ -165,8 +157,6 @@ def test_listing_and_building_leave_no_memory_behind(newest: Inside) -> None:
         ((), "float32", "strict", True, True),
     ],
 )
-def test_rules_are_those_of_pytorch(
-    notes: tuple[str, ...], dtype: str, math: str, deterministic: bool, allowed: bool
-) -> None:
+def test_rules_are_those_of_pytorch(notes, dtype, math, deterministic, allowed):
     problem = replace(SMALL, dtype=dtype, math=math)
     assert Configuration("eng1", 0, "A", 0, notes).is_allowed(problem, deterministic) is allowed

@@ -66,9 +66,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_the_table_is_complete_and_alike_layers_have_rows_each(
-    enumerate_: Enumerate, library: Path, tmp_path: Path
-) -> None:
+def test_the_table_is_complete_and_alike_layers_have_rows_each(enumerate_, library, tmp_path):
     output = tmp_path / "candidates.csv"
     done = enumerate_("-o", output, "--json", library=library)
     assert done.returncode == 0, done.stderr
@@ -90,9 +88,7 @@ def test_the_table_is_complete_and_alike_layers_have_rows_each(
     assert ranks == list(range(len(ranks)))
 
 
-def test_options_choose_ops_batches_dtype_layout_and_math(
-    enumerate_: Enumerate, library: Path, tmp_path: Path
-) -> None:
+def test_options_choose_ops_batches_dtype_layout_and_math(enumerate_, library, tmp_path):
     output = tmp_path / "some.csv"
     options = "--ops dgrad --batches 4,2 --dtype float16 --memory-format nhwc"
     done = enumerate_("-o", output, *options.split(), library=library)
@@ -117,9 +113,7 @@ def test_options_choose_ops_batches_dtype_layout_and_math(
         ("-o", "no/such/folder.csv", "a file in a folder that exists"),
     ],
 )
-def test_bad_input_is_a_sentence_and_leaves_no_file(
-    enumerate_: Enumerate, tmp_path: Path, option: str, value: str, said: str
-) -> None:
+def test_bad_input_is_a_sentence_and_leaves_no_file(enumerate_, tmp_path, option, value, said):
     before = set(tmp_path.iterdir())
     done = enumerate_("-o", "new.csv", option, value)
     assert done.returncode == 2
@@ -128,7 +122,7 @@ def test_bad_input_is_a_sentence_and_leaves_no_file(
     assert set(tmp_path.iterdir()) == before
 
 
-def test_the_example_in_the_document_runs(library: Path, stub_cache: Path) -> None:
+def test_the_example_in_the_document_runs(library, stub_cache):
     (code,) = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "docs/cudnn.md").read_text(), re.M | re.S
     )
@@ -144,7 +138,7 @@ def test_the_example_in_the_document_runs(library: Path, stub_cache: Path) -> No
     assert re.fullmatch(r"(eng\d+\w*[=\w-]* \d+ \(.*\)\n){3}", done.stdout)
 
 
-def test_doctor_names_cudnn_and_saves_no_profile_where_there_is_no_gpu(tmp_path: Path) -> None:
+def test_doctor_names_cudnn_and_saves_no_profile_where_there_is_no_gpu(tmp_path):
     command = [sys.executable, "-m", "ucudnn", "doctor", "--save-device-profile", "gpu.json"]
     done = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path, text=True)
     if done.returncode == 0:

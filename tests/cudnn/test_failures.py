@@ -59,7 +59,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Runtime]:
     return make
 
 
-def test_a_plan_that_cannot_be_built_is_an_error_as_torch_raises_it(failing) -> None:
+def test_a_plan_that_cannot_be_built_is_an_error_as_torch_raises_it(failing):
     """EXECUTION_FAILED_CUDART: no refusal, and nothing that ends all of tuning."""
     here = failing(5003)
     with pytest.raises(RuntimeError, match=r"STATUS \(5003\)") as caught:
@@ -70,7 +70,7 @@ def test_a_plan_that_cannot_be_built_is_an_error_as_torch_raises_it(failing) -> 
     assert "5003" in (backend.build_refusal(PROBLEM, "eng1") or "")
 
 
-def test_a_plan_that_is_refused_is_a_miss(failing) -> None:
+def test_a_plan_that_is_refused_is_a_miss(failing):
     with pytest.raises(UnsupportedError, match=r"does not compute .* STATUS \(3000\)"):
         failing(3000).build(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
 

@@ -53,7 +53,7 @@ def described(inside: Inside, problem: Problem, **options: Any) -> tuple[list[An
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("op", OPS)
-def test_cudnn_is_told_the_problem(inside: Inside, op: str, dtype: str, layout: str) -> None:
+def test_cudnn_is_told_the_problem(inside, op, dtype, layout):
     problem = replace(UNEVEN, op=op, dtype=dtype, layout=layout)
     tensors, (node,), _ = described(inside, problem, alpha=0.25, beta=0.5)
     for tensor, shape in zip(
@@ -75,7 +75,7 @@ def test_cudnn_is_told_the_problem(inside: Inside, op: str, dtype: str, layout: 
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_one_dimension_is_told_as_two(inside: Inside, layout: str) -> None:
+def test_one_dimension_is_told_as_two(inside, layout):
     problem = Problem("fprop", 4, 8, 16, (20,), (5,), padding=((3, 1),), layout=layout)
     flat = Problem(*("fprop", 4, 8, 16, (1, 20), (1, 5)), padding=((0, 0), (3, 1)), layout=layout)
     tensors, (node,), _ = described(inside, problem)
@@ -87,7 +87,7 @@ def test_one_dimension_is_told_as_two(inside: Inside, layout: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_bias_is_added_to_a_sum_in_float32(inside: Inside, dtype: str) -> None:
+def test_a_bias_is_added_to_a_sum_in_float32(inside, dtype):
     problem = replace(UNEVEN, dtype=dtype, groups=1)
     (*_, y, bias, total), (convolution, addition), _ = described(inside, problem, bias=True)
     assert total["isVirtual"]
@@ -100,7 +100,7 @@ def test_a_bias_is_added_to_a_sum_in_float32(inside: Inside, dtype: str) -> None
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_plan_is_of_the_engine_and_knobs_of_its_name(inside: Inside, op: str) -> None:
+def test_the_plan_is_of_the_engine_and_knobs_of_its_name(inside, op):
     problem = replace(UNEVEN, op=op, groups=1)
     for identity, *_ in inside("found", problem=asdict(problem))[:12]:
         _, _, engine = described(inside, problem, identity=identity)
@@ -112,9 +112,7 @@ def test_the_plan_is_of_the_engine_and_knobs_of_its_name(inside: Inside, op: str
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("size", [(32, 10), (32, 6, 5)], ids=["2d", "3d"])
 @pytest.mark.parametrize("op", OPS)
-def test_a_slab_is_a_view_of_the_whole(
-    inside: Inside, op: str, size: tuple[int, ...], layout: str
-) -> None:
+def test_a_slab_is_a_view_of_the_whole(inside, op, size, layout):
     """As torch slices it: the same strides, an address that is as aligned as is claimed."""
     rank = len(size)
     whole = Problem(
@@ -136,7 +134,7 @@ def test_a_slab_is_a_view_of_the_whole(
             assert view.storage_offset() * 2 % tensor["ptrAlignment"] == 0
 
 
-def test_a_chunk_claims_the_alignment_of_its_size() -> None:
+def test_a_chunk_claims_the_alignment_of_its_size():
     odd = Problem("fprop", 1, 3, 8, (5, 5), (3, 3), dtype="float16")  # 150 bytes per sample of x
     claimed = [views_of(odd.with_batch(batch)).x.alignment_bytes for batch in (1, 2, 4, 8, 16, 6)]
     assert claimed == [2, 4, 8, 16, 16, 4]

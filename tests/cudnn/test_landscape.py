@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +12,11 @@ from ucudnn.backends.cudnn.profile import DeviceProfile
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "devices" / "h200.json"
-Inside = Callable[..., Any]
 
 
 def test_nnunet_keeps_tensor_cores_in_slabs_where_single_samples_do_not(
-    newest: Inside, script, stub_cache: Path, monkeypatch
-) -> None:
+    newest, script, stub_cache, monkeypatch
+):
     """Of those kernels at N=2 that have no tensor-core configuration within 64 MiB."""
     if newest("version") != 92800:  # the numbers are those of one release
         pytest.skip("the first folder of CUDNN_TEST_FOLDERS holds another release than 9.28.0")

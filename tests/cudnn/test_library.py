@@ -16,7 +16,7 @@ from ucudnn.errors import UnsupportedError
 H200 = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
 
 
-def test_a_library_too_old_for_profiles_is_refused(compiled) -> None:
+def test_a_library_too_old_for_profiles_is_refused(compiled):
     path = compiled(90700)
     cudnn = Cudnn(path)
     assert cudnn.version_text == "9.7.0"
@@ -24,14 +24,14 @@ def test_a_library_too_old_for_profiles_is_refused(compiled) -> None:
         DeviceProfile.load(H200).descriptor(cudnn)
 
 
-def test_what_is_no_cudnn_is_refused(compiled, tmp_path: Path) -> None:
+def test_what_is_no_cudnn_is_refused(compiled, tmp_path):
     (tmp_path / "text.so").write_text("no library")
     for path in (compiled(None, "int x;"), tmp_path / "text.so", tmp_path / "missing.so"):
         with pytest.raises(UnsupportedError, match="cannot load cuDNN 9 from"):
             Cudnn(path)
 
 
-def test_the_wheel_beside_torch_is_found(tmp_path: Path, monkeypatch) -> None:
+def test_the_wheel_beside_torch_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "_mapped_library", lambda: None)
     path = tmp_path / "nvidia/cudnn/lib/libcudnn.so.9"
     path.parent.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_the_wheel_beside_torch_is_found(tmp_path: Path, monkeypatch) -> None:
     assert find_library() == path
 
 
-def test_without_any_the_remedy_is_named(tmp_path: Path, monkeypatch) -> None:
+def test_without_any_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "_mapped_library", lambda: None)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -65,7 +65,7 @@ def test_what_is_loaded_comes_first(compiled, python, tmp_path):
     assert python("-c", program, path, other).stdout.strip() == str(path)
 
 
-def test_a_torch_with_its_own_cudnn_inside_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_a_torch_with_its_own_cudnn_inside_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "_mapped_library", lambda: None)
     torch = SimpleNamespace(__version__="2.99", version=SimpleNamespace(cuda="13.0"))
     monkeypatch.setitem(sys.modules, "torch", torch)
