@@ -108,47 +108,23 @@ def test_a_limit_holds_for_each_kernel_beside_the_pool(scripted):
     assert {kernel.split(N).chunks[0].algorithm for kernel in plan.kernels} == {"fast"}
 
 
-class PerSide:
-    """Costs that differ by the width of the input, for a scripted backend."""
-
-    def __init__(self, monkeypatch, backend, costs):
-        self._costs = costs
-        known = backend.executable
-
-        def executable(problem, algorithm):
-            built = known(problem, algorithm)
-            alone = built.alone
-
-            def of_side(a, b):
-                backend.costs = self._costs[a.shape[3]]
-                return alone(a, b)
-
-            built.alone = of_side
-            return built
-
-        monkeypatch.setattr(backend, "executable", executable)
-        monkeypatch.setattr(backend, "refusal", self._refusal)
-
-    def _refusal(self, problem, algorithm):
-        side = problem.input_size[-1]
-        return None if algorithm in self._costs[side] else "there is none"
-
-
 def flat(ms_per_sample, mib):
     return lambda size: (int(ms_per_sample * size * MS), int(mib * MIB))
 
 
-def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted, monkeypatch):
-    names = dict.fromkeys(("torch_default", "fast", "slow"), linear(1, 0))
-    backend = scripted(**names)
-    backend.candidates = lambda problem: tuple(  # each side has its own
-        Candidate(problem, name) for name in costs[problem.input_size[-1]]
-    )
+def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted):
+    backend = scripted()
     costs = {
         4: {"torch_default": flat(40, 40), "fast": flat(1, 10), "slow": flat(10, 6)},
         8: {"torch_default": flat(1, 4)},
     }
-    PerSide(monkeypatch, backend, costs)
+
+    def of_side(problem):
+        return costs[problem.input_size[-1]]
+
+    backend.candidates = lambda one: tuple(Candidate(one, name) for name in of_side(one))
+    backend.refusal = lambda one, name: None if name in of_side(one) else "there is none"
+    backend.charged = lambda name, one: of_side(one)[name](one.batch)
     layers = [("a", NARROW), ("b", WIDE)]
     plan = tune_problems(layers, Config(total_workspace="10.5MiB"))
     assert [str(kernel.split(N)) for kernel in plan.kernels] == ["8 slow", "8 torch_default"]
@@ -157,15 +133,9 @@ def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted
 
 
 @pytest.mark.slow
-def test_calls_that_need_more_than_their_chunks_divide_the_pool_anew(scripted, monkeypatch):
+def test_calls_that_need_more_than_their_chunks_divide_the_pool_anew(scripted):
     backend = scripted(torch_default=linear(4, 0.5), fast=linear(1, 2))
-    of_chunks = backend.workspace_bytes
-
-    def workspace_bytes(run, parts):
-        parts = list(parts)
-        return of_chunks(run, parts) + (MIB // 2 if len(parts) > 1 else 0)
-
-    monkeypatch.setattr(backend, "workspace_bytes", workspace_bytes)
+    backend.beside_bytes = lambda sizes: MIB // 2 if len(sizes) > 1 else 0
     smallest = 4 * MIB  # four calls, each half a MiB more than chunks of one sample
     with pytest.raises(PlanError, match="together; the smallest need 4 MiB") as caught:
         tune_problems(LAYERS, Config(total_workspace=smallest - 1))
@@ -229,39 +199,30 @@ LEAN = {"torch_default": linear(4, 0.25), "fast": linear(1, 2, 2), "faster": lin
 HUNGRY = {"torch_default": linear(4, 2), "fast": linear(1, 1), "lean": linear(9, 0.5)}
 
 
-@pytest.mark.parametrize("seconds", [0.13, 0.2, 0.5, 1, 3, 30])
-def test_one_look_per_kernel_is_enough_for_a_plan_within_the_pool(timed, seconds):
-    """Torch's own convolutions fit together, and take 96 ms with the first runs of all three."""
-    plan, _, used = timed(LEAN, seconds, 8 * MIB)
-    assert len(plan.kernels) == 3
-    assert plan.workspace_bytes <= 8 * MIB
-    assert time_of(plan) <= 4 * N * 4 * MS  # what torch takes
-    assert used <= seconds + 0.2  # but for a round of whole calls
-    for kernel in plan.kernels:
-        assert all(kernel.split(n).size == n for n in range(1, N + 1))
-
-
-@pytest.mark.parametrize("seconds", [0.4, 0.5, 1, 3, 30])
-def test_small_chunks_are_found_where_torchs_own_do_not_fit_together(timed, seconds):
-    plan, _, used = timed(HUNGRY, seconds, 9 * MIB)
-    assert len(plan.kernels) == 3
-    assert plan.workspace_bytes <= 9 * MIB
-    assert used <= seconds + 0.2
-
-
 # Torch's own convolutions of three kernels take 1.8 s together, and need 32 MiB in all calls.
 SLOW = {"torch_default": linear(75, 1), "fast": linear(40, 2), "lean": linear(200, 0.5)}
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("mib", [4, 12, 40])
-def test_a_fourth_of_the_defaults_time_gives_each_kernel_a_part(timed, share, mib):
-    call_s = N * 0.075
-    seconds = share * len(CALLS) * call_s
-    plan, _, used = timed(SLOW, seconds, mib * MIB)
+@pytest.mark.parametrize(
+    ("costs", "seconds", "mib", "round_s"),
+    [
+        # Torch's own fit together, and take 96 ms with the first runs of all three.
+        *((LEAN, seconds, 8, 0.2) for seconds in (0.13, 0.2, 0.5, 1, 3, 30)),
+        # They do not, and small chunks are found.
+        *((HUNGRY, seconds, 9, 0.2) for seconds in (0.4, 0.5, 1, 3, 30)),
+        # A fourth of their time is enough.
+        *((SLOW, 1.8 * share, mib, 0.6) for share in (1, 0.5, 0.25) for mib in (4, 12, 40)),
+    ],
+)
+def test_little_time_gives_each_kernel_a_part(timed, costs, seconds, mib, round_s):
+    plan, _, used = timed(costs, seconds, mib * MIB)
     assert len(plan.kernels) == 3
     assert plan.workspace_bytes <= mib * MIB
-    assert used <= seconds + call_s
+    assert used <= seconds + round_s  # of whole calls
+    if costs is LEAN:
+        assert time_of(plan) <= 4 * N * 4 * MS  # what torch takes
+        for kernel in plan.kernels:
+            assert all(kernel.split(n).size == n for n in range(1, N + 1))
 
 
 @pytest.mark.parametrize("costs", [LEAN, HUNGRY], ids=["lean", "hungry"])

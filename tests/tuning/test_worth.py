@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from by_hand import linear
 
 from ucudnn.config import Config
 from ucudnn.measurement import Device
@@ -13,7 +14,7 @@ from ucudnn.problem import Problem
 from ucudnn.tuning.budget import EFFORTS, Budget, Effort
 from ucudnn.tuning.tuner import tune_problems
 
-MS, MIB = 1_000_000, 1 << 20
+MIB = 1 << 20
 
 
 def problem(size):
@@ -23,21 +24,14 @@ def problem(size):
 def per_shape(scripted, ms_by_size):
     """A device on which torch's own and a faster algorithm take times by the input's size."""
 
-    def cost(factor):
-        return lambda size: (int(factor * MS * size), 0)
+    backend = scripted(torch_default=linear(1), fast=linear(0.5))
+    plain = backend.charged
 
-    backend = scripted(torch_default=cost(1.0), fast=cost(0.5))
-    original = backend.executable
+    def charged(algorithm, one):
+        time_ns, workspace = plain(algorithm, one)
+        return int(time_ns * ms_by_size[one.input_size[0]]), workspace
 
-    def executable(one, algorithm):
-        ms = ms_by_size[one.input_size[0]]
-        made = original(one, algorithm)
-        factor = 1.0 if algorithm == "torch_default" else 0.5
-        backend.costs = {**backend.costs, f"{algorithm} {ms}": cost(factor * ms)}
-        made._algorithm = f"{algorithm} {ms}"
-        return made
-
-    backend.executable = executable
+    backend.charged = charged
     return backend
 
 
@@ -51,10 +45,11 @@ def test_a_kernel_below_one_percent_of_the_step_is_looked_at_once(scripted):
     assert any("looked at once" in note for note in small.notes)
 
 
-def test_a_budget_that_was_set_is_also_used_for_small_gains(scripted):
+@pytest.mark.parametrize("settings", [{"time_budget_s": 600}, {"effort": "thorough"}])
+def test_a_budget_that_was_set_and_thorough_tuning_are_also_for_small_gains(scripted, settings):
     per_shape(scripted, {8: 1.0, 4: 0.005})
     layers = [("large", problem(8)), ("small", problem(4))]
-    plan = tune_problems(layers, Config(time_budget_s=600))
+    plan = tune_problems(layers, Config(**settings))
     assert not plan.kernel(problem(8)).is_default
     assert not plan.kernel(problem(4)).is_default
 
@@ -71,7 +66,7 @@ def test_what_is_reserved_for_steps_goes_first_to_kernels_over_their_limit(
         self.deadline = 0.0  # all but the reserve
 
     monkeypatch.setattr(Budget, "begin_tuning", begin_too_late)
-    scripted(torch_default=lambda size: (size * MS, size * MIB))
+    scripted(torch_default=linear(1, 1))
     config = Config(workspace_limit=4 * MIB, time_budget_s=seconds)
     plan = tune_problems([("layer", problem(8))], config)
     assert len(plan.kernels) == (seconds > 1)
@@ -105,18 +100,11 @@ def test_a_default_budget_does_not_count_the_start_of_a_process_to_measure_in(mo
         assert budget.deadline == deadline_s
 
 
-def test_thorough_measures_it_all_the_same(scripted):
-    per_shape(scripted, {8: 1.0, 4: 0.05})
-    layers = [("large", problem(8)), ("small", problem(4))]
-    plan = tune_problems(layers, Config(effort="thorough"))
-    assert not plan.kernel(problem(4)).is_default
-
-
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
 def test_no_default_time_budget_leaves_a_kernel_over_the_limit(scripted, monkeypatch):
     hurried = replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)
     monkeypatch.setitem(EFFORTS, "quick", hurried)
-    scripted(torch_default=lambda size: (size * MS, size * MIB))
+    scripted(torch_default=linear(1, 1))
     # 16 samples at once do not fit
     layers, limit = [("layer", problem(8))], 4 * MIB
     (kernel,) = tune_problems(layers, Config(workspace_limit=limit, effort="quick")).kernels
@@ -141,7 +129,7 @@ def test_kernels_without_a_plan_get_a_second_default_budget(
     monkeypatch.setattr(
         Budget, "extend", lambda self, seconds: (seen.append(seconds), extend(self, seconds))
     )
-    scripted(torch_default=lambda size: (size * MS, size * MIB))
+    scripted(torch_default=linear(1, 1))
     plan = tune_problems([("a", problem(8)), ("b", problem(4))], Config(workspace_limit=4 * MIB))
     assert len(plan.kernels) == 2
     assert seen == extended
