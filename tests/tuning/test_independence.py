@@ -44,14 +44,8 @@ class Holder:
     value: torch.Tensor
 
 
-class Buffered(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-        self.register_buffer("bank", torch.full((3, 6), 0.5))
-
-    def forward(self, x):
-        return self.function(self, x)
+def bank():
+    return nn.Buffer(torch.full((3, 6), 0.5))
 
 
 def remembers(self, x):
@@ -114,8 +108,8 @@ MIXING = {
     ),
     "number of samples": (Function(lambda _, x: x / len(x)), OTHER, True),
     "control flow": (Function(by_mean), DEPEND, True),
-    "memory bank": (Buffered(remembers), "updates its buffers", True),
-    "moving average": (Buffered(averages), "updates its buffers", True),
+    "memory bank": (Function(remembers, bank=bank()), "updates its buffers", True),
+    "moving average": (Function(averages, bank=bank()), "updates its buffers", True),
     "counter": (Function(counts, calls=0), "attribute 'calls' each time", False),
     "list that grows": (Function(grows, rows=[]), "attribute 'rows' each time", False),
     "loss left in an attribute": (Function(leaves), "attribute 'loss' is that of the batch", True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
+import runpy
 import threading
 import warnings
 from dataclasses import replace
@@ -120,12 +120,8 @@ def test_a_kernel_that_was_not_seen_gets_what_the_most_crowded_one_does():
 
 def network():
     """The network of step_peaks.py, which runs in a process of its own."""
-    sys.path.insert(0, str(HERE))
-    try:
-        import step_peaks
-    finally:
-        sys.path.pop(0)
-    return step_peaks.net(), torch.randn(step_peaks.SHAPE)
+    found = runpy.run_path(str(HERE / "step_peaks.py"))
+    return found["net"](), torch.randn(found["SHAPE"])
 
 
 def tuned(model, x, budget, kind="training", **more):
