@@ -5,10 +5,10 @@ For tests and tiny problems only. It shares neither code nor methods with what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
+from typing import Any
 
 from ucudnn.solvers._base import AbstractDivider, Division, Item, Pool
 
@@ -35,13 +35,13 @@ def exhaustive(
         splits = _multisets(_fitting(items, limit), n)
     else:
         alone, begins, later = (_fitting(some, limit) for some in (items, first, accumulate))
-        splits = _by_position(alone, begins, later, n)
-    return min(splits, default=None, key=partial(_cost, launch_ns))
+        splits = by_position(alone, begins, later, n)
+    return min(splits, default=None, key=lambda split: cost(split, launch_ns))
 
 
-def _by_position(
-    alone: list[Item], first: list[Item], later: list[Item], n: int
-) -> Iterator[tuple[Item, ...]]:
+def by_position(
+    alone: list[Any], first: list[Any], later: list[Any], n: int
+) -> Iterator[tuple[Any, ...]]:
     """Every split into one chunk alone, or into a first one and later ones."""
     for item in alone:
         if item.batch == n:
@@ -52,8 +52,8 @@ def _by_position(
                 yield (item, *rest)
 
 
-def _cost(launch_ns: int, split: tuple[Item, ...]) -> tuple[int, int, int, int]:
-    """Sort key: the order in which `reuse` breaks ties."""
+def cost(split: Sequence[Item], launch_ns: int = 0) -> tuple[int, int, int, int]:
+    """What `reuse` compares splits by: time, number of chunks, workspace, ranks."""
     return (
         sum(item.time_ns + launch_ns for item in split),
         len(split),
@@ -66,7 +66,7 @@ def _fitting(items: Iterable[Item], limit: int | None) -> list[Item]:
     return [item for item in items if limit is None or item.workspace_bytes <= limit]
 
 
-def _multisets(items: list[Item], n: int) -> Iterator[tuple[Item, ...]]:
+def _multisets(items: list[Any], n: int) -> Iterator[tuple[Any, ...]]:
     """Every multiset of items whose sizes sum up to n."""
     if n == 0:
         yield ()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from functools import cache
 from math import prod
 from typing import NamedTuple
 
 import pytest
+from exhaustive import by_position
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
@@ -34,9 +34,9 @@ TIMING = Timing(time_ns=7, spread_ns=0, workspace_bytes=0, samples=3)
 
 
 class TimedChunk(NamedTuple):
-    """A way to compute so much of the axis."""
+    """A way to compute so much of the axis, which solvers call a batch of rows, too."""
 
-    size: int
+    batch: int
     algorithm: str
     time_ns: int
     workspace_bytes: int
@@ -103,34 +103,18 @@ class Known:
     def _add(
         self, role: str, chunk: TimedChunk, more_bytes: int, position: list[TimedChunk]
     ) -> None:
-        self.measurements.append(measured(self.axis.part(chunk.size), role, chunk))
+        self.measurements.append(measured(self.axis.part(chunk.batch), role, chunk))
         position.append(chunk._replace(workspace_bytes=chunk.workspace_bytes + more_bytes))
 
     @cache  # noqa: B019 - each lives as long as its test
     def splits(self, extent: int) -> list[tuple[TimedChunk, ...]]:
         """Every split; later chunks in one order only, as they cost the same in any."""
-        several = (
-            (first, *later)
-            for first in self.first
-            if first.size < extent
-            for later in sums(self.later, extent - first.size)
-        )
-        return [*((chunk,) for chunk in self.alone if chunk.size == extent), *several]
+        return list(by_position(self.alone, self.first, self.later, extent))
 
     def fitting(self, extent: int, limit: int | None) -> list[tuple[TimedChunk, ...]]:
         """Those within a limit; with chunks too short for their launch only where no others are."""
         within = [s for s in self.splits(extent) if limit is None or workspace_of(s) <= limit]
         return [s for s in within if len(s) == 1 or is_worthwhile(s)] or within
-
-
-def sums(chunks: list[TimedChunk], size: int) -> Iterator[tuple[TimedChunk, ...]]:
-    """Every multiset of chunks of a size altogether."""
-    if size == 0:
-        yield ()
-    for place, chunk in enumerate(chunks):
-        if chunk.size <= size:
-            for rest in sums(chunks[place:], size - chunk.size):
-                yield (chunk, *rest)
 
 
 def is_worthwhile(split: tuple[TimedChunk, ...]) -> bool:
@@ -175,7 +159,7 @@ def chunks_by_truth(known: Known, split: Split) -> tuple[TimedChunk, ...]:
     for number, chunk in enumerate(split.chunks):
         listed = known.later if number else known.first if len(split.chunks) > 1 else known.alone
         size = known.axis.size_of(chunk)
-        ways = [one for one in listed if (one.size, one.algorithm) == (size, chunk.algorithm)]
+        ways = [one for one in listed if (one.batch, one.algorithm) == (size, chunk.algorithm)]
         found.append(min(ways, key=lambda one: one.time_ns))
     return tuple(found)
 
@@ -197,7 +181,7 @@ def test_the_first_split_is_the_fastest_and_all_are_whole_and_fit(known_of, op, 
         assert bool(splits) == bool(expected)
         for split in splits:
             chunks = chunks_by_truth(known, split)
-            assert sum(chunk.size for chunk in chunks) == known.axis.extent
+            assert sum(chunk.batch for chunk in chunks) == known.axis.extent
             assert limit is None or workspace_of(chunks) <= limit
         if splits:
             assert time_of(chunks_by_truth(known, splits[0])) == min(map(time_of, expected))
@@ -206,7 +190,7 @@ def test_the_first_split_is_the_fastest_and_all_are_whole_and_fit(known_of, op, 
 def timed(*chunks: TimedChunk, sizes=range(1, N + 1)) -> BatchSplits:
     """A table of chunks of fprop: of the whole alone, of others beside others."""
     entries = [
-        measured(kernel().with_batch(one.size), "alone" if one.size == N else "later", one)
+        measured(kernel().with_batch(one.batch), "alone" if one.batch == N else "later", one)
         for one in chunks
     ]
     return BatchSplits(BatchAxis(kernel()), sizes, entries, one_kernel, None)
