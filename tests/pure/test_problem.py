@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from ucudnn.errors import ProblemError, UcudnnError
+from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -176,8 +176,6 @@ def test_refuses_what_cannot_exist(changes: dict[str, Any], sentence: str) -> No
     with pytest.raises(ProblemError, match=sentence) as caught:
         problem(**changes)
     assert "\n" not in str(caught.value)
-    assert isinstance(caught.value, UcudnnError)
-    assert isinstance(caught.value, ValueError)
 
 
 def test_sizes_default_to_one_and_padding_to_zero() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable
 
@@ -99,7 +98,6 @@ def test_a_pool_below_every_division_says_what_would_fit() -> None:
     ) as caught:
         divide(fronts, 14)
     assert caught.value.smallest_bytes == 15
-    assert pickle.loads(pickle.dumps(caught.value)).smallest_bytes == 15
 
 
 def test_devices_that_cannot_add_up_to_the_batch_say_so() -> None:
