@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import ucudnn
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.backends import Executable, open_backend
 from ucudnn.backends.tensors import memory_format
@@ -15,7 +16,9 @@ from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.backends.torch_cpu.processor import usable_cache_bytes
 from ucudnn.benchmark.accuracy import Reference
 from ucudnn.benchmark.bench import Arm, LocalBench
-from ucudnn.benchmark.protocol import ChunkLoop, Ring, ring_samples
+from ucudnn.benchmark.protocol import ChunkLoop, Ring, WholeLoop, ring_samples
+from ucudnn.config import Config
+from ucudnn.execution.execute import bind
 from ucudnn.measurement import Role
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import Problem
@@ -33,6 +36,22 @@ def test_workspace_of_a_chunk_is_what_a_call_of_such_chunks_takes(op, algorithm)
         looks = [bench.look(Arm(2, algorithm, role), None) for role in roles]
         whole = bench.whole([Split("batch", (Chunk(2, algorithm),) * 4)])[0]
     assert max(look.workspace_bytes for look in looks) == whole.workspace_bytes
+
+
+@pytest.mark.slow
+def test_no_kernel_of_a_plan_exceeds_the_limit_when_run():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 1))
+    # Within the default budget a busy machine may not get to smaller batches.
+    config = Config(workspace_limit="200KiB", time_budget_s=600)
+    plan, backend = ucudnn.tune(model, torch.empty(8, 3, 24, 24), config), open_backend("auto")
+    for kernel in plan.kernels:
+        for batch in (8, 7, 3, 1):
+            problem = kernel.problem.with_batch(batch)
+            split = plan.split(problem)
+            call = bind(backend, problem, split)
+            loop = WholeLoop(Ring.allocate(backend, problem), call)
+            taken = backend.workspace_bytes(loop.once, call.parts)
+            assert taken <= config.limit_bytes, f"{problem}: {split}"
 
 
 @pytest.mark.parametrize("op", ["fprop", "dgrad"])
