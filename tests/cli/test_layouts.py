@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from by_hand import kernel, plan_of
 
 from ucudnn.outcomes import Contestant, LayoutRace
 from ucudnn.plan import Plan
@@ -24,12 +25,10 @@ SENTENCE = (
 
 
 @pytest.fixture
-def raced(ucudnn, model, tmp_path):
-    """Files of a plan as it was tuned, and of one for channels_last."""
+def raced(tmp_path):
+    """Files of a plan in the model's own layout, and of one for channels_last."""
     one, other = tmp_path / "one.json", tmp_path / "other.json"
-    arguments = ("tune", f"{model}:net", "--input", "2x3x12x12", "--policy", "undivided")
-    assert ucudnn(*arguments, "--layout", "auto", "-o", one).status == 0
-    plan = replace(Plan.load(one), memory_format="keep")
+    plan = plan_of(kernel(9))
     plan.save(one)
     race = LayoutRace((TORCH, WINNER), 1, 5)
     replace(plan, memory_format="channels_last", layout_race=race).save(other)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
+import by_hand
 import pytest
 
 from ucudnn.config import Config
@@ -409,8 +410,6 @@ def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):
     # without a cache all that is known is in the plan
     assert path.read_text() == report(mixed, rationales(mixed, []))
     assert f"Noise: {noise_of(mixed)}." in Page(path.read_text()).text
-    assert ucudnn("report", tmp_path / "plan.json").status == 2
-    assert ucudnn("report", tmp_path / "none.json", "-o", tmp_path / "b.html").status == 2
 
 
 def test_half_a_character_in_a_name_is_written(drawn, tmp_path):
@@ -539,15 +538,12 @@ def test_no_note_is_repeated(drawn):
 def test_batches_that_repeat_a_chunk_share_a_row():
     count, size = 256, 32
     every = range(1, count + 1)
-    kernel = KernelPlan(
-        problem=Problem("fprop", count, 4, 4, (9, 9), (3, 3)),
-        layers=("stem",),
+    kernel = by_hand.kernel(
+        9,
+        batch=count,
         algorithms=("fast", "slow"),
         alone=tuple(1 if n < size else -1 for n in every),
         last=tuple((size, 0) if n >= size else (n, 1) for n in every),
-        predicted_time_ns=800,
-        timing=Timing(800, 0, 0, samples=5),
-        default=None,
     )
     rows = [*zip(*(column.cells for column in kernel_table(kernel).columns), strict=True)]
     assert rows == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import ucudnn as package
 from ucudnn.layer_table import read_rows
@@ -19,8 +20,6 @@ def traced(ucudnn, tmp_path, *arguments):
 
 
 def test_the_table_of_a_model_is_its_trace(ucudnn, model, tmp_path):
-    import torch
-
     rows = traced(ucudnn, tmp_path, f"{model}:net", "--input", "8x3x12x12")
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 1)
@@ -75,8 +74,6 @@ def test_a_model_under_autocast(ucudnn, model, tmp_path, flags, dtype):
 def test_volumes_in_channels_last(ucudnn, model, tmp_path):
     rows = traced(ucudnn, tmp_path, f"{model}:volumes", "--input", "2x4x6x6x6", "--channels-last")
     assert {row.problem.rank for row in rows} == {3}
-    import torch
-
     net = torch.nn.Sequential(
         torch.nn.Conv3d(4, 8, 3), torch.nn.ReLU(), torch.nn.Conv3d(8, 4, 1)
     ).to(memory_format=torch.channels_last_3d)
