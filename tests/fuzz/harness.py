@@ -21,6 +21,8 @@ from collections import Counter
 from pathlib import Path
 
 MOST_REPORTED = 5
+# Plans are signed as in other tests.
+sys.path.append(str(Path(__file__).parents[1] / "pure"))
 IN_MEMORY = Path("/dev/shm")  # nothing here must survive a crash, and a disk would be waited for
 LONGEST_SENTENCE = 1000  # what a file says may be far longer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import random
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from by_hand import signed
 from rich.console import Console
 
 from ucudnn.config import Config
@@ -117,7 +117,7 @@ def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_document(document: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """A document with some values replaced, exchanged, dropped or added, and a right checksum."""
+    """A document with some values replaced, exchanged, dropped or added, to be signed."""
     changed = copy.deepcopy(document)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         parent, name = chance.choice(list(_places(changed)))
@@ -134,7 +134,7 @@ def mutated_document(document: dict[str, Any], chance: random.Random) -> dict[st
                 parent[f"extra_{chance.randrange(3)}"] = copy.deepcopy(value)
             case _:
                 parent[name] = copy.deepcopy(value)
-    return with_checksum(changed)
+    return changed
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -144,13 +144,6 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield value, key
         if isinstance(value[key], dict | list):
             yield from _places(value[key])
-
-
-def with_checksum(document: dict[str, Any]) -> dict[str, Any]:
-    """A document as its writer would have signed it."""
-    rest = {name: value for name, value in document.items() if name != "checksum"}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    return {**rest, "checksum": hashlib.sha256(text.encode()).hexdigest()}
 
 
 class Trials:
@@ -167,7 +160,7 @@ class Trials:
         if chance.random() < 0.5:
             self._path.write_bytes(mutated_bytes(self._content, chance))
             return self._load_bytes()
-        self._path.write_text(json.dumps(mutated_document(self._document, chance)))
+        signed(mutated_document(self._document, chance), self._path)
         try:
             plan = Plan.load(self._path)
         except PlanError as error:

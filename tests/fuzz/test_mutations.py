@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import signed
 from torch import nn
 
 import ucudnn
@@ -75,7 +76,7 @@ def test_a_mutated_plan_that_loads_computes_the_same(
     document: dict[str, Any] = json.loads(path.read_text())
     computed = 0
     for index in range(mutations):
-        path.write_text(json.dumps(mutate(document, random.Random(f"{seed} {index}"))))
+        signed(mutate(document, random.Random(f"{seed} {index}")), path)
         try:
             plan = Plan.load(path)
         except PlanError:
