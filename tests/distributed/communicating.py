@@ -89,6 +89,14 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return images[place : place + BATCH], labels[place : place + BATCH]
 
 
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    """One step of plain training on a rank's batch."""
+    optimizer.zero_grad()
+    images, labels = batch(step, rank)
+    cross_entropy(model(images.to(next(model.parameters()).dtype)), labels).backward()
+    optimizer.step()
+
+
 def compressed(
     folder: Path, rank: int, codec: str, micro: int = 1, **options: Any
 ) -> dict[str, Any]:
@@ -137,10 +145,7 @@ def joined(folder: Path, rank: int, codec: str) -> dict[str, Any]:
     counts = [3 + 2 * one for one in range(ranks)]
     with Join([replica]):
         for step in range(counts[rank]):
-            optimizer.zero_grad()
-            images, labels = batch(step, rank)
-            cross_entropy(replica(images), labels).backward()
-            optimizer.step()
+            update(replica, optimizer, step, rank)
     for step in range(max(counts)):
         expected.step([[batch(step, r)] if step < counts[r] else [] for r in range(ranks)])
     return {
@@ -193,10 +198,7 @@ def resumed(folder: Path, rank: int, codec: str) -> dict[str, Any]:
     def train(replica: DistributedDataParallel, first: int, last: int) -> None:
         optimizer = torch.optim.SGD(replica.parameters(), lr=RATE)
         for step in range(first, last):
-            optimizer.zero_grad()
-            images, labels = batch(step, rank)
-            cross_entropy(replica(images.float()), labels).backward()
-            optimizer.step()
+            update(replica, optimizer, step, rank)
 
     model = network().float()
     models = [copy.deepcopy(model).to(memory_format=torch.channels_last) for _ in range(2)]
@@ -359,18 +361,10 @@ def elastic(folder: Path, rank: int, period: int) -> dict[str, Any]:
             state = copy.deepcopy(averager.state_dict())
             averager = distributed.ElasticAverager(own, period, alpha, beta, timeout_s=100)
             averager.load_state_dict(state)
-        optimizer.zero_grad()
-        images, labels = batch(step, rank)
-        cross_entropy(own(images), labels).backward()
-        optimizer.step()
+        update(own, optimizer, step, rank)
         averager.step()
         for r, one in enumerate(models):
-            one.zero_grad()
-            images, labels = batch(step, r)
-            cross_entropy(one(images), labels).backward()
-            with torch.no_grad():
-                for parameter in one.parameters():
-                    parameter.sub_(RATE * parameter.grad)
+            update(one, torch.optim.SGD(one.parameters(), lr=RATE), step, r)
         if (step + 1) % period == 0:
             for name, middle in centre.items():
                 every = [one.state_dict()[name] for one in models]
@@ -398,10 +392,7 @@ def delayed(folder: Path, rank: int, late: int) -> dict[str, Any]:
     distributed.delay(replica, late, timeout_s=100)
     optimizer = torch.optim.SGD(replica.parameters(), lr=RATE)
     for step in range(8):
-        optimizer.zero_grad()
-        images, labels = batch(step, rank)
-        cross_entropy(replica(images), labels).backward()
-        optimizer.step()
+        update(replica, optimizer, step, rank)
         expected.zero_grad()
         for r in range(ranks):
             images, labels = batch(step, r)
@@ -427,9 +418,6 @@ def local_sgd(folder: Path, rank: int) -> dict[str, Any]:
         averager = PeriodicModelAverager(period=2)
         optimizer = torch.optim.SGD(one.parameters(), lr=RATE)
         for step in range(4):
-            optimizer.zero_grad()
-            images, labels = batch(step, rank)
-            cross_entropy(one(images.float()), labels).backward()
-            optimizer.step()
+            update(one, optimizer, step, rank)
             averager.average_parameters(one.parameters())
     return {"weights": training.difference(*pair)}
