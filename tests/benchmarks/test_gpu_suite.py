@@ -18,7 +18,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from ucudnn.backends._base import DeviceState
 from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 
@@ -35,13 +34,10 @@ PROFILE = {
 WORKSPACE_BY_NAME = {"im2col_gemm": 1 << 20, "slow_conv2d": 0}
 
 
-class Backend:
+class Backend(TorchCpuBackend):
     """Two algorithms of the CPU as if they were engines."""
 
-    candidate_timeout_s = 60.0
-
     def __init__(self) -> None:
-        self._cpu = TorchCpuBackend()
         cudnn = SimpleNamespace(version=92800)
         self.runtime = SimpleNamespace(configurations=self._configurations, cudnn=cudnn)
 
@@ -52,29 +48,17 @@ class Backend:
         ]
 
     def refusal(self, problem, algorithm):
-        return self._cpu.refusal(strict(problem), algorithm)
+        return super().refusal(strict(problem), algorithm)
 
     def executable(self, problem, algorithm):
-        return self._cpu.executable(strict(problem), algorithm)
+        return super().executable(strict(problem), algorithm)
 
     def operands(self, problem, samples):
-        return self._cpu.operands(strict(problem), samples)
+        return super().operands(strict(problem), samples)
 
     def workspace_bytes(self, run, _parts):
         run()
         return 3 << 20
-
-    def is_broken(self):
-        return False
-
-    def device(self):
-        return self._cpu.device()
-
-    def software(self):
-        return self._cpu.software()
-
-    def state(self):
-        return DeviceState()
 
 
 def strict(problem):

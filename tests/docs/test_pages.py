@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,28 +56,22 @@ def test_the_blocks_of_a_page_run_in_their_order(page: Path, package: Path, tmp_
         "UCUDNN_EFFORT": "quick",
         "UCUDNN_TIME_BUDGET_S": "600",
     }
+    options = {"cwd": tmp_path, "env": environment, "text": True}
+    run = partial(subprocess.run, check=False, capture_output=True, **options)
     for block in blocks(page):
         if block["name"]:
             (tmp_path / block["name"]).write_text(block["code"], "utf-8")
         elif block["mark"]:
             command = {"python": [sys.executable, "-c"], "sh": ["bash", "-euc"]}[block["language"]]
-            result = run([*command, block["code"]], tmp_path, environment)
+            result = run([*command, block["code"]])
             # Of torch's ranks on gloo one sometimes aborts at exit (pytorch#179291).
             if result.returncode and "terminate called without an active" in result.stderr:
-                result = run([*command, block["code"]], tmp_path, environment)
+                result = run([*command, block["code"]])
             missing = re.search(r"ModuleNotFoundError: No module named '(\w+)'", result.stderr)
             if missing and find_spec(missing[1]) is None:
                 pytest.skip(f"the extra `test` brings {missing[1]}")
             output = f"{result.stdout}\n{result.stderr}"
             assert result.returncode == 0, f"{page.name}\n{block['code']}\n{output}"
-
-
-def run(
-    command: list[str], folder: Path, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, check=False, capture_output=True, cwd=folder, env=environment, text=True
-    )
 
 
 def test_figures_are_those_of_the_measurements() -> None:
