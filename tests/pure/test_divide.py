@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucudnn.errors import PlanError
-from ucudnn.solvers import Division, Item, divide, reuse
+from ucudnn.solvers import Division, divide
 from ucudnn.solvers._base import Pool
 from ucudnn.solvers.exact import Exact
 
@@ -96,19 +96,6 @@ def test_an_improvement_of_one_ns_is_found() -> None:
     """What greed finds takes 50, and the bound leaves room for 49."""
     fronts = [[(1, 23), (4, 12)], [(1, 23)], [(8, 28), (9, 8), (0, 15), (7, 3)]]
     assert divide(fronts, 9, "exact").time_ns == 49
-
-
-def test_dominated_and_unsorted_points_may_stand_in_a_front() -> None:
-    fronts = (((8, 5), (0, 9), (8, 7), (9, 5), (8, 5)), ((3, 3),))
-    assert divide(fronts, 11).choice == (0, 0)
-    assert divide(fronts, 10).choice == (1, 0)
-
-
-def test_fronts_of_tables_can_be_divided() -> None:
-    items = [Item(b, m * b, b * t + 1, f"m{m}") for b in (1, 2, 4) for m, t in ((0, 9), (5, 2))]
-    fronts = [reuse(items, n).front(n) for n in (4, 6, 8)]
-    division = divide(fronts, 40)
-    assert_adds_up(division, tuple(map(tuple, fronts)), 40)
 
 
 def proportional(kernels: int) -> Pool:

@@ -42,7 +42,3 @@ def test_no_shares_finish_earlier_or_sooner_in_sum(
 def test_equal_devices_share_equally() -> None:
     times = [[3 * n for n in range(1, 65)]] * 4
     assert balance(times, 64).sizes == (16, 16, 16, 16)
-
-
-def test_a_batch_may_be_too_large_for_one_device_alone() -> None:
-    assert balance([[1, 2], [9, 9, 9, 40]], 5).sizes == (2, 3)

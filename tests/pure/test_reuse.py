@@ -188,16 +188,6 @@ def test_golden_front_of_the_released_mu_cudnn() -> None:
         assert len(table.split(256, workspace)) == count
 
 
-def test_fewer_chunks_win_then_less_workspace_then_the_deterministic_algorithm() -> None:
-    halves, whole = Item(2, 1, 5, "half"), Item(4, 9, 10, "whole")
-    assert reuse([halves, whole], 4).split(4) == (Chunk(4, "whole"),)
-    assert reuse([halves, whole], 4).split(4, 8) == (Chunk(2, "half"),) * 2
-    roomy, tight = Item(4, 9, 10, "roomy"), Item(4, 3, 10, "tight", rank=1)
-    assert reuse([roomy, tight], 4).split(4) == (Chunk(4, "tight"),)
-    random_order, fixed_order = Item(4, 3, 10, "atomic", rank=1), Item(4, 3, 10, "fixed")
-    assert reuse([random_order, fixed_order], 4).split(4) == (Chunk(4, "fixed"),)
-
-
 @pytest.mark.parametrize("scale", [10**6, 10**15, 10**18, 10**30])
 def test_numbers_do_not_overflow(scale: int) -> None:
     draw = random.Random(9)

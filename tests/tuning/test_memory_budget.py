@@ -289,7 +289,6 @@ def test_the_memory_of_a_plan_names_the_kernel_of_each_call():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"memory_budget": "-1"}, "memory_budget must be a number of bytes"),
         ({"memory_budget": "+1KiB"}, "memory_budget must be a number of bytes"),
         ({"memory_budget": 1, "total_workspace": 1}, "set one of them"),
         ({"memory_budget": 1, "ops": "fprop,dgrad"}, "a plan for every pass"),
