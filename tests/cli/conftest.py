@@ -96,6 +96,12 @@ def model(tmp_path):
 
 
 @pytest.fixture
+def output(tmp_path):
+    """Where a plan is written."""
+    return tmp_path / "plan.json"
+
+
+@pytest.fixture
 def table(tmp_path) -> Callable[..., object]:
     """Write a table of layers and return its path."""
 

@@ -35,7 +35,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tables, self.facts, self.scripts, self.loaded, self.texts = {}, [], [], [], []
+        self.tables, self._facts, self.scripts, self.loaded, self.texts = {}, [], [], [], []
         self._tags, self._rows, self.links, self.ids = [], [], [], []
         self.feed(text)
         self.close()
@@ -69,7 +69,7 @@ class Page(HTMLParser):
         elif tag == "script":
             self.scripts[-1] += data
         elif tag in ("dt", "dd"):
-            self.facts.append(data)
+            self._facts.append(data)
         elif tag in ("p", "li", "h1", "span", "b", "summary"):
             self.texts.append(data)
 
@@ -77,6 +77,10 @@ class Page(HTMLParser):
         """The lines of a table, each with its cells by their headings."""
         head, *rows = self.tables[name]
         return [dict(zip(head, row, strict=True)) for row in rows]
+
+    @property
+    def facts(self):
+        return dict(zip(self._facts[::2], self._facts[1::2], strict=True))
 
     @property
     def text(self):
@@ -155,8 +159,7 @@ def trace(figure, name):
 @pytest.mark.slow
 def test_the_heading_says_what_the_plan_was_made_for(drawn, mixed):
     page = drawn(mixed)
-    facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))
-    assert facts == {
+    assert page.facts == {
         "device": "Example CPU, AVX2, 4 cores",
         "threads": "3",
         "torch": "2.13.0",
@@ -169,7 +172,7 @@ def test_the_heading_says_what_the_plan_was_made_for(drawn, mixed):
     }
     assert "3 of 4 kernels leave torch's default" in page.text
     pool = drawn(plan_of(kernel(), total_workspace="64MiB"))
-    assert "64 MiB, every call owns its part" in pool.facts
+    assert "64 MiB, every call owns its part" in pool.facts.values()
 
 
 def test_the_table_has_every_kernel_with_notes(drawn, mixed):
@@ -423,8 +426,7 @@ def test_the_memory_that_a_budget_leaves_each_kernel(drawn):
     # 80 MiB less what is live
     left = trace(page.figures["Workspaces"], "left by the memory budget")
     assert (left["x"], left["y"]) == ([18 << 20], [0])
-    facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))
-    assert facts["memory budget"] == "80 MiB"
+    assert page.facts["memory budget"] == "80 MiB"
     assert page.text.count("30 MiB of workspace") == 1
 
 

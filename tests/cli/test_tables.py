@@ -91,8 +91,8 @@ def test_a_model_whose_course_depends_on_values(ucudnn, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_table_is_tuned_as_its_model_is(ucudnn, model, tmp_path):
-    table, output = tmp_path / "layers.csv", tmp_path / "plan.json"
+def test_a_table_is_tuned_as_its_model_is(ucudnn, model, tmp_path, output):
+    table = tmp_path / "layers.csv"
     ucudnn("trace", f"{model}:net", "--input", "4x3x9x9", "--autocast", "-o", table)
     done = ucudnn("tune", table, "--policy", "undivided", "-o", output)
     assert done.status == 0, done.err
@@ -105,8 +105,8 @@ def test_a_table_is_tuned_as_its_model_is(ucudnn, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_counts_are_calls_of_a_step(ucudnn, model, tmp_path):
-    table, output = tmp_path / "layers.csv", tmp_path / "plan.json"
+def test_counts_are_calls_of_a_step(ucudnn, model, tmp_path, output):
+    table = tmp_path / "layers.csv"
     header, first, second = ucudnn(
         "trace", f"{model}:net", "--input", "4x3x9x9", "--infer"
     ).out.splitlines()

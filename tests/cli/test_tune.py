@@ -23,8 +23,7 @@ SHAPE = "8x3x12x12"
 
 
 @pytest.mark.slow
-def test_a_model_is_tuned_shown_and_tuned_again_from_the_cache(ucudnn, model, tmp_path):
-    output = tmp_path / "net.plan.json"
+def test_a_model_is_tuned_shown_and_tuned_again_from_the_cache(ucudnn, model, output):
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--no-step-race")
     tuned = ucudnn(*arguments, "-o", output)
     assert tuned.status == 0, tuned.err
@@ -47,9 +46,8 @@ def test_a_model_is_tuned_shown_and_tuned_again_from_the_cache(ucudnn, model, tm
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_steps_are_announced_and_noted(ucudnn, model, tmp_path, monkeypatch):
+def test_compiled_steps_are_announced_and_noted(ucudnn, model, output, monkeypatch):
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
-    output = tmp_path / "plan.json"
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided", "--compile")
     done = ucudnn(*arguments, "--layout", "auto", "-o", output)
     assert done.status == 0, done.err
@@ -61,12 +59,11 @@ def test_compiled_steps_are_announced_and_noted(ucudnn, model, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
+def test_a_narrow_terminal_hides_no_split(ucudnn, table, output, monkeypatch):
     from rich.console import Console
 
     from ucudnn.cli import console, plans
 
-    output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--policy", "undivided", "-o", output)
     kernels = Plan.load(output).kernels
     # How noisy the times are is said in lines of any length.
@@ -88,8 +85,7 @@ def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_pool_is_divided(ucudnn, model, tmp_path):
-    output = tmp_path / "plan.json"
+def test_a_pool_is_divided(ucudnn, model, output):
     flags = ("--input", SHAPE, "--total-workspace", "150KiB", "--solver", "cbc", "-o", output)
     tuned = ucudnn("tune", f"{model}:net", *flags)
     assert tuned.status == 0, tuned.err
@@ -100,8 +96,7 @@ def test_a_pool_is_divided(ucudnn, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_memory_budget(ucudnn, model, tmp_path):
-    output = tmp_path / "plan.json"
+def test_a_memory_budget(ucudnn, model, output):
     flags = ("--input", SHAPE, "--memory-budget", "1GiB", "--infer", "-o", output)
     tuned = ucudnn("tune", f"{model}:net", *flags)
     assert tuned.status == 0, tuned.err
@@ -117,8 +112,7 @@ def test_a_memory_budget(ucudnn, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_show_one_kernel_every_batch(ucudnn, table, tmp_path):
-    output = tmp_path / "plan.json"
+def test_show_one_kernel_every_batch(ucudnn, table, output):
     ucudnn("tune", table(), "--ops", "fprop", "-o", output)
     by_number, by_name = (ucudnn("show", output, "--kernel", key) for key in ("0", "conv1"))
     assert by_number.out == by_name.out
@@ -131,8 +125,7 @@ def test_show_one_kernel_every_batch(ucudnn, table, tmp_path):
 
 
 @pytest.mark.slow
-def test_show_json_is_the_plan(ucudnn, table, tmp_path):
-    output = tmp_path / "plan.json"
+def test_show_json_is_the_plan(ucudnn, table, output):
     ucudnn("tune", table(), "--policy", "undivided", "-o", output)
     shown, kept = json.loads(ucudnn("show", output, "--json").out), json.loads(output.read_text())
     summaries = [kernel.pop("summary") for kernel in shown["kernels"]]
@@ -155,10 +148,9 @@ def test_show_json_is_the_plan(ucudnn, table, tmp_path):
     assert ucudnn("show", output, "--json", "--csv").status == 2
 
 
-def test_settings_from_a_file_and_from_flags(ucudnn, table, tmp_path):
+def test_settings_from_a_file_and_from_flags(ucudnn, table, tmp_path, output):
     settings = tmp_path / "settings.json"
     settings.write_text('{"policy": "undivided", "ops": ["wgrad"], "workspace_limit": "9MiB"}')
-    output = tmp_path / "plan.json"
     done = ucudnn("tune", table(), "--config", settings, "--ops", "fprop", "-o", output)
     assert done.status == 0, done.err
     config = Plan.load(output).config
@@ -276,11 +268,10 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("always:other processes use this machine")
-def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_path, monkeypatch):
+def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, output, monkeypatch):
     from ucudnn.backends.torch_cpu.processor import LoadMeter
 
     monkeypatch.setattr(LoadMeter, "others", lambda _: 99.0)
-    output = tmp_path / "net.plan.json"
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--no-step-race", "-o", output)
     done = ucudnn(*arguments, "--fail-if-noisy")
     assert done.status == 1
@@ -295,8 +286,7 @@ def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_pat
 
 
 @pytest.mark.slow
-def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, model, tmp_path):
-    output = tmp_path / "plan.json"
+def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, model, output):
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
     done = ucudnn(*arguments, "--workspace-limit", "1", "--unplanned", "error")
     assert done.status == 1
@@ -312,8 +302,7 @@ def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, mod
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("always:.*exceed the workspace limit")
-def test_kernels_that_nothing_fits_are_left_out_or_refused(ucudnn, model, tmp_path):
-    output = tmp_path / "plan.json"
+def test_kernels_that_nothing_fits_are_left_out_or_refused(ucudnn, model, output):
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
     done = ucudnn(*arguments, "--workspace-limit", "3KiB", "-o", output)
     assert done.status == 0, done.err
