@@ -12,10 +12,7 @@ from ucudnn.outcomes import Contestant, LayoutRace
 from ucudnn.plan import Plan
 from ucudnn.reports.html import report
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")]
 TORCH = Contestant("keep", False, 100_000_000, peak_bytes=64 << 20, is_allowed=False)
 WINNER = Contestant("channels_last", True, 80_000_000, 0.8, 0.79, 0.82, 48 << 20)
 SENTENCE = (

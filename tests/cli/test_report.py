@@ -500,11 +500,7 @@ def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
     assert front["x"][1] == 2 << 20
     # the plan's point, torch's, and what was not too slow to draw
     points = {one["name"]: one["y"] for one in figure[0] if one["mode"] == "markers"}
-    assert points == {
-        "rejected, predicted": [0.009],
-        "torch's default": [0.030],
-        "plan": [0.020],
-    }
+    assert points == {"rejected, predicted": [0.009], "torch's default": [0.030], "plan": [0.020]}
     rows = [row for row in page.cells("candidates") if row["#"] == "0"]
     assert [row["split"] for row in rows] == ["2x16 onednn", "32 fast", "32 slow", "32 broken"]
     assert [row["time"] for row in rows] == ["20.0 ms", "~9.00 ms", "1.00 s", "-"]

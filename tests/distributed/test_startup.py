@@ -84,24 +84,15 @@ def test_a_restart_meets_no_dead_rank(tmp_path, torchrun):
         ({}, None),
         (variables("MPICH", 7, 8, 3, 4), (7, 8, 3, 4)),
         # mpirun in a batch job of Slurm
-        (
-            variables("Slurm", 0, 16, 0, 16) | variables("Open MPI", 3, 4, 3, 4),
-            (3, 4, 3, 4),
-        ),
+        (variables("Slurm", 0, 16, 0, 16) | variables("Open MPI", 3, 4, 3, 4), (3, 4, 3, 4)),
         # torchrun under mpirun, once per host
-        (
-            variables("torchrun", 5, 8, 1, 4) | variables("Open MPI", 1, 2, 0, 1),
-            (5, 8, 1, 4),
-        ),
+        (variables("torchrun", 5, 8, 1, 4) | variables("Open MPI", 1, 2, 0, 1), (5, 8, 1, 4)),
         # srun with PMI
         (variables("Slurm", 7, 8, 3, 4) | {"PMI_RANK": "7", "PMI_SIZE": "8"}, (7, 8, 3, 4)),
         # srun on two hosts, and on one more with fewer tasks
         (variables("Slurm", 7, 11, 3) | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, (7, 11, 3, 4)),
         # srun of a part of a batch job
-        (
-            variables("Slurm", 1, 16, 1, 2) | {"SLURM_STEP_NUM_TASKS": "2"},
-            (1, 2, 1, 2),
-        ),
+        (variables("Slurm", 1, 16, 1, 2) | {"SLURM_STEP_NUM_TASKS": "2"}, (1, 2, 1, 2)),
     ],
 )
 def test_the_launcher_nearest_to_the_rank_counts(started, environment, expected):

@@ -99,9 +99,7 @@ def test_every_command_line_is_one_that_exists(documents: str) -> None:
         # What follows is of another program.
         words = words[: words.index("--")] if "--" in words else words
         path = max(
-            (path for path in COMMANDS if tuple(words[: len(path)]) == path),
-            key=len,
-            default=None,
+            (path for path in COMMANDS if tuple(words[: len(path)]) == path), key=len, default=None
         )
         assert path is not None, f"no such command: {line}"
         known = set(options(COMMANDS[path]))

@@ -42,9 +42,7 @@ def test_depth_one_is_flat_and_any_other_is_deep(path: Path) -> None:
         groups=2,
     )
     assert deep == Problem(
-        *("dgrad", 2, 4, 6, (9, 8, 7), (3, 3, 3)),
-        stride=(2, 1, 1),
-        padding=((1, 1),) * 3,
+        *("dgrad", 2, 4, 6, (9, 8, 7), (3, 3, 3)), stride=(2, 1, 1), padding=((1, 1),) * 3
     )
 
 

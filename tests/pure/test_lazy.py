@@ -80,11 +80,7 @@ def best(table: Table, batch: int, launch_ns: int) -> int | None:
         for name in option.lists:
             lists[name].append(Item(option.batch, 0, time_ns, option.algorithm))
     found = exhaustive(
-        lists["alone"],
-        batch,
-        first=lists["first"],
-        accumulate=lists["later"],
-        launch_ns=launch_ns,
+        lists["alone"], batch, first=lists["first"], accumulate=lists["later"], launch_ns=launch_ns
     )
     return None if found is None else sum(item.time_ns + launch_ns for item in found)
 

@@ -132,10 +132,7 @@ def test_bytes_per_element_are_torchs(dtype: str) -> None:
 
 REFUSED = [
     ({"op": "forward"}, "op must be one of fprop, dgrad, wgrad, got 'forward'"),
-    (
-        {"dtype": "float8"},
-        "dtype must be one of float64, float32, bfloat16, float16, got 'float8'",
-    ),
+    ({"dtype": "float8"}, "dtype must be one of float64, float32, bfloat16, float16, got 'float8'"),
     ({"dtype": torch.float32}, "dtype must be one of .*, got torch.float32"),
     ({"layout": "NCHW"}, "layout must be one of nchw, nhwc, got 'NCHW'"),
     ({"math": "fast"}, "math must be one of strict, tf32, got 'fast'"),

@@ -103,11 +103,7 @@ def test_other_axes_and_everything_else_stay(data: st.DataObject) -> None:
     begin = data.draw(st.integers(0, row_count(problem) - 1))
     part = slab(problem, begin, data.draw(st.integers(begin + 1, row_count(problem)))).problem
     assert part is not None
-    back = replace(
-        part,
-        input_size=(11, *part.input_size[1:]),
-        padding=((1, 1), *part.padding[1:]),
-    )
+    back = replace(part, input_size=(11, *part.input_size[1:]), padding=((1, 1), *part.padding[1:]))
     assert back == problem
 
 

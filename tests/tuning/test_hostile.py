@@ -29,8 +29,7 @@ def failures() -> dict[str, tuple[str, FailureKind | None]]:
 
 
 @pytest.mark.parametrize(
-    ("op", "policy"),
-    [("fprop", "undivided"), ("dgrad", "undivided"), ("wgrad", "powers-of-two")],
+    ("op", "policy"), [("fprop", "undivided"), ("dgrad", "undivided"), ("wgrad", "powers-of-two")]
 )
 def test_wrong_results_disqualify_loudly(op, policy):
     backend = HostileBackend("wrong", "half")

@@ -137,11 +137,7 @@ MIXING = {
     "no tensors": (Function(lambda _, x: x.tolist()), "no tensors", False),
     "an object": (Function(lambda _, x: Holder(x)), "not one for each sample", True),
     "an object beside": (Function(lambda _, x: (x, Holder(x))), "not one for each sample", True),
-    "nothing for one": (
-        Function(lambda _, x: x.squeeze() if len(x) > 1 else x[0]),
-        OTHER,
-        True,
-    ),
+    "nothing for one": (Function(lambda _, x: x.squeeze() if len(x) > 1 else x[0]), OTHER, True),
 }
 
 
@@ -217,10 +213,7 @@ INDEPENDENT = {
     "BatchNorm in evaluation": lambda: (nn.BatchNorm2d(3).eval(), (3, 5, 5)),
     "Dropout": lambda: (nn.Sequential(nn.Linear(6, 6), nn.Dropout()), (6,)),
     "spectral norm": lambda: (nn.utils.spectral_norm(nn.Linear(6, 6)).eval(), (6,)),
-    "weight norm": lambda: (
-        nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
-        (6,),
-    ),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), (6,)),
     "recurrent": lambda: (
         Function(lambda self, x: self.layer(x)[0], layer=nn.LSTM(6, 5, batch_first=True)),
         (3, 6),

@@ -459,13 +459,7 @@ class LayoutMachine(Machine):
 
 
 CASES = {
-    "torch in channels_last": (
-        1000,
-        700,
-        {4: -300, 5: -400},
-        "channels_last",
-        set(),
-    ),
+    "torch in channels_last": (1000, 700, {4: -300, 5: -400}, "channels_last", set()),
     "the plan in channels_last": (1000, 900, {4: 50, 5: 200}, "channels_last", {5}),
     "the plan in the model's own layout": (1000, 1100, {4: 200, 5: 250}, "keep", {4}),
     "torch in the model's own layout": (1000, 1100, {4: -200, 5: -250}, "keep", set()),
