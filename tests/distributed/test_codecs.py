@@ -1,4 +1,4 @@
-"""Codecs against references: nothing is lost, and what is random is right on average."""
+"""Codecs against references: the right numbers arrive, and what is random is right on average."""
 
 from __future__ import annotations
 
@@ -34,29 +34,6 @@ def test_messages_have_the_size_that_is_stated_and_zeros_stay_zeros(codec, dtype
         assert message.dtype == torch.uint8
         assert len(message) == codec.size_bytes(count, dtype.itemsize)
         assert len(message) % 8 == 0
-
-
-@pytest.mark.parametrize("codec", [one for one in CODECS if one.has_feedback], ids=str)
-@pytest.mark.parametrize("count", COUNTS)
-def test_nothing_is_lost_over_fifty_steps(codec, count):
-    given, sent = torch.zeros(2, count, dtype=torch.float64)
-    left = torch.zeros(count, dtype=torch.float64)
-    for step in range(50):
-        new = gradient(count, seed=step)
-        given += new
-        corrected = new + left
-        part = codec.decode(codec.encode(corrected), corrected)
-        sent += part
-        left = corrected - part
-    assert (sent + left - given).abs().max() < 1e-12 * max(1, given.abs().max())
-
-
-@pytest.mark.parametrize("codec", [one for one in CODECS if one.has_feedback], ids=str)
-def test_an_error_with_feedback_is_smaller_than_the_gradient(codec):
-    for seed in range(20):
-        whole = gradient(101, seed=seed)
-        left = whole - codec.decode(codec.encode(whole), whole)
-        assert left.norm() < whole.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
