@@ -406,3 +406,18 @@ def delayed(folder: Path, rank: int, late: int) -> dict[str, Any]:
         "weights": training.difference(replica.module, expected),
         "replicated": training.is_replicated(replica.module),
     }
+
+
+def local_sgd(folder: Path, rank: int) -> dict[str, Any]:
+    """Converted layers under torch's averager, beside torch's own layers."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = training.network(norm=False)
+    pair = [training.planned(model), copy.deepcopy(model)]
+    for one in pair:
+        averager = PeriodicModelAverager(period=2)
+        optimizer = torch.optim.SGD(one.parameters(), lr=RATE)
+        for step in range(4):
+            update(one, optimizer, step, rank)
+            averager.average_parameters(one.parameters())
+    return {"weights": training.difference(*pair)}

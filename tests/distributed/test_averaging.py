@@ -29,6 +29,11 @@ def test_gradients_are_late_by_the_steps_that_are_asked_for(launch, late):
         assert one["replicated"]
 
 
+def test_local_sgd_by_torch_with_converted_layers(launch):
+    for one in launch("local_sgd", 2).end():
+        assert one["weights"] < 2e-4
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

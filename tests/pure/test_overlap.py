@@ -63,6 +63,13 @@ def test_a_slower_link_never_ends_earlier(gradients, fixed, more):
     assert end >= max(ready) + fixed
 
 
+def test_bucket_joins_all_where_only_latency_counts_and_none_where_it_is_nothing():
+    assert bucket([0, 0, 0], [5, 5, 5], Curve.line(100, 0)).counts == (3,)
+    assert bucket([0, 10, 20], [10, 10, 10], Curve.line(0, 1)).counts == (1, 1, 1)
+    assert bucket([0, 10, 20], [10, 10, 10], Curve.line(0, 1), slack_ns=20).counts == (3,)
+    assert bucket([0], [0], Curve.line(0, 0)).counts == (1,)
+
+
 @pytest.mark.parametrize(
     ("ready", "sizes", "line", "words"),
     [
