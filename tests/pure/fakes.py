@@ -64,6 +64,8 @@ class ScriptedBackend(AbstractBackend):
 
     name = "scripted"
     disturbance: Callable[[], float] = staticmethod(lambda: 1.0)
+    # What a call takes beside its chunks, by their sizes; of the class, as backends are pickled.
+    beside_bytes: Callable[[list[int]], int] = staticmethod(lambda _: 0)
 
     def __init__(self, costs: dict[str, Callable[[int], tuple[int | None, int]]]) -> None:
         self.costs = costs
@@ -73,8 +75,6 @@ class ScriptedBackend(AbstractBackend):
         self.bias_ns = 0  # per sample, of the others
         self.adding_ns: dict[str, int] = {}  # of an algorithm, to add a chunk to a sum
         self.peak = 0
-        # What a call takes beside its chunks, of which it knows the sizes.
-        self.beside_bytes: Callable[[list[int]], int] = lambda _: 0
         self.runs: list[tuple[str, int]] = []
 
     def charged(self, algorithm: str, problem: Problem) -> tuple[int | None, int]:
