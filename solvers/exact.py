@@ -279,7 +279,7 @@ class _Search:
         return sum(values[choice].tolist())
 
     def run(self, state_limit: int) -> bool:
-        """Add one kernel after the other; False if states beyond `state_limit` were dropped."""
+        """Add one kernel after the other; False if `state_limit` made it drop states."""
         # `none` is a zero in the dtype of the pool's numbers, which is int64 or object.
         none = self._extra[:1] * 0
         layers = [_States(none, none, np.zeros(1, np.int64), self._relaxation.base[:1])]

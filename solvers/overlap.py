@@ -26,7 +26,8 @@ from ucudnn.solvers._base import require_int
 class Curve:
     """Time of an exchange over its bytes: straight lines between the sizes that are known.
 
-    Beyond the largest size the last line goes on; below the smallest the time stays the same.
+    Beyond the largest size the line from the smallest to the largest goes on; below the smallest
+    the time stays the same.
 
     >>> Curve((1000, 3000), (500, 1500)).time_ns(4000)
     2000
@@ -68,7 +69,7 @@ class Curve:
         """Times in ns of exchanges of these sizes in bytes, of any shape."""
         found = np.interp(sizes, self.sizes, self.times_ns)
         if len(self.sizes) > 1:
-            slope = (self.times_ns[-1] - self.times_ns[-2]) / (self.sizes[-1] - self.sizes[-2])
+            slope = (self.times_ns[-1] - self.times_ns[0]) / (self.sizes[-1] - self.sizes[0])
             found = found + slope * np.maximum(sizes - self.sizes[-1], 0)
         return found
 
@@ -149,6 +150,7 @@ def overlap(
         contention: how much exchanges and computing slow each other down.
     """
     now = done = 0.0
+    computing_ns = max([computing_ns, *ready_ns])
     left = [float(cost) for cost in costs_ns]
     ends = [0] * len(left)
     begun, computed_ns = 0, 0

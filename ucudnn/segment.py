@@ -57,6 +57,11 @@ class Segment:
             raise PlanError(
                 f"segment {self.module!r} recomputes, which leaves nothing to offload; choose one"
             )
+        if type(self.kept) is not int or self.kept < 0:
+            raise PlanError(
+                f"kept of segment {self.module!r} must be an int of at least 0, got "
+                f"{quoted(self.kept)}"
+            )
         if self.kept and (size is None or not self.recompute):
             raise PlanError(
                 f"segment {self.module!r} keeps {self.kept} micro-batches, and has none that are "

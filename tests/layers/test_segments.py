@@ -670,6 +670,7 @@ def test_a_file_keeps_segments(plan, tmp_path):
 BAD = {
     "no samples": (lambda _: Segment("0", 0), "segment '0' must be an int of at least 1.*got 0"),
     "no int": (lambda _: Segment("0", True), "or None for all samples, got True"),
+    "negative": (lambda _: Segment("0", 2, kept=-1), "'0' must be an int of at least 0, got -1"),
     "nothing to keep": (lambda _: Segment("0", None, kept=2), "'0' keeps 2 .*leave out kept"),
     "keeps less": (lambda _: Segment("0", 2, False, kept=1), "'0' keeps 1 .*leave out kept"),
     "both": (lambda _: Segment("0", 2, offload=True), "'0' recomputes.*choose one"),

@@ -54,6 +54,8 @@ _COMPUTING_S, _RACING_S = 10.0, 30.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
 # Number of sizes at which the link is timed, and the timings per size.
 _SIZES, _REPEATS = 6, 5
+# The most exchanges in turn that are run beside a step.
+_MOST_EXCHANGES = 1000
 # All-gathers are timed up to this part of the bytes of an all-reduce. Most messages of compressions
 # are about as large or smaller.
 _CODED_PART = 32
@@ -224,7 +226,9 @@ def _computing(
             error = reason_against_steps(model, inputs, trained[0].device.type) or None
         if error is None:
             watched = _Watched(model, inputs, alone)
+            # A second step shows whether DDP misses gradients of the first one.
             first = watched.step()
+            watched.step()
             error = None if first[0] else "no gradient of the model is computed"
     except (*STEP_ERRORS, UcudnnError) as caught:
         error = first_line(caught)
@@ -308,7 +312,7 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
     # measured, as often as it fits into that time.
     enough = [size for size in curve.sizes if curve.time_ns(size) >= computing_ns]
     size = min(enough, default=curve.sizes[-1])
-    count = -(-computing_ns // max(1, curve.time_ns(size)))
+    count = min(_MOST_EXCHANGES, -(-computing_ns // max(1, curve.time_ns(size))))
     messages = [torch.zeros(size // 4, device=device) for _ in range(2)]
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     ended: list[int] = []
@@ -335,7 +339,9 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
     def exchange_beside() -> int:
         _wait(device.type)
         start = Moment(device.type)
-        with ThreadPoolExecutor(1) as thread:
+        # A new thread would use the first GPU.
+        use = torch.cuda.set_device if stream else None
+        with ThreadPoolExecutor(1, initializer=use, initargs=(device,) if use else ()) as thread:
             exchanged = thread.submit(exchange_in_turn)
             watched.run()
             computed = Moment(device.type)

@@ -52,7 +52,7 @@ class SegmentForward:
         count = len(next(iter(split.values()), ()))
         size = segment.micro_batch
         if size is None or count <= size or self._is_mixing(segment):
-            is_kept = segment.kept > 0 and size is not None and count <= size
+            is_kept = segment.kept > 0 and size is not None and 0 < count <= size
             return run(*leaves) if is_kept else self._once(segment, run, leaves, is_whole=True)
         # The micro-batches of a tensor are views, all made by one call of `split`, so that backward
         # writes their gradients into one tensor. If two arguments are the same tensor, both get the

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # A group of kernels keeps this fraction of its time for timing whole calls. Otherwise its plans
 # would rest on predictions, the sums of the times of their chunks.
 _RACING = 0.4
-# A group of kernels gets at least this fraction of the time left, however little it could gain.
+# A group of kernels gets at least this fraction of the time that is not kept for any kernel (see
+# `Budget.allot`), however little it could gain.
 _LEAST_PART = 0.05
 # The least number of steps in a race of whole steps: one to warm up and to see how long steps are,
 # two for the peaks of the contestants, and two for one round.

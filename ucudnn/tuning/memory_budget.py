@@ -269,8 +269,12 @@ class MemoryBudget:
         if memory_format not in self._layouts:
             self._layouts[memory_format] = self._profiled(memory_format, traced)
         layout, config = self._layouts[memory_format], self.config
-        # Beside what is held, a training step allocates gradients as large as the parameters.
+        # Beside what is held, a training step allocates gradients as large as the parameters. In a
+        # divided step, what is live beside a micro-batch may not shrink with the micro-batch at
+        # all.
         fixed = layout.held.total + layout.held.parameters
+        if self.division != WHOLE:
+            fixed = max(layout.live_bytes.values(), default=0)
         return Limits(config.limit_bytes, config.budget_bytes, layout.live_bytes, fixed)
 
     def _profiled(self, memory_format: str, traced: Traced) -> _Layout:

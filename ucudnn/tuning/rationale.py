@@ -14,7 +14,8 @@ from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
 from ucudnn.units import format_bytes, format_ns
 
 # The measurements of the plan's machine. Each key is a problem with its batch replaced by 1, so
-# that the measurements of chunks of all sizes are under one key.
+# that the measurements of micro-batches of all sizes are under one key. Slabs of each number of
+# rows have a key of their own.
 _Known = dict[Problem, list[Measurement]]
 # The statuses of those measurements that have a time.
 _TIMED = ("ok", "screened")

@@ -549,17 +549,21 @@ def _recomputed(
     """
     result = call.result_bytes
     inside = round(part * (cost.kept_bytes - result))
+    # The last micro-batch, which is kept first of all, may be smaller than the others.
+    size = one.micro_batch or call.samples
+    recomputed = (-(-call.samples // size) - one.kept) * size
+    kept_part = (call.samples - recomputed) / call.samples if one.kept else 0
+    kept = round(kept_part * (cost.kept_bytes - result))
     beside = min(cost.beside_bytes + gradients, cost.backward_bytes)
     transient = max(0, cost.backward_bytes - cost.kept_bytes - beside)
     # In forward, the results of all micro-batches and the whole result that they are copied into
     # are in memory at once.
     forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
-    forward += max(0, one.kept - 1) * inside
+    forward += max(0, kept - inside)
     # In backward, the kept micro-batches come first; the others use the memory that these free.
-    backward = result + beside + call.argument_bytes + max(1, one.kept) * inside
-    backward += round(part * transient)
+    backward = result + beside + call.argument_bytes + max(kept, inside) + round(part * transient)
     # Smaller micro-batches are assumed to be slower (`_SLOWER`). So of several sizes that fit, the
     # largest is tried first.
-    forwards = 2 - one.kept * part
-    time_ns = round((forwards * cost.forward_ns + cost.backward_ns) * part**-_SLOWER)
-    return Option(result + one.kept * inside, max(forward, backward), time_ns, one)
+    forward_ns = (2 - kept_part) * cost.forward_ns
+    time_ns = round((forward_ns + cost.backward_ns) * part**-_SLOWER)
+    return Option(result + kept, max(forward, backward), time_ns, one)

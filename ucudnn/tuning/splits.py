@@ -204,7 +204,7 @@ class AbstractSplitTable(ABC):
     @property
     @abstractmethod
     def items(self) -> Items:
-        """The timed chunks, by the position that they may have in a split."""
+        """Chunks with a time, by the position that they may have in a split."""
 
     @property
     @abstractmethod
@@ -243,7 +243,7 @@ class AbstractSplitTable(ABC):
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
         """The fastest measurement of each chunk of a split.
 
-        None if a chunk was not timed, or if the split is along another axis.
+        None if a chunk has no time, or if the split is along another axis.
         """
         if axis_of(self.axis.problem, split) != self.axis:
             return None
@@ -272,7 +272,7 @@ class BatchSplits(AbstractSplitTable):
 
     @cached_property
     def items(self) -> Items:
-        """Measurements of micro-batches."""
+        """Micro-batches by role; a batch alone that was not timed may have an upper bound."""
         return items_by_role(self.axis.problem, self.measurements, self.kernel_of)
 
     @property
