@@ -11,10 +11,10 @@ bounds rest on two assumptions about curves:
   less. Count the doublings that lead from the smaller to the larger of the two sizes. Each of them
   but the first allows a tenth less.
 
-Measured times may contradict both assumptions. A time that is longer than that of a larger size is
-replaced by the shortest time of any larger size. Every timed size is compared with the bound that
-the other times of its curve give for it. If a time is below its bound, all bounds of the curve are
-multiplied by the ratio of the two; of several such ratios, by the smallest.
+Measured times may contradict both assumptions. For "grows", a time that is longer than that of a
+larger size is replaced by the shortest time of any larger size. Every timed size is compared with
+the bound that the other times of its curve give for it. If a time is below its bound, all bounds of
+the curve are multiplied by the ratio of the two; of several such ratios, by the smallest.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def outlook(
     # If no chunks add up to the batch, timed or not, nothing is worth timing.
     if bound_ns is None:
         return Outlook(time_ns, bound_ns)
-    # A curve of which no chunk was timed has no bounds, so one chunk of each such curve is timed
-    # first.
+    # If no chunk of a curve ever ran, the two assumptions give no bounds for it, so one chunk of
+    # each such curve is timed first.
     unknown = tuple(max(curve, key=_most_telling) for curve in filter(_is_new, curves.values()))
     if unknown:
         return Outlook(time_ns, bound_ns, unknown)

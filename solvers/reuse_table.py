@@ -144,7 +144,7 @@ class ReuseTable:
         return item if item.batch == n else None
 
     def _last(self, n: int, count: int) -> Item | None:
-        """The last chunk of the best sequence: its first chunk only if it has no later chunks."""
+        """The last chunk of the best sequence: a later chunk, or the first if there is none."""
         first = None
         for role, item in self._chunks(self.rows.chain, n, count):
             if role != FIRST:

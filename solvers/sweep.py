@@ -107,7 +107,7 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
 
 
 def _joined(lists: Mapping[int, Sequence[Item]], batch: int) -> tuple[list[Item], Integers]:
-    """Items up to a batch in one list, and the role of each."""
+    """The items of all lists in one list, without those larger than the batch, and their roles."""
     fitting = {role: [i for i in ones if i.batch <= batch] for role, ones in lists.items()}
     roles = np.repeat(list(fitting), [len(ones) for ones in fitting.values()])
     return [item for ones in fitting.values() for item in ones], roles

@@ -1,11 +1,11 @@
 """Weight gradients of depthwise convolutions by matrix products whose diagonals are summed.
 
 For one channel, an element of the weight gradient is the sum of x * dy over all pairs of a place of
-x and a place of dy that lie one distance apart. For one filter row, a matrix product of x and dy
-adds up all rows and samples. It has an element for each pair of a column of x and a column of dy.
-The pairs with one distance lie on a diagonal of this matrix, so each diagonal is added up. Most of
-the matrix is not needed. But code that computes only the needed elements cannot use fast matrix
-products, so for wide filters this algorithm is faster.
+x and a place of dy whose distance is that of the element. For one filter row, a matrix product of x
+and dy adds up all rows and samples. It has an element for each pair of a column of x and a column
+of dy. The pairs of the same distance lie on a diagonal of this matrix, so for each filter column
+one diagonal is added up. Most of the matrix is not needed. But code that computes only the needed
+elements cannot use fast matrix products, so for wide filters this algorithm is faster.
 """
 
 from __future__ import annotations
