@@ -67,7 +67,7 @@ def test_add_a_backend(
     step("Return an `Executable` from `executable`; only its method `alone` must be written.")
     a, b = backend.operands(PROBLEM, PROBLEM.batch)
     result = backend.executable(PROBLEM, "torch_default").alone(a, b)
-    step("Name it in `Backend` of `ucudnn/config.py`, enter it in `backends/registry.py`.")
+    step("Add its name to `Backend` of `ucudnn/config.py`, and an entry for it to `_ENTRIES` of")
     known = config.SETTINGS["backend"]
     named = known._replace(choices=(*known.choices, "hostile"))
     monkeypatch.setitem(config.SETTINGS, "backend", named)
@@ -122,7 +122,7 @@ class TapwiseExecutable(OpsExecutable):
 def test_add_an_algorithm(
     step: Step, monkeypatch: pytest.MonkeyPatch, exact: Callable[..., Tensor]
 ) -> None:
-    step("Subclass `AbstractAlgorithm` in a module of its own in `ucudnn/backends/torch_cpu/`:")
+    step("Subclass `AbstractAlgorithm` in `ucudnn/backends/torch_cpu/`:")
     algorithm = Tapwise()
     step("Return an `OpsExecutable` from `executable`: it has a method for each of")
     assert isinstance(algorithm.executable(PROBLEM), OpsExecutable)
@@ -154,8 +154,8 @@ class Smallest(AbstractDivider):
 
 def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     step("Subclass `AbstractDivider` in a module of its own in `solvers/`;")
-    step("Return `pool.divided(choice, lower_bound_ns, name)` from `divide`:")
-    step("Name it in `Solver` of `ucudnn/config.py` and enter it in `_DIVIDERS`")
+    step("Return `pool.divided(choice, lower_bound_ns, name)` from `divide`.")
+    step("Add its name to `Solver` of `ucudnn/config.py`, and its class to `_DIVIDERS` of")
     known = config.SETTINGS["solver"]
     named = known._replace(choices=(*known.choices, "smallest"))
     monkeypatch.setitem(config.SETTINGS, "solver", named)
@@ -187,7 +187,7 @@ class Counting(MemoryCache):
 
 def test_add_a_cache(step: Step) -> None:
     step("Subclass `AbstractCache` in a module of its own in `cache/`; or `MemoryCache`,")
-    step("Keep every law: add it to `tests/cache/test_conformance.py`,")
+    step("Every cache must keep the laws of `tests/cache/laws.py`: add your class to")
     for law in laws.LAWS:
         cache = Counting()
         law(lambda cache=cache: cache)

@@ -51,7 +51,7 @@ def test_the_command_line_has_every_command_and_flag(pages):
         return 1 + sum(look(child, f"{path} {name}") for name, child in children.items())
 
     count = look(typer.main.get_command(cli.app), "ucudnn")
-    assert count == len(sections) > 20
+    assert count == len(sections) >= 20
 
 
 def test_the_citation_names_this_version(repository: Path) -> None:
