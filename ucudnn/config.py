@@ -133,8 +133,7 @@ def _positive(name: str, value: object) -> float | None:
         if value is None:
             return None
         # True is refused, although Python treats it as 1. nan fails the comparison.
-        is_number = isinstance(value, (int, float, str)) and value is not True
-        if is_number and 0 < float(value) < inf:
+        if isinstance(value, (int, float, str)) and value is not True and 0 < float(value) < inf:
             return float(value)
     except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
         pass

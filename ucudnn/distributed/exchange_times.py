@@ -323,6 +323,8 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
             work.wait()
 
     def exchange_in_turn() -> Moment:
+        if stream is not None:
+            torch.cuda.set_device(device)  # a new thread would use the first GPU
         # In a stream of its own, the end of the exchanges is noted without waiting for computing.
         with torch.cuda.stream(stream):
             for _ in range(count):
@@ -339,9 +341,7 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
     def exchange_beside() -> int:
         _wait(device.type)
         start = Moment(device.type)
-        # A new thread would use the first GPU.
-        use = torch.cuda.set_device if stream else None
-        with ThreadPoolExecutor(1, initializer=use, initargs=(device,) if use else ()) as thread:
+        with ThreadPoolExecutor(1) as thread:
             exchanged = thread.submit(exchange_in_turn)
             watched.run()
             computed = Moment(device.type)
