@@ -173,6 +173,18 @@ def test_a_slab_is_run_where_it_lies(backend, exact, runtime, layout):
     assert len(runtime.plans) == 1
 
 
+def test_what_the_engine_does_not_take_as_it_lies_is_copied(backend, exact, runtime):
+    whole = Problem("wgrad", 3, 4, 8, (9, 6), (3, 3))
+    x, dy = backend.operands(whole, 3)
+    slab = Problem("wgrad", 3, 4, 8, (6, 6), (3, 3))
+    packed = EngineExecutable(runtime, slab, "eng0")
+    total = packed.alone(x[:, :, 2:8].contiguous(), dy[:, :, 2:6].contiguous())
+    runtime.refuses = lambda _, views: views.x.strides[0] != 4 * 6 * 6
+    EngineExecutable(runtime, slab, "eng0").add(x[:, :, 2:8], dy[:, :, 2:6], total)
+    expected = 2 * exact(slab, x[:, :, 2:8], dy[:, :, 2:6])
+    assert relative_error(total, expected) < 1e-6
+
+
 def test_an_engine_that_takes_nothing_is_a_miss(backend, runtime):
     runtime.refuses = lambda *_: True
     problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
