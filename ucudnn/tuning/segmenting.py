@@ -298,7 +298,8 @@ class SegmentSearch:
             self.try_(division)
         is_small = self._best(limit).peak_bytes <= limit
         if inside and not is_small and not self.reason_against_parts():
-            whole = self._described(Segment("", 1))
+            # Backward begins with the last micro-batch, so keeping it needs no additional memory.
+            whole = self._described(Segment("", 1, kept=1))
             self._go_inside(
                 limit, lambda size, inner: StepDivision((replace(whole, micro_batch=size), *inner))
             )
