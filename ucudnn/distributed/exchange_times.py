@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,6 @@ _MOST_EXCHANGES = 1000
 # All-gathers are timed up to this part of the bytes of an all-reduce. Most messages of compressions
 # are about as large or smaller.
 _CODED_PART = 32
-_FREE = Curve((0,), (0,))
 # The codecs that `advise` tries, each with its index into `HARM`.
 _CODECS: dict[str, tuple[Codec | Half, int]] = {
     "gradients in bfloat16": (Half(), 2),
@@ -117,12 +116,17 @@ def advise(
     with Rendezvous("advise", None, timeout_s) as meeting, undisturbed(model):
         # A process group of this rank alone, so that its steps wait for no other rank.
         alone = dist.new_subgroups(group_size=1)[0] if dist.is_initialized() else None
-        profile, watched = _computing(meeting, model, example_inputs, alone)
+        watched, sizes = _watched(meeting, model, example_inputs, alone)
         if ranks is not None and given is not None:
             curves = [line(one, ranks, given) for one in (ring, gather)]
-            profile = replace(profile, ranks=ranks, reduce=curves[0], gather=curves[1])
         else:
-            profile = _with_link(meeting, profile, watched)
+            # Before steps, because malloc keeps blocks of any size only once it has seen them.
+            curves = _link(meeting, tuple(sizes.values()), watched.device)
+        profile = _computing(meeting, watched, sizes, *curves)
+        if ranks is not None:
+            profile = replace(profile, ranks=ranks)
+        else:
+            profile = replace(profile, contention=_contention(meeting, profile, watched))
         if alone is not None:
             del watched
             dist.destroy_process_group(alone)
@@ -171,6 +175,7 @@ class _Watched:
             self._model = DistributedDataParallel(twin, process_group=alone)
         self._moments: dict[str, Moment] = {}
         self.device = next(model.parameters()).device
+        self.dtypes = {one.dtype for one in model.parameters() if one.requires_grad}
         for name, parameter in twin.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note(name))
@@ -210,16 +215,16 @@ def _aligned(meeting: Rendezvous) -> None:
         dist.barrier()
 
 
-def _computing(
+def _watched(
     meeting: Rendezvous, model: nn.Module, inputs: Any, alone: dist.ProcessGroup | None
-) -> tuple[Profile, _Watched]:
-    """Measure when gradients are ready, in steps of all ranks without an exchange.
+) -> tuple[_Watched, dict[str, int]]:
+    """A copy whose steps can be watched, and the bytes of its gradients as they become ready.
 
     Raises:
         RankError: a rank cannot compute a step, or ranks have different gradients.
     """
     error: str | None = "the model has no gradient"
-    watched, first = None, (dict[str, int](), 0)
+    watched, ready = None, dict[str, int]()
     trained = [one for one in model.parameters() if one.requires_grad]
     try:
         if trained:
@@ -227,48 +232,53 @@ def _computing(
         if error is None:
             watched = _Watched(model, inputs, alone)
             # A second step shows whether DDP misses gradients of the first one.
-            first = watched.step()
+            ready, _ = watched.step()
             watched.step()
-            error = None if first[0] else "no gradient of the model is computed"
+            error = None if ready else "no gradient of the model is computed"
     except (*STEP_ERRORS, UcudnnError) as caught:
         error = first_line(caught)
     raise_errors(meeting.exchange("errors", error))
     assert watched is not None  # else `raise_errors` has raised
-    dtypes = {one.dtype for one in trained}
-    sizes = {name: one.nbytes for name, one in model.named_parameters() if name in first[0]}
+    sizes = {name: one.nbytes for name, one in model.named_parameters() if name in ready}
     facts = {"number of gradients": str(len(sizes)), "bytes of gradients": str(sum(sizes.values()))}
     require_equal(meeting.exchange("gradients", facts))
-    slowest = max(meeting.exchange("first", first[1]).values())
+    # DDP orders gradients as they become ready on the first rank.
+    order = meeting.exchange("order", sorted(sizes, key=ready.__getitem__))[meeting.ranks[0]]
+    return watched, {name: sizes[name] for name in order}
+
+
+def _computing(
+    meeting: Rendezvous, watched: _Watched, sizes: Mapping[str, int], reduce: Curve, gather: Curve
+) -> Profile:
+    """Measure when gradients are ready, in steps of all ranks without an exchange."""
+    slowest = max(meeting.exchange("first", watched.step()[1]).values())
     mine = []
     for _ in range(_rounds(_COMPUTING_S, slowest)):
         _aligned(meeting)
         mine.append(watched.step())
     # For each round, the steps of all ranks, that of the first rank first.
     rounds = list(zip(*meeting.exchange("steps", mine).values(), strict=True))
-    # DDP orders gradients as they become ready on the first rank.
-    middle = {name: median_ns([one[0][0][name] for one in rounds]) for name in rounds[0][0][0]}
+    middle = {name: median_ns([one[0][0][name] for one in rounds]) for name in sizes}
     order = sorted(middle, key=middle.__getitem__)
     ready = [median_ns([max(step[0][name] for step in one) for one in rounds]) for name in order]
     can_cut = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters
-    profile = Profile(
+    return Profile(
         len(meeting.ranks),
         tuple(sizes[name] for name in order),
         tuple(accumulate(ready, max)),
         median_ns([max(step[1] for step in one) for one in rounds]),
-        _FREE,
-        _FREE,
-        can_cut=can_cut and len(dtypes) == 1,
+        reduce,
+        gather,
+        can_cut=can_cut and len(watched.dtypes) == 1,
     )
-    return profile, watched
 
 
 def _rounds(budget_s: float, step_ns: int) -> int:
     return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget_s * 1e9 / max(1, step_ns))))
 
 
-def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Profile:
-    """The profile with measured times of exchanges by size, and with their contention."""
-    device = watched.device
+def _link(meeting: Rendezvous, sizes: Sequence[int], device: torch.device) -> list[Curve]:
+    """Times of all-reduces and of all-gathers by their bytes, for gradients of these sizes."""
 
     def reduce(size: int) -> Callable[[], object]:
         data = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float32)
@@ -281,14 +291,14 @@ def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Prof
 
     # Exchanges are timed up to the largest bucket of torch, and messages of compressions up to a
     # part of it.
-    counts, places = capped(profile.sizes, DEFAULT_CAPS), iter(profile.sizes)
+    counts, places = capped(sizes, DEFAULT_CAPS), iter(sizes)
     largest = max(sum(islice(places, count)) for count in counts)
     curves = []
     for collective, part in ((reduce, 1), (gather, _CODED_PART)):
         # Each size is the same multiple of the size before it.
         most = max(largest // part, 2 * SMALLEST_BYTES)
         ratio = (most / SMALLEST_BYTES) ** (1 / (_SIZES - 1))
-        sizes = [int(SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
+        timed = [int(SMALLEST_BYTES * ratio**n) // 8 * 8 for n in range(_SIZES)]
         # One size after the other, because TCP slows down after smaller messages.
         times = [
             _slowest(
@@ -297,12 +307,11 @@ def _with_link(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Prof
                 [partial(_timed, collective(size), device.type)],
                 _REPEATS,
             )[0]
-            for size in sizes
+            for size in timed
         ]
         # If a message seems to take less time than a smaller one, that is noise.
-        curves.append(Curve(tuple(sizes), tuple(accumulate(map(median_ns, times), max))))
-    profile = replace(profile, reduce=curves[0], gather=curves[1])
-    return replace(profile, contention=_contention(meeting, profile, watched))
+        curves.append(Curve(tuple(timed), tuple(accumulate(map(median_ns, times), max))))
+    return curves
 
 
 def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Contention:
