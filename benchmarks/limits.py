@@ -138,11 +138,7 @@ def own_workspace(plans: list[ucudnn.Plan | None]) -> int:
 
 
 def race(
-    rows: list[Row],
-    plans: list[ucudnn.Plan | None],
-    model: nn.Module,
-    x: Tensor,
-    rounds: int,
+    rows: list[Row], plans: list[ucudnn.Plan | None], model: nn.Module, x: Tensor, rounds: int
 ) -> None:
     """Fill in peaks, and the times of one step by each plan per round."""
     backend = open_backend("auto")

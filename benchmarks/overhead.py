@@ -146,10 +146,7 @@ def compare_calls(arguments: argparse.Namespace) -> int:
 
 
 def time_arms(
-    arms: dict[str, Arm],
-    x: Tensor,
-    arguments: argparse.Namespace,
-    backward: bool,
+    arms: dict[str, Arm], x: Tensor, arguments: argparse.Namespace, backward: bool
 ) -> dict[str, list[int]]:
     """Nanoseconds of one call, per round and arm; every arm once a round."""
     samples: dict[str, list[int]] = {name: [] for name in arms}

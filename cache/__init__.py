@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import (
-    CacheInfo,
-    CheckReport,
-    DeviceInfo,
-    Entry,
-    Explanation,
-    MergeReport,
-)
+from ucudnn.cache.entries import CacheInfo, CheckReport, DeviceInfo, Entry, Explanation, MergeReport
 from ucudnn.cache.memory import MemoryCache
 from ucudnn.config import Config
 from ucudnn.errors import CacheWarning, ConfigError
+
+if TYPE_CHECKING:
+    from ucudnn.cache.hdf5.folder import HDF5Cache
 
 __all__ = [
     "open",
@@ -47,7 +44,7 @@ _MODES = ("a", "r")
 
 def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn.cache.open
     path: str | os.PathLike[str] | None = None, mode: str = "a"
-) -> AbstractCache:
+) -> HDF5Cache:
     """Open the measurement cache in a folder.
 
     >>> import tempfile

@@ -8,14 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Self
 
-from ucudnn.cache.entries import (
-    CacheInfo,
-    CheckReport,
-    Difference,
-    Entry,
-    Explanation,
-    MergeReport,
-)
+from ucudnn.cache.entries import Difference, Entry, Explanation, MergeReport
 from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.schema import FIELD_BY_NAME, KEY_FIELDS, matches, parse_where
 from ucudnn.errors import ConfigError
@@ -71,26 +64,6 @@ class AbstractCache(ABC):
         self.put(known for other, known in pairs if not other.may_replace(known))
         self.put(other for other, known in pairs if not known.may_replace(other))
         return MergeReport(read=len(entries), added=len(self) - before)
-
-    @abstractmethod
-    def prune(self, where: Mapping[str, object]) -> int:
-        """Remove the entries that match, and count them.
-
-        Args:
-            where: values by field name, such as {"software.cudnn": "9.27"}; {}: every entry.
-
-        Raises:
-            ConfigError: entries do not have a field that `where` names.
-            CacheError: the cache is read-only or another process holds it.
-        """
-
-    @abstractmethod
-    def check(self) -> CheckReport:
-        """Read every file and report what is wrong."""
-
-    @abstractmethod
-    def info(self) -> CacheInfo:
-        """Location and contents of the cache."""
 
     def refresh(self) -> None:  # noqa: B027 - a cache of one process has nothing to do
         """Read entries that other processes have put since."""

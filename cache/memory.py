@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from time import time_ns
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, info_of
-from ucudnn.cache.schema import matches, parse_where
+from ucudnn.cache.entries import Entry
 from ucudnn.measurement import Measurement, MeasurementKey
 
 
@@ -52,19 +51,3 @@ class MemoryCache(AbstractCache):
     def entries(self) -> Iterator[Entry]:
         """Every entry, one per key."""
         return iter(list(self._entries.values()))
-
-    def prune(self, where: Mapping[str, object]) -> int:
-        """Remove the entries that match, and count them."""
-        texts = parse_where(where)
-        gone = [entry.measurement.key for entry in self._entries.values() if matches(entry, texts)]
-        for key in gone:
-            del self._entries[key]
-        return len(gone)
-
-    def check(self) -> CheckReport:
-        """A report without problems, because there are no files."""
-        return CheckReport(records=len(self), files=0)
-
-    def info(self) -> CacheInfo:
-        """Contents of the cache."""
-        return info_of("memory", True, (), self.entries())

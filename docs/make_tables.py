@@ -30,13 +30,7 @@ from found_steps import Found
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # The machine of each file of results; of the others it is the Intel Xeon.
 MACHINES = dict.fromkeys(
-    (
-        "tuning_time.json",
-        "tuning_haste.json",
-        "fit_the_step.json",
-        "communication.json",
-    ),
-    "amd-epyc",
+    ("tuning_time.json", "tuning_haste.json", "fit_the_step.json", "communication.json"), "amd-epyc"
 )
 NAMES = {
     **NAME_BY_NETWORK,

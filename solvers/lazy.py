@@ -210,9 +210,7 @@ def _bounds(curve: Sequence[ChunkOption], tolerance: float, least_ns: int) -> li
 # The bounds are cached, because a measurement changes only the curve that it belongs to.
 @lru_cache(maxsize=4096)
 def _promises(
-    sizes: tuple[int, ...],
-    points: tuple[tuple[int, Interval], ...],
-    tolerance: float,
+    sizes: tuple[int, ...], points: tuple[tuple[int, Interval], ...], tolerance: float
 ) -> tuple[int, ...]:
     """Lower bounds for sizes, from a curve's timed sizes; lowered if a time is below its bound."""
     kept, of = 1, 1

@@ -95,12 +95,7 @@ class Contention:
 
     @classmethod
     def measured(
-        cls,
-        pair: float,
-        computing_ns: int,
-        exchanging_ns: int,
-        computed_ns: int,
-        exchanged_ns: int,
+        cls, pair: float, computing_ns: int, exchanging_ns: int, computed_ns: int, exchanged_ns: int
     ) -> Contention:
         """From times of computing and of exchanges, each by itself, and both at once.
 

@@ -14,7 +14,6 @@ from importlib import import_module
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from types import ModuleType
     from typing import Any
 
     from ucudnn.config import Config as Config
@@ -97,7 +96,8 @@ def _autoload() -> None:
     # If the user imported ucudnn first, a module of ucudnn is importing torch at this moment. That
     # module is not complete yet, so the modules that are needed below could not import it. In this
     # case UCUDNN_PLAN and UCUDNN_RECORD are ignored.
-    if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
+    own = [module for name, module in sys.modules.items() if name.startswith("ucudnn.")]
+    if any(getattr(module.__spec__, "_initializing", False) for module in own):
         import_module("ucudnn.errors").warn(
             "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
             "ucudnn before torch; import torch first"
@@ -112,7 +112,3 @@ def _autoload() -> None:
         if import_module("ucudnn.config").is_strict():
             sys.exit(f"ucudnn: {error}")
         errors.warn(f"torch's own convolutions run, without UCUDNN_PLAN: {error}")
-
-
-def _own_modules() -> list[ModuleType]:
-    return [module for name, module in sys.modules.items() if name.startswith("ucudnn.")]

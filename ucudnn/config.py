@@ -243,12 +243,7 @@ SETTINGS: dict[str, Setting] = {
         is_of_plan=False,
     ),
     "solver": Setting(
-        "auto",
-        _choice,
-        "Solver of the pool.",
-        "NAME",
-        get_args(Solver),
-        page="solvers.md",
+        "auto", _choice, "Solver of the pool.", "NAME", get_args(Solver), page="solvers.md"
     ),
     "backend": Setting(
         "auto",
@@ -544,7 +539,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         if name not in known and name not in {RANKS_PER_DEVICE, PROGRESS}:
             warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
-                f"are {', '.join(sorted(known))}",
+                f"are {', '.join(sorted(known))}"
             )
     return found
 

@@ -245,7 +245,7 @@ def _warn_of(otherwise: Sequence[str]) -> None:
         warn(
             f"planned, but no torch.nn convolution that could be swapped: {_listed(otherwise)}; "
             f"torch's own computes them; use ucudnn.installed(plan), or leave them out by "
-            f"filter_fn",
+            f"filter_fn"
         )
 
 

@@ -194,7 +194,7 @@ class Contestant:
         ratio: median over the rounds of its time divided by the time of the first contestant.
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
-        peak_bytes: peak of allocated memory in a step; 0 if no steps were raced.
+        peak_bytes: peak of allocated memory in a step.
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
     """
@@ -226,12 +226,11 @@ class LayoutRace:
     the model keeps its layout: it has no tensors of four or five axes
 
     Args:
-        contestants: the contestants; torch in the model's own layout comes first, or the plan for
-            this layout if no step was run; empty if there was nothing to compare.
+        contestants: the contestants; torch in the model's own layout comes first; empty if nothing
+            was compared.
         winner: index of the contestant that won.
-        rounds: number of rounds, in each of which every contestant ran one step; 0: the sums of the
-            kernels' times were compared.
-        reason: why the model keeps its layout, or why no steps were raced; "" if steps were raced.
+        rounds: number of rounds, in each of which every contestant ran one step.
+        reason: why the model keeps its layout without a race; "" if steps were raced.
 
     Raises:
         PlanError: the winner is no contestant.
@@ -251,22 +250,11 @@ class LayoutRace:
         """The layout that won; the model's own if nothing was compared."""
         return self.contestants[self.winner].memory_format if self.contestants else "keep"
 
-    @property
-    def is_by_sums(self) -> bool:
-        """True if no steps were raced, and the sums of the kernels' times decided."""
-        return bool(self.contestants) and self.rounds == 0
-
     def __str__(self) -> str:
         if not self.contestants:
             return f"the model keeps its layout: {self.reason}"
         winner = self.contestants[self.winner]
         chosen = "the model's own" if winner.memory_format == "keep" else winner.memory_format
-        if self.is_by_sums:
-            sums = (f"{one.name} {format_ns(one.time_ns)}" for one in self.contestants)
-            return (
-                f"the layout is {chosen} by the sums of kernels, because no steps were compared "
-                f"({self.reason}): {', '.join(sums)}"
-            )
         # The ratios compare each contestant with the first one, which is torch in the model's own
         # layout.
         first = self.contestants[0]

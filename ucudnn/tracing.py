@@ -11,8 +11,7 @@ import logging
 import signal
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,15 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
-from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
+from ucudnn.errors import ConfigError, UnsupportedError, first_line
 from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
@@ -53,8 +49,6 @@ _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 # tensors (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
 _VIEW = torch.ops.aten.view.default
-# Attributes of `nn.Module` that hold its hooks; torch has no public name for all of them.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def trace(
@@ -64,8 +58,7 @@ def trace(
 
     Runs a copy of the model on fake tensors, which need neither memory nor a device; the model is
     not touched, and random states (torch's, Python's, NumPy's) are restored. Hooks are called with
-    fake tensors; a hook that needs the values of tensors is left out with a warning. If no
-    parameter or input requires a gradient, there are no backward problems.
+    fake tensors. If no parameter or input requires a gradient, there are no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -76,8 +69,8 @@ def trace(
             traced as they were written.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes.
-        real: True: compute one step by a real copy of the model, for a model whose control flow
-            depends on values. What forward stores in globals and in classes stays there.
+        real: True: compute one step by a real copy of the model, for a model whose control flow or
+            hooks need values. What forward stores in globals and in classes stays there.
         device_type: "cpu" or "cuda": the kind of device to trace for, which decides on layouts and
             TF32; default: that of the tensors.
 
@@ -187,7 +180,6 @@ def _trace_one(
             twin, own_inputs = copied(model, inputs, fake_mode)
             segment_(twin, division.segments)
             if fake_mode is not None:
-                _let_hooks_fail(twin)
                 recorder.watch([*twin.parameters(), *twin.buffers()])
             if memory_format == "channels_last":
                 lay_out_copy(twin)
@@ -217,30 +209,6 @@ def _without_log() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _let_hooks_fail(model: nn.Module) -> None:
-    """Let hooks that need values fail with a warning, instead of ending the trace."""
-    for module in model.modules():
-        for kind in _HOOKS:
-            hooks = getattr(module, kind)
-            if hooks:
-                wrapped = OrderedDict((key, _lenient(hook)) for key, hook in hooks.items())
-                setattr(module, kind, wrapped)
-
-
-def _lenient(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return hook(*args, **kwargs)
-        except MODEL_ERRORS as error:
-            warn(
-                f"a hook of {type(args[0]).__name__} was left out of tracing, because it does not "
-                f"run on fake tensors ({error}); use real=True if it computes convolutions",
-            )
-            return None
-
-    return call
 
 
 class _Recorder(TorchDispatchMode):

@@ -1,86 +1,47 @@
 """Types of what public functions return, take and report: for annotations and `isinstance`.
 
-As in `ucudnn` itself, a name is imported from its module when it is first used. Errors and warnings
-are in `ucudnn.errors`.
+Errors and warnings are in `ucudnn.errors`.
 
 >>> from ucudnn.types import Conversion, Policy
 >>> Conversion.__module__
 'ucudnn.convert'
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ucudnn.check import Finding as Finding
-    from ucudnn.config import Backend as Backend
-    from ucudnn.config import Effort as Effort
-    from ucudnn.config import Layout as Layout
-    from ucudnn.config import Policy as Policy
-    from ucudnn.config import Solver as Solver
-    from ucudnn.config import Unplanned as Unplanned
-    from ucudnn.convert import Conversion as Conversion
-    from ucudnn.execution.override import Installation as Installation
-    from ucudnn.layer_table import Row as Row
-    from ucudnn.measurement import Candidate as Candidate
-    from ucudnn.measurement import Conditions as Conditions
-    from ucudnn.measurement import Device as Device
-    from ucudnn.measurement import FailureKind as FailureKind
-    from ucudnn.measurement import Measurement as Measurement
-    from ucudnn.measurement import MeasurementKey as MeasurementKey
-    from ucudnn.measurement import Role as Role
-    from ucudnn.measurement import Software as Software
-    from ucudnn.measurement import Subject as Subject
-    from ucudnn.outcomes import Compilation as Compilation
-    from ucudnn.outcomes import Contestant as Contestant
-    from ucudnn.outcomes import LayoutHint as LayoutHint
-    from ucudnn.outcomes import LayoutRace as LayoutRace
-    from ucudnn.outcomes import Origin as Origin
-    from ucudnn.outcomes import StepMemory as StepMemory
-    from ucudnn.outcomes import StepRace as StepRace
-    from ucudnn.outcomes import Way as Way
-    from ucudnn.plan import KernelPlan as KernelPlan
-    from ucudnn.plan import Timing as Timing
-    from ucudnn.segment import MicroBatch as MicroBatch
-    from ucudnn.segment import Segment as Segment
-    from ucudnn.segment import StepDivision as StepDivision
-    from ucudnn.tuning.advice import Advice as Advice
-    from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
-    from ucudnn.tuning.advice import Largest as Largest
-    from ucudnn.tuning.advice import WayAdvice as WayAdvice
-    from ucudnn.tuning.noise import Noise as Noise
-    from ucudnn.tuning.results import Progress as Progress
-
-# The names imported above, by module. Type checkers find the names in the imports, and
-# `__getattr__` finds them in this table.
-_NAMES_BY_MODULE = {
-    "check": "Finding",
-    "config": "Backend Effort Layout Policy Solver Unplanned",
-    "convert": "Conversion",
-    "execution.override": "Installation",
-    "layer_table": "Row",
-    "measurement": "Candidate Conditions Device FailureKind Measurement MeasurementKey Role "
-    "Software Subject",
-    "outcomes": "Compilation Contestant LayoutHint LayoutRace Origin StepMemory StepRace Way",
-    "plan": "KernelPlan Timing",
-    "segment": "MicroBatch Segment StepDivision",
-    "tuning.advice": "Advice KernelAdvice Largest WayAdvice",
-    "tuning.noise": "Noise",
-    "tuning.results": "Progress",
-}
-_MODULE_BY_NAME = {
-    name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
-}
-__all__ = list(_MODULE_BY_NAME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_BY_NAME:
-        raise AttributeError(f"module 'ucudnn.types' has no attribute {name!r}")
-    return getattr(import_module(f"ucudnn.{_MODULE_BY_NAME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
+from ucudnn.check import Finding as Finding
+from ucudnn.config import Backend as Backend
+from ucudnn.config import Effort as Effort
+from ucudnn.config import Layout as Layout
+from ucudnn.config import Policy as Policy
+from ucudnn.config import Solver as Solver
+from ucudnn.config import Unplanned as Unplanned
+from ucudnn.convert import Conversion as Conversion
+from ucudnn.execution.override import Installation as Installation
+from ucudnn.layer_table import Row as Row
+from ucudnn.measurement import Candidate as Candidate
+from ucudnn.measurement import Conditions as Conditions
+from ucudnn.measurement import Device as Device
+from ucudnn.measurement import FailureKind as FailureKind
+from ucudnn.measurement import Measurement as Measurement
+from ucudnn.measurement import MeasurementKey as MeasurementKey
+from ucudnn.measurement import Role as Role
+from ucudnn.measurement import Software as Software
+from ucudnn.measurement import Subject as Subject
+from ucudnn.outcomes import Compilation as Compilation
+from ucudnn.outcomes import Contestant as Contestant
+from ucudnn.outcomes import LayoutHint as LayoutHint
+from ucudnn.outcomes import LayoutRace as LayoutRace
+from ucudnn.outcomes import Origin as Origin
+from ucudnn.outcomes import StepMemory as StepMemory
+from ucudnn.outcomes import StepRace as StepRace
+from ucudnn.outcomes import Way as Way
+from ucudnn.plan import KernelPlan as KernelPlan
+from ucudnn.plan import Timing as Timing
+from ucudnn.segment import MicroBatch as MicroBatch
+from ucudnn.segment import Segment as Segment
+from ucudnn.segment import StepDivision as StepDivision
+from ucudnn.tuning.advice import Advice as Advice
+from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
+from ucudnn.tuning.advice import Largest as Largest
+from ucudnn.tuning.advice import WayAdvice as WayAdvice
+from ucudnn.tuning.noise import Noise as Noise
+from ucudnn.tuning.results import Progress as Progress

@@ -80,7 +80,15 @@ class HDF5Cache(AbstractCache):
             return sum(len(store.table()) for store in self._stores())
 
     def prune(self, where: Mapping[str, object]) -> int:
-        """Remove the entries that match, and count them."""
+        """Remove the entries that match, and count them.
+
+        Args:
+            where: values by field name, such as {"software.cudnn": "9.27"}; {}: every entry.
+
+        Raises:
+            ConfigError: entries do not have a field that `where` names.
+            CacheError: the cache is read-only or another process holds it.
+        """
         self._require_writable()
         texts = parse_where(where)
         with self._lock:

@@ -229,7 +229,7 @@ class DeviceStore:
                 self._report(
                     f"measurements cannot be written to {self.files.segments} ({error.strerror}) "
                     f"and are kept in memory until this process ends; set UCUDNN_CACHE to a folder "
-                    f"with room that can be written",
+                    f"with room that can be written"
                 )
             return
         self._is_held[name] = True

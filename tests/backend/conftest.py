@@ -91,11 +91,7 @@ def geometry(request: pytest.FixtureRequest) -> dict[str, object]:
     return request.param
 
 
-@pytest.fixture(
-    scope="session",
-    params=POORER_PROCESSORS.values(),
-    ids=POORER_PROCESSORS.keys(),
-)
+@pytest.fixture(scope="session", params=POORER_PROCESSORS.values(), ids=POORER_PROCESSORS.keys())
 def poorer_processor(request: pytest.FixtureRequest) -> dict[str, str]:
     """Environment of a child process that computes as an older processor would."""
     if platform.machine() not in ("x86_64", "AMD64"):

@@ -151,10 +151,7 @@ def _found(cache: AbstractCache, measurements: Iterable[Measurement]) -> list[Me
 
 def _variations(key: MeasurementKey) -> dict[str, MeasurementKey]:
     """Keys that differ from a given one in a single field, by the name of the field."""
-    keys = {
-        "algorithm": replace(key, algorithm="another"),
-        "protocol": replace(key, protocol=99),
-    }
+    keys = {"algorithm": replace(key, algorithm="another"), "protocol": replace(key, protocol=99)}
     for part in ("problem", "device", "software", "conditions"):
         values = getattr(key, part)
         for field in fields(values):
@@ -181,18 +178,23 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
+def require_sound(cache: AbstractCache) -> None:
+    """A cache in a folder finds nothing wrong with its files."""
+    assert isinstance(cache, MemoryCache) or cache.check().clean
+
+
 def is_empty_at_first(open_cache: OpenCache) -> None:
     """A new cache is empty and says so, and is true nevertheless."""
     with open_cache() as cache:
         assert cache.get(_plain_key()) is None
         assert list(cache) == []
-        assert len(cache) == cache.info().records == 0
+        assert len(cache) == 0
         # A container of length 0 is false for Python, and `cache or other` would not use it.
         assert cache
         assert not cache.explain(_plain_key()).found
         cache.put([])
         assert len(cache) == 0
-        assert cache.check().clean
+        require_sound(cache)
 
 
 def finds_what_was_put(open_cache: OpenCache) -> None:
@@ -212,7 +214,7 @@ def finds_what_was_put(open_cache: OpenCache) -> None:
         assert texts(_found(cache, measurements)) == texts(measurements)
         assert texts(cache) == texts(measurements)
         assert len(cache) == 300
-        assert cache.check().clean
+        require_sound(cache)
 
 
 def tells_keys_apart_by_every_field(open_cache: OpenCache) -> None:
@@ -233,7 +235,7 @@ def tells_keys_apart_by_every_field(open_cache: OpenCache) -> None:
         cache.put(varied)
         assert _found(cache, varied) == varied
         assert cache.get(key) == Measurement(key, "ok", 100)
-        assert cache.check().clean
+        require_sound(cache)
 
 
 def lets_the_later_measurement_count(open_cache: OpenCache) -> None:
@@ -253,7 +255,7 @@ def lets_the_later_measurement_count(open_cache: OpenCache) -> None:
         assert len(cache) == 1
     with open_cache() as cache:
         assert list(cache) == [Measurement(key, "ok", 7)]
-        assert cache.check().clean
+        require_sound(cache)
 
 
 def exports_by_any_field(open_cache: OpenCache) -> None:
@@ -296,7 +298,7 @@ def survives_export_and_import(open_cache: OpenCache) -> None:
         # What is there already is read, and changes nothing.
         assert cache.import_(path) == 100
         assert sorted(map(repr, cache.entries())) == entries
-        assert cache.check().clean
+        require_sound(cache)
 
 
 def merges_a_folder(open_cache: OpenCache) -> None:
@@ -313,7 +315,7 @@ def merges_a_folder(open_cache: OpenCache) -> None:
             report = cache.merge(folder)
             assert (report.read, report.added) == (60, added)
             assert texts(cache) == texts([*measurements[:30], newer, *measurements[31:]])
-        assert cache.check().clean
+        require_sound(cache)
 
 
 def prunes_what_matches(open_cache: OpenCache) -> None:
@@ -339,7 +341,7 @@ def counts_what_it_holds(open_cache: OpenCache) -> None:
     with open_cache() as cache:
         cache.put(measurements)
         info = cache.info()
-        assert info.records == len(measurements)
+        assert info.records == len(cache) == len(measurements)
         for device in info.devices:
             mine = [one for one in measurements if one.key.device == device.device]
             assert device.records == len(mine) > 0
@@ -357,6 +359,6 @@ LAWS: tuple[CacheLaw, ...] = (
     exports_by_any_field,
     survives_export_and_import,
     merges_a_folder,
-    prunes_what_matches,
-    counts_what_it_holds,
 )
+# Of caches in a folder.
+FOLDER_LAWS: tuple[CacheLaw, ...] = (*LAWS, prunes_what_matches, counts_what_it_holds)

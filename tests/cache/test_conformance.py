@@ -25,7 +25,12 @@ def folder_without_locks(path: Path, patch: pytest.MonkeyPatch) -> laws.OpenCach
     return lambda: caches.open(path / "cache")
 
 
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("kind", [memory, folder, folder_without_locks])
-def test_cache_keeps_the_law(law, kind, tmp_path, monkeypatch):
+CASES = [
+    *((memory, law) for law in laws.LAWS),
+    *((kind, law) for kind in (folder, folder_without_locks) for law in laws.FOLDER_LAWS),
+]
+
+
+@pytest.mark.parametrize(("kind", "law"), CASES, ids=lambda one: one.__name__)
+def test_cache_keeps_the_law(kind, law, tmp_path, monkeypatch):
     law(kind(tmp_path, monkeypatch))

@@ -240,8 +240,7 @@ def interrupted(
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [(store, "read_envelope"), (device_files, "names_in"), (store, "read_file")],
+    ("module", "name"), [(store, "read_envelope"), (device_files, "names_in"), (store, "read_file")]
 )
 def test_a_reader_misses_nothing_while_another_compacts(module, name, tmp_path, monkeypatch):
     with caches.open(tmp_path) as first:

@@ -18,14 +18,7 @@ from ucudnn.cache import CacheWarning
 from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, verify, wrap
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import (
-    Conditions,
-    Device,
-    Measurement,
-    MeasurementKey,
-    Software,
-    Subject,
-)
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Chunk, Split
 
@@ -302,8 +295,7 @@ def test_a_subject_needs_what_it_is_of(changes):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['{"energy_uj": 4}', '{"failure": "boredom"}', '{"load": "high"}', "[]", "{", "lost_to"],
+    "text", ['{"energy_uj": 4}', '{"failure": "boredom"}', '{"load": "high"}', "[]", "{", "lost_to"]
 )
 def test_facts_that_are_none_are_damage(file, text):
     edit(file, lambda opened: opened["facts"].__setitem__(0, text))

@@ -113,10 +113,6 @@ def no_from_tune(at: Setting) -> None:
     assert at.status(*at.table, *limit) == 1
     assert at.status(*at.both, *limit, "--fail-if-partial") == 1
     assert at.status(*at.both, *limit, "--unplanned", "error") == 1
-    from ucudnn.backends.torch_cpu.processor import LoadMeter
-
-    at.patch.setattr(LoadMeter, "others", lambda _: 99.0)
-    assert at.status(*at.table, "--remeasure", "--fail-if-noisy") == 1
 
 
 @cell(1, "check")

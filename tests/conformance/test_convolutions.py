@@ -243,11 +243,7 @@ def calls(draw: st.DrawFn, kind: str, batches: st.SearchStrategy[int] = BATCHES)
         arguments=arguments,
         shape=(batch, arguments["in_channels"], *sizes),
         dtype=dtype,
-        memory=(
-            draw(memories),
-            draw(filters),
-            draw(memories),
-        ),
+        memory=(draw(memories), draw(filters), draw(memories)),
         autocast=autocast,
         needs_grad=draw(st.sampled_from(GRADS)),
         seed=draw(st.integers(0, 2**16)),

@@ -54,10 +54,7 @@ def found(problem: Fields, alignment: int = 0) -> list[Any]:
 
 
 def rebuilt(
-    problem: Fields,
-    source: Fields | None = None,
-    beta: float = 0.0,
-    bias: bool = False,
+    problem: Fields, source: Fields | None = None, beta: float = 0.0, bias: bool = False
 ) -> list[Any]:
     """[identity, proposed workspace, built workspace or None where refused] of precompiled ones.
 

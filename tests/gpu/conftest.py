@@ -33,11 +33,7 @@ SIZES = {
         "padding": ((2, 2), (2, 2)),
     },
     "2d-asymmetric": {"input_size": (12, 12), "kernel_size": (3, 3), "padding": ((0, 2), (1, 0))},
-    "3d": {
-        "input_size": (8, 10, 9),
-        "kernel_size": (3, 3, 3),
-        "padding": ((1, 1), (1, 1), (1, 1)),
-    },
+    "3d": {"input_size": (8, 10, 9), "kernel_size": (3, 3, 3), "padding": ((1, 1), (1, 1), (1, 1))},
 }
 CHANNELS = {"dense": (16, 24, 1), "odd": (3, 5, 1), "grouped": (16, 32, 4), "depthwise": (8, 8, 8)}
 KINDS = [

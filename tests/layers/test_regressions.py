@@ -105,8 +105,7 @@ class Output:
 
 
 @pytest.mark.parametrize(
-    "wrap",
-    [Output, lambda y: {"logits": y}, lambda y: (Output(y), None), lambda y: [{"a": (y,)}]],
+    "wrap", [Output, lambda y: {"logits": y}, lambda y: (Output(y), None), lambda y: [{"a": (y,)}]]
 )
 def test_backward_is_traced_through_any_nest_of_outputs(wrap):
     class Wrapped(nn.Sequential):

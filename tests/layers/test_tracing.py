@@ -145,16 +145,15 @@ def test_a_real_step_where_values_decide():
     assert {kernel.problem.kernel_size for kernel in plan.kernels} == {(3, 3)}
 
 
-def test_a_hook_that_needs_values_is_left_out_with_a_warning():
+def test_a_hook_that_needs_values_needs_a_real_step():
     model, means = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)), []
     model[0].register_forward_hook(lambda *call: means.append(call[-1].mean().item()))
     model[1].register_forward_pre_hook(lambda *call: (call[-1][0][:1],))
-    hooks = model[0]._forward_hooks
-    with pytest.warns(UserWarning, match="a hook of Conv2d was left out of tracing"):
-        problems = ucudnn.trace(model, torch.empty(2, 3, 9, 9))
+    with pytest.raises(ConfigError, match="use real=True"):
+        ucudnn.trace(model, torch.empty(2, 3, 9, 9))
+    problems = ucudnn.trace(model, torch.randn(2, 3, 9, 9), real=True)
     assert [problem.batch for problem in problems] == [2, 1, 1, 1, 2]
     assert not means
-    assert model[0]._forward_hooks is hooks
     model(torch.randn(2, 3, 9, 9))
     assert len(means) == 1
 

@@ -1,7 +1,7 @@
 """The last word on a plan: whole steps, on a device with a scripted clock and on real models.
 
 Then: what rounds of steps show, of whole steps and of the kernels inside them; and the layout of a
-model, by scripted times of steps and by sums.
+model, by scripted times of steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError
-from ucudnn.outcomes import LayoutRace
 from ucudnn.plan import Timing
 from ucudnn.tuning.judging import judged
-from ucudnn.tuning.layout import LayoutJudge, by_sums, entrants, winner
+from ucudnn.tuning.layout import LayoutJudge, entrants, winner
 from ucudnn.tuning.step_judge import StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import StepTimes, raced_inside
 
@@ -486,7 +485,6 @@ def test_the_fastest_contestant_is_what_the_plan_stands_for(case):
     assert plan.step_race.torch_ns == pytest.approx(truth, rel=0.01)
     assert not plan.step_race.is_loss
     assert race.rounds >= 3
-    assert not race.is_by_sums
 
 
 def test_a_limit_that_torch_in_channels_last_exceeds_keeps_it_from_winning():
@@ -542,25 +540,3 @@ def test_where_the_time_is_over_one_round_decides():
     assert plan.layout_race.rounds == 1
     # Peaks of the four contestants, and a round.
     assert machine.runs == 8
-
-
-@pytest.mark.parametrize(
-    ("own", "last", "chosen"), [(10, 8, "channels_last"), (8, 10, "keep"), (1000, 995, "keep")]
-)
-def test_sums_decide_where_no_steps_can_be_run(own, last, chosen):
-    plans = plans_of([4], [5])
-    for which, time_ns in (("keep", own), ("channels_last", last)):
-        one = replace(plans[which].kernels[0], timing=Timing(time_ns, 0, 0, 5), layers=("a", "b"))
-        plans[which] = replace(plans[which], kernels=(one,))
-    race = by_sums(plans, {"keep": 2, "channels_last": 2}, "step_race is off")
-    assert race.is_by_sums
-    assert race.memory_format == chosen
-    assert [one.time_ns for one in race.contestants] == [2 * own, 2 * last]
-    assert "by the sums of kernels, because no steps were compared (step_race is off)" in str(race)
-
-
-def test_sums_of_other_kernels_are_not_compared():
-    race = by_sums(plans_of([4], [5]), {"keep": 1, "channels_last": 2}, "step_race is off")
-    assert race == LayoutRace(
-        reason="not all kernels have a plan in both layouts, and step_race is off"
-    )

@@ -17,7 +17,7 @@ from ucudnn.errors import CacheError, CacheWarning, ConfigError
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
-    from ucudnn.cache import AbstractCache
+    from ucudnn.cache.hdf5.folder import HDF5Cache
 
 app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 
@@ -178,7 +178,7 @@ def _kept() -> Iterator[None]:
             raise CacheError(str(warning)) from warning
 
 
-def _opened(path: str | None, mode: str = "a") -> AbstractCache:
+def _opened(path: str | None, mode: str = "a") -> HDF5Cache:
     # Imported when a command runs, so that `ucudnn --help` stays quick.
     from ucudnn import cache as caches
 

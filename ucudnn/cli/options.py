@@ -45,8 +45,7 @@ def _switch(names: str, meaning: str, panel: str | None = None) -> Any:
 # Types of parameters. Commands share them, so that a flag has one meaning and one help text.
 JsonOption = _switch("--json", "Print JSON for machines.", _OUTPUT)
 ModelArgument = Annotated[
-    str,
-    typer.Argument(help="module:callable or file.py:callable of a model.", metavar="MODEL"),
+    str, typer.Argument(help="module:callable or file.py:callable of a model.", metavar="MODEL")
 ]
 ModelOrTableArgument = Annotated[
     str,
@@ -67,9 +66,6 @@ DtypeOption = _text("Such as float16; default: float32.", "NAME", panel=_TABLES)
 MemoryFormatOption = _text("Column layout: nchw (default) or nhwc.", "NAME", panel=_TABLES)
 MathOption = _text("Float32 on a GPU: tf32 (default) or strict.", "NAME", panel=_TABLES)
 RemeasureOption = _switch("--remeasure", "Take times anew that the cache has.", _SETTINGS)
-FailIfNoisyOption = _switch(
-    "--fail-if-noisy", "Exit with 1 where times are not to be trusted.", _OUTPUT
-)
 FailIfPartialOption = _switch(
     "--fail-if-partial", "Exit with 1 where kernels have no plan.", _OUTPUT
 )

@@ -119,13 +119,9 @@ def enumerate_(
     dtype: options.DtypeOption = None,
     memory_format: options.MemoryFormatOption = None,
     math: options.MathOption = None,
-    batches: Annotated[
-        str | None,
-        typer.Option(help="Micro-batches such as 1,32; default: powers of two.", metavar="SIZES"),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List every cuDNN engine configuration that could run each layer; needs no GPU.
+    """List every cuDNN engine configuration for each layer and micro-batch; needs no GPU.
 
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
     --device-profile h200 -o candidates.csv
@@ -133,7 +129,7 @@ def enumerate_(
     flags = TableFlags(dtype, memory_format, math)
     flags.require_right(recipe)
     # Imported here, because --help need not wait for the cuDNN backend.
-    from ucudnn.backends.cudnn.offline import enumerate_candidates, parse_batches
+    from ucudnn.backends.cudnn.offline import enumerate_candidates
     from ucudnn.backends.cudnn.profile import DeviceProfile
 
     start = time.monotonic()
@@ -142,12 +138,11 @@ def enumerate_(
     # The table and the profile are read before a model is traced, so that a typing error in their
     # names is found at once.
     rows = read_rows(recipe.model, wanted, *flags, has_tf32=True) if recipe.is_table else ()
-    sizes = None if batches is None else parse_batches(batches)
     profile = DeviceProfile.load(device_profile)
     traced = () if recipe.is_table else dict.fromkeys(_traced(recipe, given, "cuda").layers)
     layers = [*((row.name, row.problem) for row in rows), *traced]
     with bar("asking cuDNN") as update:
-        found = enumerate_candidates(layers, profile, output, sizes, update)
+        found = enumerate_candidates(layers, profile, output, update)
     document: dict[str, Any] = asdict(found)
     seconds = round(time.monotonic() - start, 3)
     if as_json:

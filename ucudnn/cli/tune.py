@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from msgspec import to_builtins
 
 from ucudnn.cli import options
 from ucudnn.cli.console import (
     SAYS_NO,
     InterruptedCommandError,
+    fail,
     print_json,
     progress,
     say,
@@ -48,7 +48,6 @@ def tune(
     memory_format: options.MemoryFormatOption = None,
     math: options.MathOption = None,
     remeasure: options.RemeasureOption = False,
-    fail_if_noisy: options.FailIfNoisyOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,8 +67,10 @@ def tune(
         else _model_run(recipe, config, compiled, remeasure)
     )
     plan = _tune(run, output, as_json)
-    # This comes after the plan was written and printed, because noise is no reason to lose a plan.
-    _judge(plan, fail_if_noisy, fail_if_partial)
+    if fail_if_partial and plan.left_out:
+        from ucudnn.reports.text import left_out_sentence
+
+        fail(f"--fail-if-partial: {left_out_sentence(plan)}", SAYS_NO)
 
 
 def _require_sense(
@@ -155,22 +156,6 @@ def _compiled(named: NamedModel) -> NamedModel:
     # `torch.compile` returns a module here, which its type hints do not say.
     compiled: Any = torch.compile(named.module)
     return named._replace(module=compiled)
-
-
-def _judge(plan: Plan, fail_if_noisy: bool, fail_if_partial: bool) -> None:
-    from ucudnn.reports.text import left_out_sentence
-    from ucudnn.tuning.noise import noise_of
-
-    noise = noise_of(plan)
-    reasons = {}
-    if fail_if_noisy and noise.is_noisy:
-        reasons["--fail-if-noisy"] = str(noise)
-    if fail_if_partial and plan.left_out:
-        reasons["--fail-if-partial"] = left_out_sentence(plan)
-    for flag, reason in reasons.items():
-        say_error(f"{flag}: {reason}")
-    if reasons:
-        raise typer.Exit(SAYS_NO)
 
 
 def _tune(run: _Run, output: Path | None, as_json: bool) -> Plan:

@@ -183,12 +183,7 @@ def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 3
 
 
 class _Delayed:
-    """State of the hook: for each of the last steps, a list of the buckets in exchange.
-
-    Args:
-        replica: the wrapped model.
-        steps: number of steps by which gradients are late.
-    """
+    """State of the hook: for each of the last `steps` steps, a list of the buckets in exchange."""
 
     def __init__(self, replica: DistributedDataParallel, steps: int) -> None:
         self._group, self._steps = replica.process_group, steps

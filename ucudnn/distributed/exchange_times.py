@@ -38,12 +38,7 @@ from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import ConfigError, UcudnnError, first_line
 from ucudnn.execution.compiling import original_of
 from ucudnn.execution.copying import copied
-from ucudnn.execution.stepping import (
-    STEP_ERRORS,
-    reason_against_steps,
-    run_step,
-    undisturbed,
-)
+from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps, run_step, undisturbed
 from ucudnn.solvers import Contention, Curve
 from ucudnn.solvers._base import require_int
 from ucudnn.solvers.collectives import gather, line, ring
@@ -116,7 +111,7 @@ def advise(
     with Rendezvous("advise", None, timeout_s) as meeting, undisturbed(model):
         # A process group of this rank alone, so that its steps wait for no other rank.
         alone = dist.new_subgroups(group_size=1)[0] if dist.is_initialized() else None
-        watched, sizes = _watched(meeting, model, example_inputs, alone)
+        watched, sizes = _prepared(meeting, model, example_inputs, alone)
         if ranks is not None and given is not None:
             curves = [line(one, ranks, given) for one in (ring, gather)]
         else:
@@ -215,7 +210,7 @@ def _aligned(meeting: Rendezvous) -> None:
         dist.barrier()
 
 
-def _watched(
+def _prepared(
     meeting: Rendezvous, model: nn.Module, inputs: Any, alone: dist.ProcessGroup | None
 ) -> tuple[_Watched, dict[str, int]]:
     """A copy whose steps can be watched, and the bytes of its gradients as they become ready.
@@ -340,13 +335,6 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
                 dist.all_reduce(messages[0])
             return Moment(device.type)
 
-    def exchange_alone() -> int:
-        _wait(device.type)
-        start = Moment(device.type)
-        end = exchange_in_turn()
-        _wait(device.type)
-        return end.since_ns(start)
-
     def exchange_beside() -> int:
         _wait(device.type)
         start = Moment(device.type)
@@ -361,7 +349,7 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
     timers: list[Callable[[], int]] = [
         partial(_timed, exchange_pair, device.type),
         partial(_timed, watched.run, device.type),
-        exchange_alone,
+        partial(_timed, exchange_in_turn, device.type),
         exchange_beside,
         ended.pop,
     ]
@@ -371,10 +359,11 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
 
 
 def _timed(run: Callable[[], object], device_type: str) -> int:
+    """Time in ns that a run takes, until the moment that it returns, if it returns one."""
     _wait(device_type)
     start = Moment(device_type)
-    run()
-    end = Moment(device_type)
+    found = run()
+    end = found if isinstance(found, Moment) else Moment(device_type)
     _wait(device_type)
     return end.since_ns(start)
 

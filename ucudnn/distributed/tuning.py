@@ -110,7 +110,7 @@ def tune(
 def _traced(model: nn.Module, inputs: Any, config: Config, real: bool) -> Traced:
     """The convolutions of a model, in every layout that tuning considers."""
     own = trace_layers(model, inputs, config.ops, real=real)
-    if config.layout != "keep":
+    if config.layout != "keep" and config.step_race:
         # If a model cannot be traced in channels_last, `ucudnn.tune` says why.
         with suppress(ConfigError):
             last = trace_layers(model, inputs, config.ops, real=real, memory_format="channels_last")

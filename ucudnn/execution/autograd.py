@@ -267,11 +267,9 @@ def convolution(
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)
-    # A forward that runs during a backward pass is mostly a recomputation by
-    # torch.utils.checkpoint. The recomputation stops as soon as every tensor that the first forward
-    # saved has been saved again. So the operands are saved before the convolution is computed: if
-    # they are the last tensors to be saved, the convolution is not computed at all. torch's own
-    # operator, too, saves its operands first.
+    # A recomputation by torch.utils.checkpoint stops as soon as every tensor that the first forward
+    # saved has been saved again. So, as torch's own operator does, the operands are saved before
+    # the convolution is computed: if they are the last tensors, it need not be computed again.
     saved = _save(x, w) if torch._C._current_graph_task_id() != -1 else None
     result: Tensor = _apply(bound, x, w, bias, saved)
     return result

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import starmap
 from typing import Any, TypeGuard
@@ -182,7 +182,7 @@ class _BuffersBefore:
     @untraced
     def __init__(self, module: nn.Module) -> None:
         self._found = [
-            (one._buffers, name, buffer, buffer._version, buffer.detach().clone())
+            (one._buffers, name, buffer.detach().clone())
             for one in module.modules()
             for name, buffer in one._buffers.items()
             if buffer is not None and not buffer.is_inference()
@@ -191,29 +191,12 @@ class _BuffersBefore:
     @untraced
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The context for the first forward, and the context for each forward that repeats it."""
-        return self._first(), self
-
-    @contextmanager
-    @untraced_alone
-    def _first(self) -> Iterator[None]:
-        yield
-        # Buffers of integers, such as masks and indices, may be large and seldom change: their
-        # copies are kept only if the forward has changed the buffer. Copies of floating-point
-        # buffers are always kept, because `_version` does not count every change of these, such as
-        # updates of running statistics.
-        self._found = [
-            (buffers, name, own, version, value)
-            for buffers, name, own, version, value in self._found
-            if own.is_floating_point()
-            or own.is_complex()
-            or own._version != version
-            or buffers.get(name) is not own
-        ]
+        return nullcontext(), self
 
     @untraced
     def __enter__(self) -> None:
-        self._left = [buffers.get(name) for buffers, name, *_ in self._found]
-        for buffers, name, *_, value in self._found:
+        self._left = [buffers.get(name) for buffers, name, _ in self._found]
+        for buffers, name, value in self._found:
             # The repeated forward gets a copy, because it may change the buffer, while the value is
             # needed again if the graph is retained and backward runs once more.
             buffers[name] = value.clone()
@@ -221,7 +204,7 @@ class _BuffersBefore:
     @untraced
     def __exit__(self, *error: object) -> None:
         del error
-        for (buffers, name, *_), left in zip(self._found, self._left, strict=True):
+        for (buffers, name, _), left in zip(self._found, self._left, strict=True):
             buffers[name] = left
 
 

@@ -36,10 +36,9 @@ def without_strays(model: nn.Module) -> Iterator[Watched]:
     """When the context ends, remove fake tensors that are still alive from all that holds them.
 
     The context yields a list, to which the caller must add a weak reference to every fake tensor. A
-    name that holds such a tensor, in a class of the model or in the Python module of such a class,
-    gets back the value that it had when the context began. Gradients are dropped, and caches of
-    functions are cleared. If any other container holds a fake tensor, the tensor is removed from
-    it, and an error describes the container.
+    name that holds one, in a class of the model or in the Python module of such a class, gets back
+    its earlier value. Gradients are dropped, and caches of functions are cleared. If any other
+    container holds a fake tensor, the tensor is removed, and an error describes the container.
     """
     names = [*_names_of(model)]
     watched: Watched = []

@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from html import escape
-from urllib.parse import quote
 
 from rich.table import Table
 
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import Plan
 from ucudnn.reports.charts import Chart, charts, fronts_chart, rows_of, short_names
-from ucudnn.reports.text import layout_table, plan_csv, plan_summary, plan_table, plan_verdict
+from ucudnn.reports.text import layout_table, plan_summary, plan_table, plan_verdict
 from ucudnn.system.files import write
 from ucudnn.system.markup import printable
 from ucudnn.tuning.rationale import Alternative, Rationale
@@ -187,16 +186,13 @@ def _why(plan: Plan, rationales: Sequence[Rationale]) -> str:
 
 
 def _kernels(plan: Plan) -> Iterator[str]:
-    """Section with a table of all kernels and their layers, in the plan's order, also as CSV."""
+    """Section with a table of all kernels and their layers, in the plan's order."""
     table = plan_table(plan, width=200)
     layers = [", ".join(kernel.layers) for kernel in plan.kernels]
-    # The link itself contains the whole CSV file, so that it needs no server.
-    saved = f"data:text/csv;charset=utf-8,{quote(plan_csv(plan))}"
     yield _section(
         "All kernels",
         f"<p>Of one call: {_text(str(table.caption))}.</p>",
         _table("kernels", table, layers=layers),
-        f'<p><a download="kernels.csv" href="{saved}">Save as CSV</a></p>',
     )
 
 

@@ -22,8 +22,6 @@ _COLUMNS = (
     *("default_ns", "default_workspace_bytes", "plan_ns", "plan_spread_ns"),
     *("plan_workspace_bytes", "samples", "predicted_ns", "gain"),
 )
-# A terminal with fewer characters per line than this has no room for a table of several columns.
-_NARROW = 76
 
 
 def simple_table(title: str | None = None, caption: str | None = None) -> Table:
@@ -40,8 +38,6 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
     threads = counted(plan.conditions.threads, "thread")
     title = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
     table = simple_table(title, _caption(plan))
-    if width < _NARROW:
-        return _narrow(table, plan)
     # In lines of fewer than 110 characters, columns for workspaces would leave no room for the
     # kernel and its split.
     wide = width >= 110
@@ -61,22 +57,6 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
         table.add_row(str(index), name, calls, *default, *planned, _gain(kernel), str(split))
-    return table
-
-
-def _narrow(table: Table, plan: Plan) -> Table:
-    """Fill the table for short lines: split and times stand below the kernel, not beside it."""
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("kernel, split, default, plan", overflow="fold")
-    for index, kernel in enumerate(plan.kernels):
-        split, default = kernel.split(kernel.problem.batch), kernel.default
-        lines = [str(kernel.problem), str(split)]
-        if default is not None:
-            lines.append(f"{_time(default)} in {format_bytes(default.workspace_bytes)}")
-        if not split.is_default:
-            ours = f"{_time(kernel.timing)} in {format_bytes(kernel.timing.workspace_bytes)}"
-            lines.append(f"plan: {ours} {_gain(kernel)}".rstrip())
-        table.add_row(str(index), "\n".join(lines))
     return table
 
 
@@ -242,22 +222,17 @@ def ways_table(memory: StepMemory) -> Table:
 
 def layout_table(layouts: LayoutRace) -> Table:
     """One row per contestant of a race of layouts; the winner is marked."""
-    what, to, caption = "step", "ratio to torch", f"median of {layouts.rounds} interleaved rounds"
-    if layouts.is_by_sums:
-        what, to, caption = "sum of kernels", "ratio", "sums of kernels, no steps were run"
+    caption = f"median of {layouts.rounds} interleaved rounds"
     if not all(one.is_allowed for one in layouts.contestants):
         caption += "; over the limit: torch's own, of more workspace than allowed, never chosen"
     table = simple_table("Layout of the model", f"{caption}; *: what the plan is for")
-    for heading in ("", "by", what, to, "peak", ""):
-        table.add_column(heading, justify="right" if heading in (what, "peak") else "left")
+    for heading in ("", "by", "step", "ratio to torch", "peak", ""):
+        table.add_column(heading, justify="right" if heading in ("step", "peak") else "left")
     for index, one in enumerate(layouts.contestants):
-        ratio = f"{one.ratio:.2f}"
-        if not layouts.is_by_sums:
-            ratio += f" ({one.low:.2f} to {one.high:.2f})"
+        ratio = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
         mark = "*" if index == layouts.winner else ""
-        # 0 means that no step was run.
-        peak = format_bytes(one.peak_bytes) if one.peak_bytes else "-"
         over = "" if one.is_allowed else "over the limit"
+        peak = format_bytes(one.peak_bytes)
         table.add_row(mark, one.name, format_ns(one.time_ns), ratio, peak, over)
     return table
 

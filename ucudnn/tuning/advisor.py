@@ -172,11 +172,7 @@ class _Trials:
         self.own_ns = 0
 
     def advice(self, has_other: bool) -> Advice:
-        """The advice from all trials; its kernels are added later.
-
-        Args:
-            has_other: True if some convolution could be in channels_last and is not.
-        """
+        """The advice from all trials, channels_last too if `has_other`; kernels are added later."""
         device = self.backend.device()
         reason = reason_against_steps(self.model, self.inputs, device.type)
         if reason:

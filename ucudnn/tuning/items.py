@@ -15,9 +15,7 @@ KernelOf = Callable[[Problem, str], str | None]
 
 
 def items_by_role(
-    problem: Problem,
-    measurements: Sequence[Measurement],
-    kernel_of: KernelOf,
+    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf
 ) -> dict[str, list[Item]]:
     """The input of the solver of splits: items by the position that their chunk may have."""
     alone = _single_items(problem, measurements, kernel_of)
@@ -31,9 +29,7 @@ def items_by_role(
 
 
 def _single_items(
-    problem: Problem,
-    measurements: Sequence[Measurement],
-    kernel_of: KernelOf,
+    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf
 ) -> list[Item]:
     """For each algorithm and batch the item of an undivided call: measured, or an upper bound.
 

@@ -32,7 +32,7 @@ from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS
-from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
+from ucudnn.tuning.layout import LayoutJudge, reason_against_layout
 from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import race, raced_of, tells
 
@@ -61,7 +61,7 @@ def judged(
     `began` is the `time.monotonic` from which the time budget counts; None: now. If the model is
     compiled, compiled steps are raced.
     """
-    reason = _reason_against_steps(model, example_inputs, plan, config)
+    reason = reason_against_race(model, example_inputs, config, plan.device.type)
     changes = not all(kernel.is_default for kernel in plan.kernels)
     hints = config.layout == "keep" and _has_other_layout(plan)
     if reason or not (changes or hints):
@@ -79,16 +79,15 @@ def judged(
             began += 0 if compilation is None else compilation.seconds
             # This step warms up, and the default budget is computed from its time.
             step_ns = backend.elapsed_ns(step)
-            hint_steps = HINT_STEPS if hints else 0
-            until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
-            meter = _meter(backend, [plan], until, step_ns)
+            # In a default budget, the hint has time of its own. In a budget that the user set, the
+            # race may use all of the time.
+            meter = _meter(backend, [plan], _until(config, began, step_ns, RACE_STEPS), step_ns)
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=NOTHING))
             else:
-                # In a default budget time is reserved for the hint; in a budget that the user set,
-                # the race may use all of the time.
-                is_set = config.time_budget_s is not None
-                plan = StepJudge(step, meter if is_set else meter.earlier(hint_steps)).judge(plan)
+                plan = StepJudge(step, meter).judge(plan)
+            if meter.until is not None and config.time_budget_s is None:
+                meter.until += HINT_STEPS * step_ns / 1e9
             if not hints:
                 return plan
             return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
@@ -106,7 +105,7 @@ def judged_divided(
     model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float
 ) -> Plan:
     """The plan after a race of divided steps by the plan against undivided steps by torch."""
-    reason = _reason_against_steps(model, example_inputs, plan, config)
+    reason = reason_against_race(model, example_inputs, config, plan.device.type)
     kernels = plan.step_race or StepRace()
     if reason:
         return replace(plan, step_race=replace(kernels, reason=reason))
@@ -196,25 +195,15 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
 
 
 def judged_in_layouts(
-    model: nn.Module,
-    example_inputs: Any,
-    plans: Mapping[str, Plan],
-    calls: Mapping[str, int],
-    config: Config,
-    began: float,
+    model: nn.Module, example_inputs: Any, plans: Mapping[str, Plan], config: Config, began: float
 ) -> Plan:
     """The plan of the better layout, found in a race of steps by torch and by plan in each layout.
 
     `plans` are plans that were not judged yet; the plan for the model's own layout ("keep") comes
-    first. `calls` has the number of convolutions of a step in each layout.
-
-    If no steps can be run, the sums of the kernels' times decide. A model whose results
-    differ in channels_last by more than rounding keeps its layout.
+    first. The model keeps its layout if steps cannot be compared, or if its results differ in
+    channels_last by more than rounding.
     """
     own = plans["keep"]
-    reason = _reason_against_steps(model, example_inputs, own, config)
-    if reason:
-        return _by_sums(plans, calls, reason)
     # Steps of both layouts compute a backward pass if any of the plans has one: otherwise their
     # times could not be compared.
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
@@ -228,8 +217,9 @@ def judged_in_layouts(
             step_ns = backend.elapsed_ns(steps["keep"])
             until = _until(config, began, step_ns, LAYOUT_RACE_STEPS, len(plans))
             if until is not None and monotonic() + _LEAST_STEPS * step_ns / 1e9 > until:
-                return _by_sums(plans, calls, NO_ROOM)
-            against = reason_against_layout(steps["keep"], steps["channels_last"], own)
+                against = "the time budget has no room for steps in both layouts"
+            else:
+                against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
                 compilation, against = _compiled(model, steps, own.device.type)
             if not against:
@@ -242,7 +232,7 @@ def judged_in_layouts(
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
-        return _by_sums(plans, calls, f"a step could not be computed ({first_line(error)})")
+        against = f"a step could not be computed ({first_line(error)})"
     # The model must keep its layout; the plan for this layout is judged as if it were the only one.
     spent = 0 if compilation is None else compilation.seconds
     kept = judged(model, example_inputs, own, config, began + spent)
@@ -263,12 +253,6 @@ def _compiled(
     # A user could not run a compiled model in a layout in which it does not compile.
     reason = "" if last.is_compiled else f"in channels_last {last.reason}"
     return Compilation(own.seconds + last.seconds), reason
-
-
-def _by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> Plan:
-    layouts = by_sums(plans, calls, reason)
-    chosen, race = plans[layouts.memory_format], StepRace(reason=reason)
-    return replace(chosen, step_race=race, layout_race=layouts)
 
 
 def _has_backward(plan: Plan) -> bool:
@@ -335,12 +319,13 @@ def _until(
     return max(began + layouts * budget_s, monotonic() + race_steps * step_ns / 1e9)
 
 
-def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
+def reason_against_race(model: nn.Module, inputs: Any, config: Config, device_type: str) -> str:
+    """Why whole steps on a kind of device cannot be raced; "" if they can."""
     if not config.step_race:
         return "step_race is off"
     if config.is_replayed:
-        return "it was made from a recording"
-    return reason_against_steps(model, inputs, plan.device.type)
+        return "the plan is made from a recording"
+    return reason_against_steps(model, inputs, device_type)
 
 
 def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilation | None:

@@ -1,4 +1,4 @@
-"""Decide the layout of a model: by times of whole steps, or by sums of the times of kernels.
+"""Decide the layout of a model by times of whole steps.
 
 A model may be in channels_last only if its results are the same there, up to rounding.
 """
@@ -20,14 +20,7 @@ from ucudnn.errors import first_line
 from ucudnn.execution.stepping import STEP_ERRORS, StepResults, Steps
 from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace, StepRace
 from ucudnn.plan import Plan
-from ucudnn.tuning.step_judge import (
-    NOTHING,
-    Step,
-    StepJudge,
-    StepMeter,
-    has_default,
-    replaceable,
-)
+from ucudnn.tuning.step_judge import NOTHING, Step, StepJudge, StepMeter, has_default, replaceable
 from ucudnn.tuning.step_rounds import CONFIDENCE, race, raced_inside, raced_of, steps_ns, tells
 
 Samples = Sequence[Sequence[int]]
@@ -110,23 +103,6 @@ def outcome(of: Sequence[LayoutEntrant], samples: Samples, peaks: Sequence[int])
             )
         )
     return LayoutRace(tuple(contestants), winner(of, samples), len(samples[0]))
-
-
-def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> LayoutRace:
-    """Compare the sums of the kernels' times by each plan, because no steps can be run."""
-    # Sums over different sets of kernels cannot be compared.
-    if any(sum(len(k.layers) for k in plans[one].kernels) < calls[one] for one in plans):
-        return LayoutRace(reason=f"not all kernels have a plan in both layouts, and {reason}")
-    own_ns, last_ns = (
-        sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plans[which].kernels)
-        for which in ("keep", "channels_last")
-    )
-    ratio = last_ns / own_ns
-    contestants = (
-        Contestant("keep", True, own_ns),
-        Contestant("channels_last", True, last_ns, ratio, ratio, ratio),
-    )
-    return LayoutRace(contestants, int(ratio < 1 - TOLERATED), reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

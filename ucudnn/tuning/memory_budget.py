@@ -247,12 +247,7 @@ class MemoryBudget:
 
     def _profiler(self, memory_format: str, division: StepDivision) -> StepProfiler:
         return StepProfiler(
-            self._model,
-            self._inputs,
-            self._backend,
-            self._is_training,
-            memory_format,
-            division,
+            self._model, self._inputs, self._backend, self._is_training, memory_format, division
         )
 
     def limits(self, memory_format: str, traced: Traced) -> Limits:
@@ -315,9 +310,7 @@ class MemoryBudget:
         profile = layout.profiler.profile(plan)
         if profile.peak_bytes <= budget:
             memory = replace(
-                memory,
-                plan_peak_bytes=profile.peak_bytes,
-                calls=_calls(plan, profile),
+                memory, plan_peak_bytes=profile.peak_bytes, calls=_calls(plan, profile)
             )
             return replace(plan, memory=memory)
         planned = {kernel.problem: kernel for kernel in plan.kernels}

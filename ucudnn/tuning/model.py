@@ -19,13 +19,13 @@ from ucudnn.plan import Plan
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import (
-    HINT_STEPS,
     LAYOUT_RACE_STEPS,
     RACE_STEPS,
     convolutions_s,
     judged,
     judged_divided,
     judged_in_layouts,
+    reason_against_race,
 )
 from ucudnn.tuning.memory_budget import MemoryBudget
 from ucudnn.tuning.results import Progress
@@ -147,10 +147,12 @@ class _Tuning:
     def _tuned_and_judged(self, traced: Traced) -> Plan:
         if self.config.layout == "keep":
             return self._as_it_is(traced)
+        device = self.how["device_type"]
+        reason = reason_against_race(self.model, self.inputs, self.config, device)
         # The original model is examined, not the copy on which steps run, because the copy shares
         # memory with no other tensor.
-        reason = why_not_channels_last(original_of(self.model))
-        if reason is None:
+        reason = reason or why_not_channels_last(original_of(self.model))
+        if not reason:
             try:
                 last = self._traced("channels_last")
             # A model that cannot be computed in channels_last keeps its layout. The reason that is
@@ -162,18 +164,14 @@ class _Tuning:
                 # the same problems, so there is nothing to compare.
                 if _problems(last) == _problems(traced):
                     reason = "channels_last changes none of its convolutions"
-        if reason is not None:
+        if reason:
             return replace(self._as_it_is(traced), layout_race=LayoutRace(reason=reason))
         return self._in_layouts({"keep": traced, "channels_last": last})
 
     def _as_it_is(self, traced: Traced) -> Plan:
-        has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
-        # If the user set a time budget, none of it is reserved for the steps of the hint on
-        # channels_last.
-        hint_steps = HINT_STEPS if has_other and self.config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is in that layout already.
-        layout, steps = memory_format_of(self.model), RACE_STEPS + hint_steps
-        plan = self._tuned(traced, self.config.time_budget_s, steps, self.on_progress, layout)
+        layout, budget_s = memory_format_of(self.model), self.config.time_budget_s
+        plan = self._tuned(traced, budget_s, RACE_STEPS, self.on_progress, layout)
         return self._judged(plan)
 
     def _judged(self, plan: Plan) -> Plan:
@@ -215,8 +213,7 @@ class _Tuning:
             reason = f"it has no plan in channels_last ({error})"
             return replace(self._judged(own), layout_race=LayoutRace(reason=reason))
         plans = {"keep": own, "channels_last": last}
-        calls = {which: len(one.layers) for which, one in traced.items()}
-        return judged_in_layouts(self.model, self.inputs, plans, calls, self.config, self.began)
+        return judged_in_layouts(self.model, self.inputs, plans, self.config, self.began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
         """Seconds that the budget leaves for tuning the second layout."""
@@ -225,7 +222,7 @@ class _Tuning:
         left_s = self.began + self.config.time_budget_s - monotonic()
         # The time of a step is not known yet. It is taken to be twice as long as its convolutions.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
-        return max(0.0, left_s - race_s if self.config.step_race else left_s)
+        return max(0.0, left_s - race_s)
 
     def _tuned(
         self,

@@ -72,14 +72,13 @@ def noise_of(plan: Plan) -> Noise:
     return Noise(
         kernels=len(measured),
         perturbed=sum(kernel.is_perturbed for kernel in measured),
-        wide=sum(any(map(_is_wide, _timings(kernel))) for kernel in measured),
+        wide=sum(
+            any(_is_wide(one) for one in (kernel.timing, kernel.default) if one)
+            for kernel in measured
+        ),
         mispredicted=sum(_is_mispredicted(kernel) for kernel in measured),
         single=sum(kernel.timing.samples == 1 for kernel in measured),
     )
-
-
-def _timings(kernel: KernelPlan) -> list[Timing]:
-    return [timing for timing in (kernel.timing, kernel.default) if timing is not None]
 
 
 def _is_wide(timing: Timing) -> bool:

@@ -60,16 +60,10 @@ _MOST_TRIALS = 8
 
 
 class Seen(NamedTuple):
-    """A step that was run.
-
-    Args:
-        division: how it was divided.
-        peak_bytes: the most that it allocated, above what was allocated before it.
-        time_ns: its time.
-    """
+    """A step that was run."""
 
     division: StepDivision
-    peak_bytes: int
+    peak_bytes: int  # the most that it allocated, above what was allocated before it
     time_ns: int
 
     def cost(self, limit: int) -> tuple[int, int]:

@@ -17,15 +17,7 @@ from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers._base import undominated
 from ucudnn.solvers.reuse import reuse_by_position
-from ucudnn.split import (
-    BY_BATCH,
-    BY_SLABS,
-    DEFAULT_ALGORITHM,
-    Chunk,
-    KernelPlan,
-    Split,
-    Timing,
-)
+from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.processes import cached_property
 from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
 

@@ -17,16 +17,7 @@ from time import monotonic
 from ucudnn.outcomes import LEAST_ROUNDS, StepRace
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.step_rounds import (
-    Raced,
-    Samples,
-    StepTimes,
-    race,
-    raced_inside,
-    raced_of,
-    steps_ns,
-    tells,
-)
+from ucudnn.tuning.step_rounds import Raced, Samples, StepTimes, race, raced_inside, steps_ns, tells
 
 # Least number of steps in a race of two contestants: each runs one step to warm up, and one in a
 # round. A step that is run to measure its peak warms up, too.
@@ -62,12 +53,6 @@ class StepMeter:
     def is_over(self, steps: int = 0) -> bool:
         """True if there is no time for `steps` more steps."""
         return self.until is not None and monotonic() + steps * self.step_ns / 1e9 >= self.until
-
-    def earlier(self, steps: int) -> StepMeter:
-        """A meter like this one that ends earlier, to leave time for `steps` more steps."""
-        if self.until is None:
-            return self
-        return replace(self, until=self.until - steps * self.step_ns / 1e9)
 
     def elapsed_ns(self, step: Step, plan: Plan | None) -> int:
         """Time of one step by a plan; None: by torch's own convolutions."""
@@ -122,13 +107,13 @@ class StepJudge:
         # workspace limit, or would not be deterministic.
         free = replaceable(plan)
         rest = _without(plan, free)
-        raced = raced or self._raced_with_peaks(plan, rest)
+        raced = raced or self._raced_with_peaks(plan)
         if raced is None:
             return replace(plan, step_race=StepRace(reason=NO_ROOM))
         # Kernels that must stay planned stay even if they slow the step down. So the plan is
         # compared with steps in which only these kernels are planned.
         against_rest: Raced | None = raced
-        if free and raced.rest is None and not _is_torchs(rest):
+        if free and not _is_torchs(rest):
             has_time = not self.meter.is_over(LEAST_STEPS)
             against_rest = _proven(self._race(plan, rest)) if has_time else None
         if not free or (against_rest is not None and against_rest.pays):
@@ -144,36 +129,20 @@ class StepJudge:
             dropped = dropped or free
         return self._judged_without(dropped, plan, raced)
 
-    def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced | None:
+    def _raced_with_peaks(self, plan: Plan) -> Raced | None:
         """A race of the plan against torch, with the peaks of both; None if there is no time."""
-        of_three = bool(_changed(rest)) and rest.kernels != plan.kernels
-        # The plan with only the kernels that must stay planned may take part as a third contestant,
-        # with two more steps: one to warm up, and one in the round.
-        round_steps = 2 + 2 * of_three
         peaks = list[int]()
         # The steps that are run to measure the peaks also warm up. Their times say more about the
         # next steps than the time of the very first step, which may take a third longer.
         for one in (None, plan):
-            if self.meter.is_over(round_steps + 1):
+            if self.meter.is_over(3):
                 return None
             peaks.append(self.meter.peak_bytes(self.step, one))
-        if self.meter.is_over(round_steps):
+        if self.meter.is_over(2):
             return None
-        raced = self._race_of_three(plan, rest) if of_three else self._race(plan, is_warm=True)
+        raced = self._race(plan, is_warm=True)
         race = replace(raced.race, torch_peak_bytes=peaks[0], plan_peak_bytes=peaks[1])
         return raced._replace(race=race)
-
-    def _race_of_three(self, plan: Plan, rest: Plan) -> Raced:
-        """A race of three: torch, the plan, and the plan with only the kernels that must stay."""
-        self.meter.elapsed_ns(self.step, rest)
-        contestants = (None, rest, plan)
-        by_torch, by_rest, by_plan = self._samples(contestants, 1, is_warm=True)
-        against_rest = raced_inside(by_rest, by_plan, plan, replaceable(plan))
-        torch_ns, rest_ns = steps_ns([by_torch, by_rest])
-        return against_rest._replace(
-            race=raced_inside(by_torch, by_plan, plan, _changed(plan)).race,
-            rest=raced_of(torch_ns, rest_ns).race,
-        )
 
     def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
         """The plan without the dropped kernels, with the race of what is left of it."""
@@ -185,8 +154,6 @@ class StepJudge:
         if _is_torchs(left):
             # All kernels are torch's own now, so there is nothing to race.
             race, plan_peak = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds), torch_peak
-        elif raced.rest is not None and not replaceable(left):
-            race = raced.rest
         elif self.meter.is_over(LEAST_STEPS):
             race = StepRace(reason="the time budget has no room for steps without what did not pay")
         else:
@@ -219,28 +186,19 @@ class StepJudge:
         return kept
 
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
-        by_other, by_plan = self._samples((other, plan), 0, is_warm)
-        return raced_inside(by_other, by_plan, plan, replaceable(plan))
-
-    def _samples(
-        self, contestants: Sequence[Plan | None], rival: int, is_warm: bool
-    ) -> list[list[StepTimes]]:
-        """Run timed steps until it is clear whether the last contestant is faster than the rival.
-
-        `rival` is the index of the rival in `contestants`.
-        """
-        plan = contestants[-1]
-        assert plan is not None
+        """Run timed steps until it is clear whether a plan is faster than another one, or torch."""
+        kernels = replaceable(plan)
 
         def is_decided(samples: Samples) -> bool:
-            by_rival, by_plan = samples[rival], samples[-1]
-            raced = raced_inside(by_rival, by_plan, plan, replaceable(plan))
+            raced = raced_inside(*samples, plan, kernels)
             # If the kernels are faster but the steps seem slower, it is not clear yet.
             is_clear = raced.pays and raced.race.ratio <= 1
-            return is_clear or tells(*steps_ns([by_plan, by_rival]))
+            by_other, by_plan = steps_ns(samples)
+            return is_clear or tells(by_plan, by_other)
 
-        runs = [partial(self.meter.times, self.step, one) for one in contestants]
-        return race(runs, self.meter.is_over, is_decided, is_warm)
+        runs = [partial(self.meter.times, self.step, one) for one in (other, plan)]
+        samples = race(runs, self.meter.is_over, is_decided, is_warm)
+        return raced_inside(*samples, plan, kernels)
 
 
 def _proven(raced: Raced) -> Raced:

@@ -55,10 +55,6 @@ class Raced(NamedTuple):
     # The kernels whose own median ratio over the rounds is below 1. None: it is not known which
     # ones are, or the steps are slower for another reason than the kernels.
     faster: frozenset[Problem] | None = None
-    # The race against torch of steps in which only those kernels are planned that must stay
-    # planned; None if such steps did not take part. If they did, `pays` and `faster` compare the
-    # plan with them.
-    rest: StepRace | None = None
 
 
 def race(

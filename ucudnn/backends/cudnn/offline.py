@@ -246,7 +246,6 @@ def enumerate_candidates(
     layers: Sequence[tuple[str, Problem]],
     profile: DeviceProfile,
     output: str | os.PathLike[str],
-    batches: Iterable[int] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Enumeration:
     """List every configuration of every layer, op and micro-batch, and write a CSV file.
@@ -258,12 +257,11 @@ def enumerate_candidates(
     # The output is checked first: listing a whole network takes a while, and would be lost.
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"candidates are written to a file in a folder that exists, got {target}")
-    sizes = None if batches is None else tuple(batches)
     # A layer that is listed twice appears once.
     chunks = [
         (name, problem.with_batch(size))
         for name, problem in dict.fromkeys(layers)
-        for size in sizes or BatchAxis(problem).sizes("powers-of-two")
+        for size in BatchAxis(problem).sizes("powers-of-two")
     ]
     # Networks repeat layers, so cuDNN is asked only once for each distinct problem.
     distinct = list(dict.fromkeys(chunk for _, chunk in chunks))
@@ -280,20 +278,6 @@ def enumerate_candidates(
         library=str(library),
         device=profile.name,
     )
-
-
-def parse_batches(text: str) -> tuple[int, ...]:
-    """Read micro-batch sizes.
-
-    >>> parse_batches("32,1")
-    (1, 32)
-    """
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) for word in words):
-        raise ConfigError(
-            f"batches must be ints of at least 1, separated by commas, such as 1,32; got {text!r}"
-        )
-    return tuple(sorted({int(word) for word in words}))
 
 
 def _allowed_listings(

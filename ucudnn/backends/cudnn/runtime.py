@@ -63,13 +63,7 @@ class Runtime:
             return configurations(self._target(device), problem, bias=bias)
 
     def build(
-        self,
-        device: int,
-        problem: Problem,
-        identity: str,
-        alpha: float,
-        beta: float,
-        views: Views,
+        self, device: int, problem: Problem, identity: str, alpha: float, beta: float, views: Views
     ) -> ExecutionPlan:
         """Build a plan that computes alpha * convolution + beta * (old value of the result).
 

@@ -34,11 +34,7 @@ from ucudnn.backends.torch_cpu.operators import (
 )
 from ucudnn.backends.torch_cpu.phases import Phases
 from ucudnn.backends.torch_cpu.processor import LoadMeter, describe_allocator, roofline
-from ucudnn.backends.torch_cpu.workspace import (
-    allocated_peak_bytes,
-    allocated_spans,
-    unseen_bytes,
-)
+from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, allocated_spans, unseen_bytes
 from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
