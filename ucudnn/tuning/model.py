@@ -151,7 +151,7 @@ class _Tuning:
         reason = reason_against_race(self.model, self.inputs, self.config, device)
         # The original model is examined, not the copy on which steps run, because the copy shares
         # memory with no other tensor.
-        reason = reason or why_not_channels_last(original_of(self.model))
+        reason = reason or why_not_channels_last(original_of(self.model)) or ""
         if not reason:
             try:
                 last = self._traced("channels_last")

@@ -190,15 +190,15 @@ class StepJudge:
         kernels = replaceable(plan)
 
         def is_decided(samples: Samples) -> bool:
-            raced = raced_inside(*samples, plan, kernels)
+            raced = raced_inside(samples[0], samples[1], plan, kernels)
             # If the kernels are faster but the steps seem slower, it is not clear yet.
             is_clear = raced.pays and raced.race.ratio <= 1
             by_other, by_plan = steps_ns(samples)
             return is_clear or tells(by_plan, by_other)
 
         runs = [partial(self.meter.times, self.step, one) for one in (other, plan)]
-        samples = race(runs, self.meter.is_over, is_decided, is_warm)
-        return raced_inside(*samples, plan, kernels)
+        by_other, by_plan = race(runs, self.meter.is_over, is_decided, is_warm)
+        return raced_inside(by_other, by_plan, plan, kernels)
 
 
 def _proven(raced: Raced) -> Raced:
