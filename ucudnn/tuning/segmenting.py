@@ -47,8 +47,8 @@ _RESOLUTION = 1 / 4096
 _SLOWER = 0.05
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
-# A division is raced only if a single step by it takes no more than this fraction of the time of
-# the undivided step.
+# A single step by one way counts as clearly faster than by another if it takes no more than this
+# fraction of the time.
 _CLEARLY = 0.95
 # Least number of steps for the trial of a division and its race: two to profile it, then for each
 # of the two contestants one to warm up and one in a round.
@@ -382,7 +382,10 @@ class SegmentSearch:
         if self.reason_against_parts():
             return WHOLE
         self.try_sizes(loop)
-        best = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
+        fastest = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
+        # Of the divisions that take about as long, the one with the smallest peak.
+        alike = (one for one in self.seen if _CLEARLY * one.time_ns <= fastest.time_ns)
+        best = min(alike, key=lambda one: one.peak_bytes)
         if best.time_ns > own.time_ns * _CLEARLY:
             return WHOLE
         samples = race(
