@@ -378,7 +378,7 @@ class _Search:
         return np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
 
     def _improve(self, layers: list[_States]) -> None:
-        """Complete the fastest state with base choices; keep this division if it is the best."""
+        """Complete the fastest state that fits; keep this division if it is the best so far."""
         states = layers[-1]
         # States are sorted by rising bytes and falling time, so the last one that fits is the
         # fastest.

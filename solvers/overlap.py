@@ -24,7 +24,7 @@ from ucudnn.solvers._base import require_int
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Time of an exchange over its bytes: straight lines between the sizes that are known.
+    """Time of an exchange as a function of its bytes: straight lines between the known sizes.
 
     Beyond the largest size the line from the smallest to the largest goes on; below the smallest
     the time stays the same.

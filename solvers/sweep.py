@@ -2,8 +2,8 @@
 
 Under one limit the problem is an unbounded knapsack of the items that fit. Adding one item to a
 solved knapsack takes one pass over the table of costs. So items are added in the order of their
-workspace: after all items of up to some workspace, the table is exact for that limit. Every cost
-that was lowered may be a point of the front of its batch, and is logged.
+workspace: once all items of at most w bytes are added, the table is exact for the limit w. Every
+cost that was lowered may be a point of the front of its batch, and is logged.
 
 A row of the table has the costs of all batches for one kind of sequence, such as "only later
 chunks" or "one first chunk and any number of later ones". An arc says that adding a chunk of some

@@ -515,7 +515,7 @@ def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dic
 
 
 def progress_folder() -> str | None:
-    """Folder where ranks count samples in a trial of `ucudnn launch`; None outside of a trial."""
+    """Where ranks write their counts of samples if `launch` tries numbers of ranks; else None."""
     return os.environ.get(PROGRESS)
 
 

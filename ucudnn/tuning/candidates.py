@@ -94,7 +94,7 @@ class KernelCandidates:
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
-        """For each arm the name of its curve: the arms that run the same implementation."""
+        """The name of each arm's curve: the arms of one algorithm and one implementation."""
         kernel_of = self._session.kernel_of
         # An algorithm may run different implementations at different batches, as torch's own
         # convolution does. Times of one implementation say nothing about another one.

@@ -1,7 +1,7 @@
 """Measure those chunks of one kernel that the solver asks for and that are not in the cache.
 
 What to measure next follows from the measurements alone. So the same cache leads to the same
-decisions, and a second tune measures nothing.
+decisions, and once tuning has ended by itself, a second tune measures nothing.
 """
 
 from __future__ import annotations
