@@ -113,7 +113,8 @@ def outlook(
         return Outlook(time_ns, bound_ns)
     # If no chunk of a curve ever ran, the two assumptions give no bounds for it, so one chunk of
     # each such curve is timed first.
-    unknown = tuple(max(curve, key=_most_telling) for curve in filter(_is_new, curves.values()))
+    new = [one for one in curves.values() if not any(option.interval for option in one)]
+    unknown = tuple(max(curve, key=_most_telling) for curve in new)
     if unknown:
         return Outlook(time_ns, bound_ns, unknown)
     if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns:
@@ -178,10 +179,6 @@ def _by_curve(options: Sequence[ChunkOption]) -> dict[str, list[ChunkOption]]:
     for option in options:
         curves.setdefault(option.curve, []).append(option)
     return curves
-
-
-def _is_new(curve: Iterable[ChunkOption]) -> bool:
-    return not any(option.interval for option in curve)
 
 
 def _most_telling(option: ChunkOption) -> tuple[int, bool]:

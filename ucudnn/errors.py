@@ -51,7 +51,7 @@ class ProblemError(UcudnnError, ValueError):
 
 
 class ConfigError(UcudnnError, ValueError):
-    """A setting, flag, file or environment variable with a value that is not allowed."""
+    """A setting, flag, input, file or environment variable that is not what it must be."""
 
 
 class UnsupportedError(UcudnnError):

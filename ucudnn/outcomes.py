@@ -190,7 +190,7 @@ class Contestant:
     Args:
         memory_format: "keep", as the model was, or "channels_last".
         is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
-        time_ns: median time of a step; if no steps were raced, the sum of the times of its kernels.
+        time_ns: median time of a step.
         ratio: median over the rounds of its time divided by the time of the first contestant.
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.

@@ -161,8 +161,8 @@ def test_without_memory_for_a_step_the_model_keeps_its_layout(only_last):
     assert plan.layout_race.reason == "a step could not be computed (no more)"
     assert plan.memory_format == plan.layout_race.memory_format == "keep"
     # In the model's own layout a step may be possible.
-    reason = plan.step_race.reason
-    assert reason == ("" if only_last else "a step could not be computed (no more)")
+    reasons = {"", "it changes nothing"} if only_last else {plan.layout_race.reason}
+    assert plan.step_race.reason in reasons
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import accumulate, islice
 from typing import Any
 
@@ -115,7 +116,7 @@ def advise(
         if ranks is not None and given is not None:
             curves = [line(one, ranks, given) for one in (ring, gather)]
         else:
-            # Before steps, because malloc keeps blocks of any size only once it has seen them.
+            # Before steps are timed, because malloc keeps blocks of a size once it has seen them.
             curves = _link(meeting, tuple(sizes.values()), watched.device)
         profile = _computing(meeting, watched, sizes, *curves)
         if ranks is not None:
@@ -235,8 +236,9 @@ def _prepared(
     raise_errors(meeting.exchange("errors", error))
     assert watched is not None  # else `raise_errors` has raised
     sizes = {name: one.nbytes for name, one in model.named_parameters() if name in ready}
-    facts = {"number of gradients": str(len(sizes)), "bytes of gradients": str(sum(sizes.values()))}
-    require_equal(meeting.exchange("gradients", facts))
+    digest = sha256(repr(sorted(sizes.items())).encode()).hexdigest()[:8]
+    said = f"{len(sizes)} of {sum(sizes.values())} bytes, with the hash {digest}"
+    require_equal(meeting.exchange("gradients", {"list of gradients": said}))
     # DDP orders gradients as they become ready on the first rank.
     order = meeting.exchange("order", sorted(sizes, key=ready.__getitem__))[meeting.ranks[0]]
     return watched, {name: sizes[name] for name in order}

@@ -29,7 +29,7 @@ from ucudnn.system.processes import start_python
 from ucudnn.units import format_bytes
 
 MPS_MODES = ("auto", "require", "off")
-# Beginnings of torchrun's options that say where ranks meet, which may be on several hosts.
+# Prefixes of torchrun's options that describe the meeting of ranks, for example on several hosts.
 _MEETING = ("--nnodes", "--rdzv", "--master", "--node", "--standalone")
 _LIST_GPUS = (
     "import torch\n"

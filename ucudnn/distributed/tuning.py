@@ -38,8 +38,9 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning import model as alone
+from ucudnn.tuning.judging import reason_against_race
 from ucudnn.tuning.results import Progress, warn_of_untuned
-from ucudnn.tuning.tuner import tune_problems
+from ucudnn.tuning.tuner import device_type, tune_problems
 
 Report = Callable[[Progress], None]
 # This part of a time budget is for measuring; the rest is for deciding and for the step race.
@@ -110,7 +111,9 @@ def tune(
 def _traced(model: nn.Module, inputs: Any, config: Config, real: bool) -> Traced:
     """The convolutions of a model, in every layout that tuning considers."""
     own = trace_layers(model, inputs, config.ops, real=real)
-    if config.layout != "keep" and config.step_race:
+    if config.layout != "keep" and not reason_against_race(
+        model, inputs, config, device_type(config)
+    ):
         # If a model cannot be traced in channels_last, `ucudnn.tune` says why.
         with suppress(ConfigError):
             last = trace_layers(model, inputs, config.ops, real=real, memory_format="channels_last")

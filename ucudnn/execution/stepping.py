@@ -250,7 +250,7 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     tensors += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     places = {tensor.device.type for tensor in tensors}
     if places != {device_type}:
-        return f"it is for {device_type} and tensors are on {', '.join(sorted(places))}"
+        return f"steps run on {device_type}, and tensors are on {', '.join(sorted(places))}"
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "parameters or inputs are no plain tensors"
     is_in_job = dist.is_available() and dist.is_initialized()

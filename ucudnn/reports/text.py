@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def simple_table(title: str | None = None, caption: str | None = None) -> Table:
-    """An empty table whose only line is below its headings."""
+    """A table without rows, drawn with a single ruled line, below its headings."""
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
@@ -303,7 +303,7 @@ def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
 
 
 def comparison_table(found: Comparison, names: tuple[str, str]) -> Table:
-    """Table with a row per kernel that two plans compute differently; each has its own times."""
+    """Table with a row per kernel that two plans compute differently, by each plan's own times."""
     table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned"

@@ -67,7 +67,9 @@ def judged(
     if reason or not (changes or hints):
         return replace(plan, step_race=StepRace(reason=reason or NOTHING))
     began = monotonic() if began is None else began
-    if changes and _is_too_late(plan, config, began):
+    # A budget that the user set may be too short even for the convolutions of a race.
+    budget_s, least_s = config.time_budget_s, LEAST_RACE_STEPS * convolutions_s(plan)
+    if changes and budget_s is not None and monotonic() + least_s > began + budget_s:
         hint = LayoutHint(reason=_USED_UP) if hints else None
         return replace(plan, step_race=StepRace(reason=NO_ROOM), layout_hint=hint)
     backend = open_backend(plan.backend)
@@ -143,13 +145,6 @@ def judged_divided(
     return replace(plan, step_race=raced)
 
 
-def _is_too_late(plan: Plan, config: Config, began: float) -> bool:
-    """True if a budget set by the user is too short even for the convolutions of a race."""
-    if config.time_budget_s is None:
-        return False
-    return monotonic() + LEAST_RACE_STEPS * convolutions_s(plan) > began + config.time_budget_s
-
-
 def convolutions_s(plan: Plan) -> float:
     """Seconds that the convolutions of a step take by torch; the whole step takes longer."""
     timed = [(one.default or one.timing, len(one.layers)) for one in plan.kernels]
@@ -208,9 +203,10 @@ def judged_in_layouts(
     # times could not be compared.
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
     compilation: Compilation | None = None
+    steps: dict[str, Steps] = {}
     try:
         with _undisturbed(model):
-            steps = {
+            steps |= {
                 which: Steps(model, example_inputs, backward, which, one.division)
                 for which, one in plans.items()
             }
@@ -235,6 +231,7 @@ def judged_in_layouts(
         against = f"a step could not be computed ({first_line(error)})"
     # The model must keep its layout; the plan for this layout is judged as if it were the only one.
     spent = 0 if compilation is None else compilation.seconds
+    steps.clear()  # their copies of the model take memory
     kept = judged(model, example_inputs, own, config, began + spent)
     # A plan that changes nothing is not raced, so its own `compilation` may be None.
     compilation = kept.compilation or compilation

@@ -73,7 +73,7 @@ def tune(
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
         real: find the convolutions by computing a step on real tensors, for a model whose control
-            flow depends on values.
+            flow or hooks need values.
         remeasure: measure everything anew, even if it is in the cache.
 
     Raises:

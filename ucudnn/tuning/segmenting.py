@@ -383,11 +383,12 @@ class SegmentSearch:
             return WHOLE
         self.try_sizes(loop)
         fastest = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
-        # Of the divisions that take about as long, the one with the smallest peak.
-        alike = (one for one in self.seen if _CLEARLY * one.time_ns <= fastest.time_ns)
-        best = min(alike, key=lambda one: one.peak_bytes)
-        if best.time_ns > own.time_ns * _CLEARLY:
+        if fastest.time_ns > own.time_ns * _CLEARLY:
             return WHOLE
+        # Of the divisions that take about as long, the one with the smallest peak.
+        most_ns = min(own.time_ns * _CLEARLY, fastest.time_ns / _CLEARLY)
+        alike = (one for one in self.seen if one.time_ns <= most_ns)
+        best = min(alike, key=lambda one: one.peak_bytes)
         samples = race(
             [partial(self.elapsed_ns, one) for one in (WHOLE, best.division)],
             self.is_over,

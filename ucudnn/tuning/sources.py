@@ -77,7 +77,7 @@ class Bounds:
 
 @dataclass(eq=False)
 class AbstractSource(ABC):
-    """Measurements of one kernel within its limits."""
+    """Where the measurements of one kernel come from; only chunks within its bounds count."""
 
     session: Session
     config: Config
@@ -133,7 +133,7 @@ class AbstractSource(ABC):
         ]
 
     def within(self, bounds: Bounds) -> AbstractSource:
-        """Measurements of the same kernel within other limits."""
+        """The source of the same kernel within other bounds."""
         return source_of(self.session, self.config, self.kernel, bounds, self.default)
 
     @abstractmethod

@@ -112,13 +112,14 @@ class StepJudge:
             return replace(plan, step_race=StepRace(reason=NO_ROOM))
         # Kernels that must stay planned stay even if they slow the step down. So the plan is
         # compared with steps in which only these kernels are planned.
-        against_rest: Raced | None = raced
+        against_rest = raced
         if free and not _is_torchs(rest):
-            has_time = not self.meter.is_over(LEAST_STEPS)
-            against_rest = _proven(self._race(plan, rest)) if has_time else None
-        if not free or (against_rest is not None and against_rest.pays):
+            if self.meter.is_over(LEAST_STEPS):
+                return replace(plan, step_race=raced.race)
+            against_rest = self._race(plan, rest)
+        if not free or against_rest.pays:
             return replace(plan, step_race=raced.race)
-        if against_rest is not None and against_rest.faster is not None:
+        if against_rest.faster is not None:
             kept = [one for one in free if one.problem in against_rest.faster]
         else:
             kept = self._kept(plan, free)
@@ -182,7 +183,9 @@ class StepJudge:
             with_half = _without(plan, [one for one in others if has_default(plan, one)])
             alone = _without(with_half, half)
             raced = self._race(with_half, None if _is_torchs(alone) else alone)
-            kept += half if _proven(raced).pays else self._kept(plan, half)
+            # In too few rounds, a half does not count as paying.
+            is_proven = raced.pays and raced.race.rounds >= LEAST_ROUNDS
+            kept += half if is_proven else self._kept(plan, half)
         return kept
 
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
@@ -199,11 +202,6 @@ class StepJudge:
         runs = [partial(self.meter.times, self.step, one) for one in (other, plan)]
         by_other, by_plan = race(runs, self.meter.is_over, is_decided, is_warm)
         return raced_inside(by_other, by_plan, plan, kernels)
-
-
-def _proven(raced: Raced) -> Raced:
-    """The same race, but if it has too few rounds, the plan does not count as paying."""
-    return raced._replace(pays=raced.pays and raced.race.rounds >= LEAST_ROUNDS)
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:

@@ -257,7 +257,7 @@ def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 
 
 def _is_engine(entry: Measurement) -> bool:
-    """True for a convolution without bias by an engine of cuDNN, as cuDNN lists without a GPU."""
+    """True for a chunk by an engine of cuDNN without bias, which cuDNN can list without a GPU."""
     # torch's own convolution is left out, because it exists with any version of cuDNN.
     is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
     return is_candidate and not entry.adds_bias

@@ -57,8 +57,8 @@ MARGIN = 1.25
 # for interrupted threads takes a smaller share of the time.
 _PRODUCTS = ((512, 256), (1024, 1024))
 _MOST_ROWS = 1 << 14
-# An algorithm is assumed to make at most this many passes over its operands and temporaries. In
-# each pass a cache saves at most as much traffic as its own size.
+# For lower bounds of times: an algorithm is assumed to make at most this many passes over its
+# operands and temporaries, each of which the cache spares traffic of at most its own size.
 _PASSES = 16
 _BUDGET_NS = 40_000_000  # a product or copy is repeated for this long
 _measuring = ForkSafeLock()
