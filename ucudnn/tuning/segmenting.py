@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -290,27 +290,28 @@ class SegmentSearch:
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
-        is_small = self._best(limit).peak_bytes <= limit
-        if inside and not is_small and not self.reason_against_parts():
-            # Backward begins with the last micro-batch, so keeping it needs no additional memory.
-            whole = self._described(Segment("", 1, kept=1))
-            self._go_inside(
-                limit, lambda size, inner: StepDivision((replace(whole, micro_batch=size), *inner))
-            )
+        # Backward begins with the last micro-batch, so keeping it needs no additional memory,
+        # unless the results of the model are large.
+        for kept in (1, 0) if inside else ():
+            if self._best(limit).peak_bytes > limit and not self.reason_against_parts():
+                self._go_inside(limit, kept)
         return self._best(limit)
 
-    def _go_inside(
-        self, limit: int, division: Callable[[int, tuple[Segment, ...]], StepDivision]
-    ) -> None:
+    def _go_inside(self, limit: int, kept: int | None) -> None:
         """Run the model in micro-batches of one sample, of two, of four, with segments inside.
 
         Larger micro-batches are faster, so the size grows until a step does not fit the limit.
+        The last `kept` micro-batches are not recomputed; None: a loop, which recomputes none.
         """
+
+        def division(size: int, inner: tuple[Segment, ...]) -> StepDivision:
+            if kept is None:
+                return StepDivision(inner, size)
+            return StepDivision((self._described(Segment("", size, kept=kept)), *inner))
+
         size = 1
         while self._is_training and size < self._steps.batch:
-            plain = division(size, ())
-            known = next((one for one in self.seen if one.division == plain), None)
-            peak = (known or self.try_(plain)).peak_bytes
+            peak = self.try_(division(size, ())).peak_bytes
             part = next(parts_of(self._inputs, size))
             inner = SegmentSearch(self._model, part, self._backend, True, until=self.until)
             room = limit - max(0, peak - inner.seen[0].peak_bytes)
@@ -346,20 +347,18 @@ class SegmentSearch:
         reason = self.reason_against_parts()
         if reason:
             raise ConfigError(f"loop runs a model on parts of the batch, and {reason}")
-        tried = [one for one in self.seen if one.division.micro_batch]
+
+        def fitting() -> list[Seen]:
+            loops = (one for one in self.seen if one.division.micro_batch)
+            return [one for one in loops if limit is None or one.peak_bytes <= limit]
+
         for size in sizes:
-            is_known = any(one.division.micro_batch == size for one in tried)
             # As long as no step fits the limit, the search goes on even if the time is over.
-            is_found = any(limit is None or one.peak_bytes <= limit for one in tried)
-            if not is_known and not (is_found and self.is_over(2)):
-                tried.append(self.try_(StepDivision(micro_batch=size)))
-        is_small = limit is None or any(one.peak_bytes <= limit for one in tried)
-        if inside and limit is not None and not is_small:
-            before = len(self.seen)
-            self._go_inside(limit, lambda size, inner: StepDivision(inner, size))
-            tried += self.seen[before:]
-        fitting = [one for one in tried if limit is None or one.peak_bytes <= limit]
-        return min(fitting, key=lambda one: one.time_ns, default=None)
+            if not (fitting() and self.is_over(2)):
+                self.try_(StepDivision(micro_batch=size))
+        if inside and limit is not None and not fitting():
+            self._go_inside(limit, None)
+        return min(fitting(), key=lambda one: one.time_ns, default=None)
 
     def reason_against_parts(self) -> str:
         """Why the model cannot run on parts of a batch one by one; "" if it can."""
@@ -417,7 +416,10 @@ class SegmentSearch:
         return replace(one, shared=found.shared, training=sum(modes))
 
     def try_(self, division: StepDivision) -> Seen:
-        """Run a step by a division, and note what the segments of the division cost in the step."""
+        """Run a step by a division, if none ran yet, and note what its segments cost."""
+        for seen in self.seen:
+            if seen.division == division:
+                return seen
         steps, names = self._steps, {one.module: one for one in division.segments}
         if division.micro_batch is not None or (len(names) > 1 and "" in names):
             names = {}  # a module that runs several times in a step has no single cost
@@ -431,13 +433,11 @@ class SegmentSearch:
         for call in profile.root.walk():
             if call.name is not None:
                 plain = replace(names[call.name], shared=(), training=None)
-                known = self._known.get(plain)
-                if known is None:
-                    continue
-                known.measured = profile.cost(call).option(plain)
-                ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
-                for key in (self._count(plain), (plain.module, plain.micro_batch)):
-                    self._ratios.setdefault(key, []).append(ratio)
+                if known := self._known.get(plain):
+                    known.measured = profile.cost(call).option(plain)
+                    ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
+                    for key in (self._count(plain), (plain.module, plain.micro_batch)):
+                        self._ratios.setdefault(key, []).append(ratio)
         return self.seen[-1]
 
     def try_sizes(self, loop: bool = False) -> None:
