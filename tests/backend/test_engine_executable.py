@@ -90,10 +90,6 @@ def runtime(exact):
     return Runtime(exact)
 
 
-def needs_alignment(problem, views):
-    return any(view.alignment_bytes < 16 for view in views)
-
-
 def problem_of(op, geometry, dtype="float32", layout="nchw", batch=5):
     return Problem(op, batch, 4, 8, groups=2, dtype=dtype, layout=layout, **geometry)
 
@@ -109,11 +105,9 @@ def test_an_engine_reads_and_writes_where_the_tensors_are(backend, exact, geomet
             assert result.shape == problem.result_shape
 
 
-@pytest.mark.parametrize("refuses", [lambda *_: False, needs_alignment])
 @pytest.mark.parametrize("op", ["fprop", "dgrad"])
-def test_chunks_fill_their_slices_and_nothing_else(backend, exact, geometry, runtime, op, refuses):
-    """5 = 2 + 2 + 1: the remainder has a plan of its own, and odd sizes are not aligned."""
-    runtime.refuses = refuses
+def test_chunks_fill_their_slices_and_nothing_else(backend, exact, geometry, runtime, op):
+    """5 = 2 + 2 + 1: the remainder has a plan of its own."""
     problem = problem_of(op, geometry)
     a, b = backend.operands(problem, 5)
     whole = torch.full((7, *problem.result_shape[1:]), torch.nan)
@@ -126,12 +120,8 @@ def test_chunks_fill_their_slices_and_nothing_else(backend, exact, geometry, run
     assert {plan.problem.batch for plan in runtime.plans} == {1, 2}
 
 
-@pytest.mark.parametrize("refuses", [lambda *_: False, needs_alignment])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_gradients_are_added_by_the_engine_itself(
-    backend, exact, geometry, runtime, dtype, refuses
-):
-    runtime.refuses = refuses
+def test_gradients_are_added_by_the_engine_itself(backend, exact, geometry, runtime, dtype):
     problem = problem_of("wgrad", geometry, dtype)
     x, dy = backend.operands(problem, 5)
     executable = EngineExecutable(runtime, problem, "eng0")
@@ -339,13 +329,9 @@ def test_one_thread_at_a_time_launches_a_plan(backend, exact, runtime):
         assert relative_error(result, expected) < 1e-6
 
 
-@pytest.mark.parametrize("refuses", [lambda *_: False, needs_alignment])
 @pytest.mark.parametrize("place", ["aligned", "odd", "strided"])
 @pytest.mark.parametrize("identity", ["eng0", "bias_eng0"])
-def test_a_bias_is_added_wherever_it_lies(
-    backend, exact, geometry, runtime, identity, place, refuses
-):
-    runtime.refuses = refuses
+def test_a_bias_is_added_wherever_it_lies(backend, exact, geometry, runtime, identity, place):
     problem = problem_of("fprop", geometry)
     x, w = backend.operands(problem, 5)
     memory = torch.randn(2 * problem.out_channels + 1)

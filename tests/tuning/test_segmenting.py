@@ -216,3 +216,12 @@ def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
     assert size == (1 if loop else None)
     assert segments[0].module == "" or loop
     assert len(segments) > 1
+
+
+def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():
+    model = nn.Sequential(*blocks(groups, 8, 12)[:13], nn.Conv2d(8, 8, 1))
+    x, backend = torch.randn(8, 3, 72, 72), open_backend("torch_cpu")
+    found, by_hand = (SegmentSearch(model, x, backend, True, until=0.0) for _ in range(2))
+    inside = (Segment(str(number), None) for number in range(1, 13))
+    wanted = by_hand.try_(StepDivision((Segment("", 1), *inside)))
+    assert found.within(1, inside=True).peak_bytes <= wanted.peak_bytes
