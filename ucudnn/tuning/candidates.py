@@ -53,7 +53,7 @@ class KernelCandidates:
     def by_arm(self) -> Mapping[Arm, Candidate]:
         """All candidates by arm, the smallest sizes first."""
         backend = self._session.backend
-        # torch's own convolution of a whole problem is never refused, that of a slab may be.
+        # A slab of torch's own convolution may be refused, because only a plan computes slabs.
         refusal = backend.slab_refusal if self.axis.name == RowAxis.name else backend.refusal
         found: dict[Arm, Candidate] = {}
         for size in self.sizes:

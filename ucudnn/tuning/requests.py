@@ -136,7 +136,7 @@ class Requests:
     # The possible gain, as a fraction of the kernel's time, at which measuring ends; at least
     # `TOLERANCE`.
     tolerance: float
-    # True if a chunk may run only when its workspace is known or extrapolated.
+    # True if small chunks must run first, to extrapolate from them the workspace of larger ones.
     must_probe: bool
 
     def wanted(self) -> list[Arm]:

@@ -204,8 +204,8 @@ def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
         return RecordedBackend(cache, config.device)
     if config.device is None:
         return open_backend(config.backend)
-    # `device` names a device profile here. It has an effect only with cuDNN, so with other backends
-    # it is refused.
+    # Here `device` is a device profile: a file that describes to cuDNN a GPU that is not in this
+    # machine. Other backends cannot use such a file, so they are refused.
     if config.backend != "cudnn":
         raise ConfigError(
             f"device (={quoted(config.device)}) is what backend='recorded' replays, or a GPU's "
