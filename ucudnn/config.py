@@ -146,7 +146,7 @@ SETTINGS: dict[str, Setting] = {
     "workspace_limit": Setting(
         None,
         _size,
-        "Workspace of each kernel, such as 64MiB.",
+        "Workspace of each kernel (WR), such as 64MiB.",
         "SIZE",
         page="using.md#what-is-limited",
     ),
@@ -169,7 +169,7 @@ SETTINGS: dict[str, Setting] = {
     "total_workspace": Setting(
         None,
         _size,
-        "Pool that all calls divide, such as 512MiB. Every call owns a part (WD). Without a pool, "
+        "Pool that all calls divide (WD), such as 512MiB. Every call owns a part. Without a pool, "
         "all kernels share one workspace (WR).",
         "SIZE",
         page="solvers.md",
