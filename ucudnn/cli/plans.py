@@ -107,7 +107,7 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
 
     for kernel in (plan.kernels[index] for index in _chosen(plan, wanted)):
         out.print(kernel_table(kernel))
-        say(f"layers: {', '.join(kernel.layers)}")
+        say(f"layers: {', '.join(dict.fromkeys(kernel.layers))}")
         measured = "predicted" if kernel.timing.is_predicted else "measured"
         say(
             f"time: {format_ns(kernel.timing.time_ns)} {measured}, the parts add up to "

@@ -196,7 +196,7 @@ def _details(row: ChartRow, timing: Timing, arm: str) -> str:
         if not timing.is_predicted:
             ratio = row.kernel.predicted_time_ns / timing.time_ns
             lines.append(f"predicted sum of the parts over measured: {ratio:.2f}")
-    layers = textwrap.shorten(", ".join(row.kernel.layers), 180, placeholder=" ...")
+    layers = textwrap.shorten(", ".join(dict.fromkeys(row.kernel.layers)), 180, placeholder=" ...")
     lines.append(f"calls: {row.calls} ({layers})")
     wrapped = [plain(part) for line in lines for part in textwrap.wrap(line, 90)]
     return "<br>".join([f"<b>{row.number}  {plain(str(row.kernel.problem))}</b>", *wrapped])

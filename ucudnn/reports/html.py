@@ -188,7 +188,7 @@ def _why(plan: Plan, rationales: Sequence[Rationale]) -> str:
 def _kernels(plan: Plan) -> Iterator[str]:
     """Section with a table of all kernels and their layers, in the plan's order."""
     table = plan_table(plan, width=200)
-    layers = [", ".join(kernel.layers) for kernel in plan.kernels]
+    layers = [", ".join(dict.fromkeys(kernel.layers)) for kernel in plan.kernels]
     yield _section(
         "All kernels",
         f"<p>Of one call: {_text(str(table.caption))}.</p>",

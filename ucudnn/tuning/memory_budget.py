@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from textwrap import shorten
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -85,15 +86,15 @@ class Limits:
             for problem, error in errors.items()
             if error.smallest_bytes is not None
         }
-        # If an error names no smallest workspace, it is the one to report: no budget would help its
-        # kernel.
+        # If an error names no smallest workspace, no budget would help its kernel.
         if len(needs) < len(errors):
             return next(error for problem, error in errors.items() if problem not in needs)
         worst = max(needs, key=lambda problem: needs[problem])
+        names = shorten(", ".join(dict.fromkeys(layers[worst])), 80, placeholder=" ...")
         return PlanError(
             f"no plan fits memory_budget={format_bytes(self.budget_bytes)}: "
             f"{format_bytes(needs[worst] - self.budget_bytes)} are missing at {worst} "
-            f"({', '.join(layers[worst])}), where {format_bytes(self.live(worst))} are allocated "
+            f"({names}), where {format_bytes(self.live(worst))} are allocated "
             f"beside its workspace and {errors[worst]}; raise the budget to "
             f"{format_bytes(needs[worst])}",
             needs[worst],
@@ -159,8 +160,10 @@ class MemoryBudget:
         self.division = WHOLE
         self._search: SegmentSearch | None = None
         self._began = monotonic() if began is None else began
-        # Bytes of the budget that a division of the step must leave free, because kernels lacked
-        # them for their workspace in an earlier pass.
+        # Steps without workspace by the divisions that were tried; each is tried only once, because
+        # if kernels lack workspace in it, they do so again.
+        self._least: dict[StepDivision, Way] = {}
+        # Bytes of the budget to leave free, which kernels lacked for workspace in an earlier pass.
         self._spared = 0
         # If a step by torch without its workspace is within the budget, limits for the workspace
         # may suffice, and no segments are needed.
@@ -205,37 +208,32 @@ class MemoryBudget:
                 until=half_of(self.config, self._began),
                 effort=self.config.effort,
             )
-            best = self._best(search, limit)
-        self._memory = replace(
-            self._memory, ways=search.ways(self._held.total), whole=search.reasons()
-        )
-        if best.peak_bytes <= limit:
-            return best.division
-        # A loop is tried even if the user did not allow it, so that the error can recommend it.
-        if not self.config.loop:
-            with undisturbed(self._model):
-                if not search.reason_against_parts():
-                    search.try_(StepDivision(micro_batch=1))
-        # A division whose steps exceed the budget only by their workspace is accepted, too: limits
-        # for the workspace may suffice.
-        least: list[Way] = []
-        for one in sorted(search.seen, key=lambda one: one.peak_bytes):
-            if one.division.micro_batch is None or self.config.loop:
-                peak = self._profiler("keep", one.division).profile().own_peak_bytes
-                if peak <= budget - self._spared:
-                    return one.division
-                way = one.way(self._held.total)
-                name = f"{way.name}, without workspace"
-                least.append(replace(way, name=name, peak_bytes=peak, time_ns=0))
         # Segments inside micro-batches are tried last, because small micro-batches that recompute
         # modules are slow.
-        with undisturbed(self._model):
-            best = self._best(search, limit, inside=True)
-        if best.peak_bytes <= limit:
-            self._memory = replace(self._memory, ways=search.ways(self._held.total))
-            return best.division
-        least = [min(least, key=lambda way: way.peak_bytes)]
-        self._memory = replace(self._memory, ways=(*search.ways(self._held.total), *least))
+        for inside in (False, True):
+            with undisturbed(self._model):
+                best = self._best(search, limit, inside=inside)
+            ways = search.ways(self._held.total)
+            self._memory = replace(self._memory, ways=ways, whole=search.reasons())
+            if best.peak_bytes <= limit:
+                return best.division
+            # A loop is tried even if the user did not allow it, so that the error can recommend it.
+            with undisturbed(self._model):
+                if not (self.config.loop or search.reason_against_parts()):
+                    search.try_(StepDivision(micro_batch=1))
+            # A division whose steps exceed the budget only by their workspace is accepted, too:
+            # limits for the workspace may suffice.
+            for one in sorted(search.seen, key=lambda one: one.peak_bytes):
+                is_allowed = one.division.micro_batch is None or self.config.loop
+                if is_allowed and one.division not in self._least:
+                    peak = self._profiler("keep", one.division).profile().own_peak_bytes
+                    way = one.way(self._held.total)
+                    name = f"{way.name}, without workspace"
+                    self._least[one.division] = replace(way, name=name, peak_bytes=peak, time_ns=0)
+                    if peak <= budget - self._spared:
+                        return one.division
+        smallest = min(self._least.values(), key=lambda way: way.peak_bytes)
+        self._memory = replace(self._memory, ways=(*search.ways(self._held.total), smallest))
         return None
 
     def _best(self, search: SegmentSearch, limit: int, *, inside: bool = False) -> Seen:
@@ -371,7 +369,9 @@ def _too_small(memory: StepMemory, loop: bool) -> PlanError:
     budget = memory.budget_bytes
     ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
     ways = tuple(way for way in ways if not way.is_estimated)
-    least = min(way.peak_bytes for way in ways if loop or way.kind != "loop")
+    # Whether kernels have plans without workspace is not known, so such a peak is not advised.
+    ran = [way for way in ways if way.time_ns] or ways
+    least = min(way.peak_bytes for way in ran if loop or way.kind != "loop")
     helps = any(way.kind == "loop" and way.peak_bytes <= budget for way in ways)
     remedy = "set loop=True, by which it is kept" if helps and not loop else "lower the batch"
     sentence = (
