@@ -228,7 +228,7 @@ class MemoryBudget:
                 if is_allowed and one.division not in self._least:
                     peak = self._profiler("keep", one.division).profile().own_peak_bytes
                     way = one.way(self._held.total)
-                    name = f"{way.name}, without workspace"
+                    name = f"{way.name}, without workspace"  # such a step is not run: no time
                     self._least[one.division] = replace(way, name=name, peak_bytes=peak, time_ns=0)
                     if peak <= budget - self._spared:
                         return one.division
@@ -369,14 +369,14 @@ def _too_small(memory: StepMemory, loop: bool) -> PlanError:
     budget = memory.budget_bytes
     ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
     ways = tuple(way for way in ways if not way.is_estimated)
-    # Whether kernels have plans without workspace is not known, so such a peak is not advised.
-    ran = [way for way in ways if way.time_ns] or ways
-    least = min(way.peak_bytes for way in ran if loop or way.kind != "loop")
+    least = min((w for w in ways if loop or w.kind != "loop"), key=lambda way: way.peak_bytes)
+    more = "" if least.time_ns else " plus the workspace that kernels need"
     helps = any(way.kind == "loop" and way.peak_bytes <= budget for way in ways)
     remedy = "set loop=True, by which it is kept" if helps and not loop else "lower the batch"
-    sentence = (
+    rows = "".join(f"\n  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways)
+    return PlanError(
         f"memory_budget={format_bytes(budget)} is too small: the smallest peak of a step that was "
-        f"found is {format_bytes(least)}; raise the budget to it, or {remedy}. Peaks:"
+        f"found is {format_bytes(least.peak_bytes)}; raise the budget to it{more}, or {remedy}. "
+        f"Peaks:{rows}",
+        least.peak_bytes,
     )
-    rows = [f"  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways]
-    return PlanError("\n".join([sentence, *rows]), least)
