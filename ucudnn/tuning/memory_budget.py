@@ -233,7 +233,7 @@ class MemoryBudget:
                     if peak <= budget - self._spared:
                         return one.division
         smallest = min(self._least.values(), key=lambda way: way.peak_bytes)
-        self._memory = replace(self._memory, ways=(*search.ways(self._held.total), smallest))
+        self._memory = replace(self._memory, ways=(*self._memory.ways, smallest))
         return None
 
     def _best(self, search: SegmentSearch, limit: int, *, inside: bool = False) -> Seen:
