@@ -18,6 +18,8 @@ class Segment:
     layers.0 in micro-batches of 4, recomputed
     >>> print(Segment("layers.0", 4, kept=1))
     layers.0 in micro-batches of 4, recomputed but for the last
+    >>> print(Segment("layers.0", None, recompute=False, selective=True))
+    layers.0 whole, selectively recomputed
 
     Args:
         module: the name of the module in the model; "" is the model itself.
@@ -32,6 +34,9 @@ class Segment:
             training mode, it runs undivided. None: it runs in micro-batches in every mode.
         kept: number of micro-batches that are not recomputed, but keep all that backward needs;
             these are the last ones, because backward begins with them.
+        selective: compute only the results of normalisations and activation functions again in
+            backward, each when it is needed (selective recomputation). With `recompute`, this is
+            done in the recomputed forward, so that less is allocated beside it.
 
     Raises:
         PlanError: `micro_batch` is neither None nor an int of at least 1, `recompute` and
@@ -45,6 +50,7 @@ class Segment:
     shared: tuple[Count, ...] = ()
     training: Count | None = None
     kept: Count = 0
+    selective: bool = False
 
     def __post_init__(self) -> None:
         size = self.micro_batch
@@ -75,11 +81,12 @@ class Segment:
     @property
     def manner(self) -> str:
         """How the module runs, in words."""
-        size = "whole" if self.micro_batch is None else f"in micro-batches of {self.micro_batch}"
+        how = "whole" if self.micro_batch is None else f"in micro-batches of {self.micro_batch}"
         if self.recompute:
             last = "the last" if self.kept == 1 else f"the last {self.kept}"
-            return f"{size}, recomputed{f' but for {last}' if self.kept else ''}"
-        return f"{size}, offloaded" if self.offload else size
+            how += f", recomputed{f' but for {last}' if self.kept else ''}"
+        how += ", offloaded" if self.offload else ""
+        return how + (", selectively recomputed" if self.selective else "")
 
 
 def is_size(value: object) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.compiling import untraced, untraced_alone
+from ucudnn.execution.selective import Selective
 from ucudnn.segment import Segment
 
 _Run = Callable[..., Any]
@@ -46,6 +47,8 @@ class SegmentForward:
             return self._forward(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         run = partial(self._run, spec)
+        if segment.selective and torch.is_grad_enabled():
+            run = partial(_selective, run)
         split = {n: one for n, one in enumerate(leaves) if has_samples(one)}
         for place in segment.shared:
             split.pop(place, None)
@@ -170,6 +173,15 @@ def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
         return run(*leaves)
     finally:
         eval_frame.set_eval_frame(before)
+
+
+@untraced_alone
+def _selective(run: _Run, *leaves: Any) -> Any:
+    """Call `run` with selective recomputation, which compiled code does by itself."""
+    if callable(eval_frame.get_eval_frame_callback()):
+        return run(*leaves)
+    with Selective():
+        return run(*leaves)
 
 
 class _BuffersBefore:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -31,7 +31,7 @@ from ucudnn.solvers import Node, Option, SegmentTable, segment
 from ucudnn.tracing import Traced
 from ucudnn.tuning.budget import EFFORTS
 from ucudnn.tuning.independence import Independence, examined
-from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, profiled
+from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, ModuleProfile, profiled
 from ucudnn.tuning.step_rounds import race, raced_of, tells
 
 # A module that could save less than this fraction of the peak of a step is no segment by itself; it
@@ -127,9 +127,8 @@ class SegmentSearch:
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
         self.findings: dict[str, Independence] = {}
         self._known: dict[Segment, _Known] = {}
-        # Ratios of measured to estimated times. The keys are a module with its micro-batch size, or
-        # a number of micro-batches, whatever the module.
-        self._ratios: dict[tuple[str, int | None] | int, list[float]] = {}
+        # Ratios of measured to estimated times, by the keys of `_alike`.
+        self._ratios: dict[Any, list[float]] = {}
         # Modules without children are no candidates for segments, because they keep their result
         # and little else.
         names = [name for name, one in self._modules.items() if any(one.children())]
@@ -137,6 +136,12 @@ class SegmentSearch:
             steps()
             self._own = profiled(steps, names, backend)
         self.seen = [Seen(WHOLE, self._own.peak_bytes, self._own.time_ns)]
+        # What each module costs with selective recomputation.
+        self._selective: dict[str | None, ModuleCost] = {}
+        if is_training:
+            everywhere = StepDivision((Segment("", None, recompute=False, selective=True),))
+            profile = self._profiled(everywhere, names)
+            self._selective = {one.name: profile.cost(one) for one in profile.root.walk()}
         budget_s = EFFORTS[effort].budget_s(self._own.time_ns)
         self.until = until
         if until is None and budget_s is not None:
@@ -199,6 +204,13 @@ class SegmentSearch:
             for one in self._modules[name].parameters()
             if one.requires_grad
         )
+        selective = self._selective.get(name)
+        # Modules without normalisations and activation functions gain nothing.
+        if selective is not None and selective.kept_bytes >= cost.kept_bytes:
+            selective = None
+        if selective is not None:
+            one = Segment(name, None, recompute=False, selective=True)
+            self._known[one] = _Known(one, selective.option(one))
         sizes = [call.samples >> n for n in range(_MOST_HALVINGS) if call.samples >> n]
         for size in sizes:
             part = size / call.samples
@@ -208,6 +220,10 @@ class SegmentSearch:
                     one = Segment(name, size if count > 1 else None, kept=kept)
                     option = _recomputed(call, cost, part, gradients, one)
                     self._known[one] = _Known(one, option)
+                    if selective is not None:
+                        one = replace(one, selective=True)
+                        option = _recomputed(call, selective, part, gradients, one)
+                        self._known[one] = _Known(one, option)
             elif part < 1:
                 one = Segment(name, size, recompute=False)
                 peak = call.result_bytes + round(part * cost.forward_bytes)
@@ -250,16 +266,16 @@ class SegmentSearch:
         if known.measured is not None:
             return known.measured
         one = known.segment
-        ratios = self._ratios.get((one.module, one.micro_batch)) or self._ratios.get(
-            self._count(one)
-        )
+        ratios = next(filter(None, map(self._ratios.get, self._alike(one))), None)
         if not ratios:
             return known.foreseen
         return replace(known.foreseen, time_ns=round(known.foreseen.time_ns * median(ratios)))
 
-    def _count(self, one: Segment) -> int:
-        """Number of micro-batches of a segment."""
-        return 1 if one.micro_batch is None else -(-self._samples[one.module] // one.micro_batch)
+    def _alike(self, one: Segment) -> tuple[Any, Any]:
+        """Keys of segments that are as much faster or slower than estimated as this one."""
+        size = one.micro_batch
+        count = 1 if size is None else -(-self._samples[one.module] // size)
+        return (one.module, size, one.selective), (count, one.recompute, one.selective)
 
     def is_over(self, steps: int) -> bool:
         """True if there is no time for `steps` more steps."""
@@ -307,7 +323,11 @@ class SegmentSearch:
         def division(size: int, inner: tuple[Segment, ...]) -> StepDivision:
             if kept is None:
                 return StepDivision(inner, size)
-            return StepDivision((self._described(Segment("", size, kept=kept)), *inner))
+            # The whole model in the inner step is a micro-batch of the outer one.
+            is_selective = any(not one.module and one.selective for one in inner)
+            outer = Segment("", size, kept=kept, selective=is_selective)
+            within = (one for one in inner if one.module)
+            return StepDivision((self._described(outer), *within))
 
         size = 1
         while self._is_training and size < self._steps.batch:
@@ -420,25 +440,30 @@ class SegmentSearch:
         for seen in self.seen:
             if seen.division == division:
                 return seen
-        steps, names = self._steps, {one.module: one for one in division.segments}
+        names = {one.module: one for one in division.segments}
         if division.micro_batch is not None or (len(names) > 1 and "" in names):
             names = {}  # a module that runs several times in a step has no single cost
-        steps.divide(division)
-        try:
-            with gradient_mode(self._is_training):
-                profile = profiled(steps, names, self._backend)
-        finally:
-            steps.divide(WHOLE)
-        self.seen.append(Seen(division, profile.peak_bytes, profile.time_ns))
+        profile = self._profiled(division, names)
         for call in profile.root.walk():
             if call.name is not None:
                 plain = replace(names[call.name], shared=(), training=None)
                 if known := self._known.get(plain):
                     known.measured = profile.cost(call).option(plain)
                     ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
-                    for key in (self._count(plain), (plain.module, plain.micro_batch)):
+                    for key in self._alike(plain):
                         self._ratios.setdefault(key, []).append(ratio)
         return self.seen[-1]
+
+    def _profiled(self, division: StepDivision, names: Collection[str]) -> ModuleProfile:
+        """Run a step by a division, and note it as seen."""
+        self._steps.divide(division)
+        try:
+            with gradient_mode(self._is_training):
+                profile = profiled(self._steps, names, self._backend)
+        finally:
+            self._steps.divide(WHOLE)
+        self.seen.append(Seen(division, profile.peak_bytes, profile.time_ns))
+        return profile
 
     def try_sizes(self, loop: bool = False) -> None:
         """Run steps of the whole model in micro-batches of each size, while there is time.

@@ -1,0 +1,207 @@
+"""Selective recomputation: results of normalisations and activation functions are computed again.
+
+A normalisation or an activation function keeps its input for its own backward. Its result can be
+computed from this input in little time, so operations that need the result in backward do not keep
+it. In many networks these results are a large part of all activations (Korthikanti et al., Reducing
+Activation Recomputation in Large Transformer Models, MLSys 2023, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Functions whose backward needs their input.
+_KEEP_INPUT = {
+    *(functional.batch_norm, functional.group_norm, functional.instance_norm),
+    *(functional.layer_norm, functional.rms_norm, torch.group_norm, torch.layer_norm),
+    *(functional.celu, functional.elu, functional.gelu, functional.glu, functional.hardsigmoid),
+    *(functional.hardswish, functional.hardtanh, functional.leaky_relu, functional.logsigmoid),
+    *(functional.mish, functional.prelu, functional.relu6, functional.selu, functional.silu),
+    functional.softplus,
+}
+# Functions whose backward needs their result, and not their input.
+_KEEP_RESULT = {
+    *(functional.relu, functional.sigmoid, functional.tanh),
+    *(torch.relu, torch.sigmoid, torch.tanh),
+}
+# Functions that update running statistics if this argument is true; they do not depend on them
+# then.
+_UPDATING = {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
+
+
+class _Call:
+    """A call that can be repeated. Its first argument is the result of `source`, or a kept tensor.
+
+    Attributes:
+        uses: how many operations still need the result in backward.
+    """
+
+    def __init__(self, source: _Call | None, run: Callable[[Tensor], Tensor]) -> None:
+        self.source = source
+        self.uses = 0
+        self._run = run
+        self._result: Tensor | None = None
+
+    def result(self, base: Tensor) -> Tensor:
+        """The result, which is stored as long as other operations need it, too."""
+        result = self._result
+        if result is None:
+            result = self._run(base if self.source is None else self.source.result(base))
+        self._result = result if self.uses > 0 else None
+        return result
+
+
+class _Repeatable(NamedTuple):
+    """A result that can be computed again from a base, and its version when it was computed."""
+
+    call: _Call
+    base: Tensor
+    version: int
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """What is kept instead of a tensor.
+
+    Args:
+        base: the tensor, or that from which it can be computed again.
+        version: of the base.
+        call: whose result is needed; None: the base.
+        view: shape, strides and offset in this result; None: all of it.
+    """
+
+    base: Any
+    version: int
+    call: _Call | None = None
+    view: tuple[Any, Any, int] | None = None
+
+
+class Selective(TorchFunctionMode):
+    """In this context, no results of normalisations and activation functions are kept for backward.
+
+    The gradients are the same, bit for bit. What is still kept, is kept as the context around this
+    one says, which may be a checkpoint or `save_on_cpu`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeatable: Any = WeakIdKeyDictionary()
+        # What is saved inside the call of a function whose backward needs its result.
+        self._pending: list[_Saved] | None = None
+
+    def __enter__(self) -> Selective:
+        self._around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function, and note how to repeat it."""
+        del types
+        kwargs = kwargs or {}
+        is_cheap = func in _KEEP_INPUT or func in _KEEP_RESULT
+        if not (is_cheap and args and torch.is_grad_enabled()):
+            return func(*args, **kwargs)
+        found = self._found(args[0])
+        # If the input is not kept anyway, and cannot be computed again, the result is kept.
+        if found is None and (func in _KEEP_RESULT or kwargs.get("inplace")):
+            return func(*args, **kwargs)
+        call = _Call(found and found.call, _repetition(func, args[1:], kwargs, args[0].device))
+        base = args[0] if found is None else found.base
+        self._pending = pending = []
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._pending = None
+        for one in pending:
+            if one.base is result:
+                call.uses += 1
+                one.call, one.base = call, base
+            self._keep(one)
+        if result is not base:
+            self._repeatable[result] = _Repeatable(call, base, result._version)
+        return result
+
+    def _found(self, tensor: Tensor) -> _Repeatable | None:
+        found: _Repeatable | None = self._repeatable.get(tensor)
+        return found if found and found.version == tensor._version else None
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        view, found = None, self._found(tensor)
+        if found is None and tensor._base is not None:
+            found = self._found(tensor._base)
+            view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        if found is None:
+            saved = _Saved(tensor, 0)
+        else:
+            found.call.uses += 1
+            saved = _Saved(found.base, 0, found.call, view)
+        if self._pending is None:
+            self._keep(saved)
+        else:
+            self._pending.append(saved)
+        return saved
+
+    def _keep(self, saved: _Saved) -> None:
+        """Keep the base, which is still the tensor itself, as the context around this one says."""
+        tensor, saved.version = saved.base, saved.base._version
+        if self._around:
+            saved.base = self._around[0](tensor)
+        # The result of an operation would keep the operation alive, and that its result.
+        elif tensor.grad_fn is not None or not tensor.requires_grad:
+            saved.base = tensor.detach()
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        base: Tensor = self._around[1](saved.base) if self._around else saved.base
+        if not self._around and base._version != saved.version:
+            raise RuntimeError(
+                "a tensor that backward needs has been modified by an inplace operation; leave its "
+                "module out of the plan's segments"
+            )
+        if saved.call is None:
+            return base
+        saved.call.uses -= 1
+        with torch.no_grad():
+            result = saved.call.result(base).detach()
+        return result if saved.view is None else result.as_strided(*saved.view)
+
+
+def _repetition(
+    func: Any, args: Any, kwargs: dict[str, Any], device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """A function that repeats a call for its first argument, as under the present autocast."""
+    kind = device.type
+    autocast = torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    )
+    bound = signature(func).bind(None, *args, **kwargs).arguments if func in _UPDATING else {}
+    if bound.get(_UPDATING.get(func, ""), func is functional.instance_norm):
+        args = (None, None, *args[2:])
+        kwargs = {k: None if k.startswith("running_") else v for k, v in kwargs.items()}
+    kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+
+    def run(first: Tensor) -> Tensor:
+        with autocast:
+            result: Tensor = func(first, *args, **kwargs)
+        return result
+
+    return run
