@@ -220,7 +220,7 @@ class SegmentSearch:
                     one = Segment(name, size if count > 1 else None, kept=kept)
                     option = _recomputed(call, cost, part, gradients, one)
                     self._known[one] = _Known(one, option)
-                    if selective is not None:
+                    if selective is not None and not kept:
                         one = replace(one, selective=True)
                         option = _recomputed(call, selective, part, gradients, one)
                         self._known[one] = _Known(one, option)
