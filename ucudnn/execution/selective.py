@@ -192,10 +192,12 @@ def _repetition(
     autocast = torch.autocast(
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     )
-    bound = signature(func).bind(None, *args, **kwargs).arguments if func in _UPDATING else {}
-    if bound.get(_UPDATING.get(func, ""), func is functional.instance_norm):
-        args = (None, None, *args[2:])
-        kwargs = {k: None if k.startswith("running_") else v for k, v in kwargs.items()}
+    if func in _UPDATING:
+        bound = signature(func).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        args, kwargs = (), {k: v for k, v in bound.arguments.items() if k != "input"}
+        if kwargs[_UPDATING[func]]:
+            kwargs |= {"running_mean": None, "running_var": None}
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
     args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
