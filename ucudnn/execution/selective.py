@@ -84,7 +84,7 @@ class _Saved:
     base: Any
     version: int
     call: _Call | None = None
-    view: tuple[Any, Any, int] | None = None
+    view: tuple[Any, Any, Any] | None = None
 
 
 class Selective(TorchFunctionMode):
@@ -126,7 +126,7 @@ class Selective(TorchFunctionMode):
             return func(*args, **kwargs)
         call = _Call(found and found.call, _repetition(func, args[1:], kwargs, args[0].device))
         base = args[0] if found is None else found.base
-        self._pending = pending = []
+        self._pending = pending = list[_Saved]()
         try:
             result = func(*args, **kwargs)
         finally:
