@@ -231,3 +231,23 @@ def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():
     inside = (Segment(str(number), None) for number in range(1, 13))
     wanted = by_hand.try_(StepDivision((Segment("", 1), *inside)))
     assert found.within(1, inside=True).peak_bytes <= wanted.peak_bytes
+
+
+class Overwriting(nn.Module):
+    """Overwrites the input of a norm, of which torch keeps a copy, because it is no plain one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Conv2d(3, 8, 3)), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        x = self.first(x).transpose(2, 3)
+        y = nn.functional.instance_norm(x)
+        return self.last(y) + x.mul_(2).mean()
+
+
+def test_a_model_that_cannot_be_recomputed_selectively_is_searched_all_the_same():
+    model, x = Overwriting(), torch.randn(4, 3, 16, 16)
+    model(x).sum().backward()
+    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
+    assert [one.division for one in search.seen] == [WHOLE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -140,8 +141,10 @@ class SegmentSearch:
         self._selective: dict[str | None, ModuleCost] = {}
         if is_training:
             everywhere = StepDivision((Segment("", None, recompute=False, selective=True),))
-            profile = self._profiled(everywhere, names)
-            self._selective = {one.name: profile.cost(one) for one in profile.root.walk()}
+            # A model that writes into the input of a normalisation cannot do without its result.
+            with suppress(*STEP_ERRORS):
+                profile = self._profiled(everywhere, names)
+                self._selective = {one.name: profile.cost(one) for one in profile.root.walk()}
         budget_s = EFFORTS[effort].budget_s(self._own.time_ns)
         self.until = until
         if until is None and budget_s is not None:
