@@ -47,6 +47,11 @@ def groups(width: int) -> nn.Module:
     return nn.GroupNorm(2, width)
 
 
+def none(width: int) -> nn.Module:
+    """Without normalisation nothing can be recomputed selectively."""
+    return nn.Identity(width)
+
+
 IMAGES = (8, 3, 24, 24)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "groups": (lambda: blocks(groups), IMAGES),
@@ -194,12 +199,12 @@ def test_a_budget_that_no_way_keeps_names_the_ways():
 
 
 def test_what_is_foreseen_is_what_steps_measure():
-    model, x = blocks(groups), torch.randn(IMAGES)
+    model, x = blocks(none), torch.randn(IMAGES)
     search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True)
     whole = search.seen[0]
     # Recomputed as a whole, all that one block keeps is there only while it runs.
     peaks = dict(search.table().front())
-    assert max(peaks) <= whole.peak_bytes
+    assert max(peaks) == whole.peak_bytes
     for size in (4, 2, 1):
         seen = search.try_(StepDivision((Segment("", size),)))
         assert seen.peak_bytes < whole.peak_bytes * (size / 8 + 0.2)
@@ -208,20 +213,19 @@ def test_what_is_foreseen_is_what_steps_measure():
     assert best.peak_bytes <= whole.peak_bytes // 3
 
 
-@pytest.mark.parametrize(("loop", "percent"), [(False, 90), (True, 75)])
-def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop, percent):
-    model, x = blocks(groups, 8, 12), torch.randn(8, 3, 32, 32)
+@pytest.mark.parametrize("loop", [False, True])
+def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
+    model, x = blocks(none, 8, 12), torch.randn(8, 3, 64, 64)
     search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
     one = search.try_(StepDivision(micro_batch=1) if loop else StepDivision((Segment("", 1),)))
-    limit = one.peak_bytes * percent // 100
+    limit = one.peak_bytes * 9 // 10
     seen = search.in_parts(limit, inside=True) if loop else search.within(limit, inside=True)
     assert seen is not None
     assert seen.peak_bytes <= limit
     segments, size = seen.division
     assert size == (1 if loop else None)
     assert segments[0].module == "" or loop
-    # Selective recomputation of the micro-batch is a segment of the whole model.
-    assert len(segments) > 1 or segments[0].selective
+    assert len(segments) > 1
 
 
 def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():

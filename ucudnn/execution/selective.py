@@ -76,15 +76,15 @@ class _Saved:
 
     Args:
         base: the tensor, or that from which it can be computed again.
-        version: of the base.
         call: whose result is needed; None: the base.
         view: shape, strides and offset in this result; None: all of it.
+        version: of the base, when it was saved.
     """
 
     base: Any
-    version: int
     call: _Call | None = None
     view: tuple[Any, Any, Any] | None = None
+    version: int = 0
 
 
 class Selective(TorchFunctionMode):
@@ -136,8 +136,7 @@ class Selective(TorchFunctionMode):
                 call.uses += 1
                 one.call, one.base = call, base
             self._keep(one)
-        if result is not base:
-            self._repeatable[result] = _Repeatable(call, base, result._version)
+        self._repeatable[result] = _Repeatable(call, base, result._version)
         return result
 
     def _found(self, tensor: Tensor) -> _Repeatable | None:
@@ -150,10 +149,10 @@ class Selective(TorchFunctionMode):
             found = self._found(tensor._base)
             view = (tensor.shape, tensor.stride(), tensor.storage_offset())
         if found is None:
-            saved = _Saved(tensor, 0)
+            saved = _Saved(tensor)
         else:
             found.call.uses += 1
-            saved = _Saved(found.base, 0, found.call, view)
+            saved = _Saved(found.base, found.call, view)
         if self._pending is None:
             self._keep(saved)
         else:

@@ -207,11 +207,10 @@ class SegmentSearch:
             for one in self._modules[name].parameters()
             if one.requires_grad
         )
-        selective = self._selective.get(name)
+        selective = self._selective.get(name, cost)
         # Modules without normalisations and activation functions gain nothing.
-        if selective is not None and selective.kept_bytes >= cost.kept_bytes:
-            selective = None
-        if selective is not None:
+        gains = selective.kept_bytes < cost.kept_bytes
+        if gains:
             one = Segment(name, None, recompute=False, selective=True)
             self._known[one] = _Known(one, selective.option(one))
         sizes = [call.samples >> n for n in range(_MOST_HALVINGS) if call.samples >> n]
@@ -223,7 +222,7 @@ class SegmentSearch:
                     one = Segment(name, size if count > 1 else None, kept=kept)
                     option = _recomputed(call, cost, part, gradients, one)
                     self._known[one] = _Known(one, option)
-                    if selective is not None and not kept:
+                    if gains and not kept:
                         one = replace(one, selective=True)
                         option = _recomputed(call, selective, part, gradients, one)
                         self._known[one] = _Known(one, option)
