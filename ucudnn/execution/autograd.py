@@ -24,6 +24,7 @@ from ucudnn.backends.registry import BACKENDS
 from ucudnn.backends.tensors import memory_format, uses_channels_last
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.execute import Call, as_kernel
+from ucudnn.execution.selective import Selective
 from ucudnn.problem import OPS, Problem, strides_of
 from ucudnn.system.processes import ForkSafeLock
 
@@ -35,6 +36,9 @@ _MOST_SHAPES = 4096
 # A plan computes only with tensors of exactly these types. Tensors of a subclass are left to
 # torch's operator, because the subclass may redefine its convolution (__torch_function__).
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Function modes that are not concerned with convolutions: `with torch.device(...)` changes only new
+# tensors, and `Selective` repeats only normalisations and activation functions.
+_UNCONCERNED = (DeviceContext, Selective)
 _keys_of: Any = torch._C._dispatch_keys
 
 
@@ -297,16 +301,16 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
     # Modes, transforms and tracers act on torch's operators, and would not see a planned call.
     return (
         not c._len_torch_dispatch_stack()
-        and (not c._len_torch_function_stack() or _only_default_devices())
+        and (not c._len_torch_function_stack() or _only_unconcerned())
         and not c._are_functorch_transforms_active()
         and c._get_tracing_state() is None
         and forward_ad._current_level < 0
     )
 
 
-def _only_default_devices() -> bool:
-    """True if all function modes are `with torch.device(...)`, which only affects new tensors."""
-    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
+def _only_unconcerned() -> bool:
+    """True if no function mode needs to see convolutions."""
+    return all(type(mode) in _UNCONCERNED for mode in _get_current_function_mode_stack())
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -110,6 +110,9 @@ class Selective(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.__exit__(*error)
+        # The hooks refer to this object, which may refer to tensors. Without a cycle, these are
+        # freed as soon as backward is done with them.
+        del self._hooks
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -10,7 +10,6 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
@@ -350,11 +349,8 @@ def _computed(run: Callable[[], Result]) -> Result:
     Raises:
         PlanError: the steps cannot be computed.
     """
-    # Function modes of the caller, such as `with torch.device("meta")`, would change where tensors
-    # are allocated.
     try:
-        with torch._C.DisableTorchFunction():
-            return run()
+        return run()
     except (ConfigError, PlanError):
         raise
     # Tracing ran the model on fake tensors; on real tensors it may still fail.

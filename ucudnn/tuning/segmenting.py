@@ -58,6 +58,8 @@ _LEAST_STEPS = 6
 _SHOWN = 16
 # Largest number of divisions into segments that are tried for one limit.
 _MOST_TRIALS = 8
+# Of the steps that fit a limit, so many are timed again, in so many rounds.
+_FASTEST, _ROUNDS = 3, 2
 
 
 class Seen(NamedTuple):
@@ -222,7 +224,7 @@ class SegmentSearch:
                     one = Segment(name, size if count > 1 else None, kept=kept)
                     option = _recomputed(call, cost, part, gradients, one)
                     self._known[one] = _Known(one, option)
-                    if gains and not kept:
+                    if gains:
                         one = replace(one, selective=True)
                         option = _recomputed(call, selective, part, gradients, one)
                         self._known[one] = _Known(one, option)
@@ -308,12 +310,33 @@ class SegmentSearch:
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
+        self._time_again(limit)
         # Backward begins with the last micro-batch, so keeping it needs no additional memory,
         # unless the results of the model are large.
         for kept in (1, 0) if inside else ():
             if self._best(limit).peak_bytes > limit and not self.reason_against_parts():
                 self._go_inside(limit, kept)
         return self._best(limit)
+
+    def _time_again(self, limit: int) -> None:
+        """Time the fastest steps within a limit again, as long as there is time.
+
+        A single time is noisy, and of several times of a step the least is the best estimate.
+        """
+        fitting = [
+            place
+            for place, one in enumerate(self.seen)
+            if one.peak_bytes <= limit and one.division.micro_batch is None
+        ]
+        fitting.sort(key=lambda place: self.seen[place].time_ns)
+        contestants = fitting[:_FASTEST] if len(fitting) > 1 else []
+        for place in contestants * _ROUNDS:
+            if self.is_over(1):
+                break
+            one = self.seen[place]
+            time_ns = min(one.time_ns, self.elapsed_ns(one.division))
+            self.seen[place] = one._replace(time_ns=time_ns)
+        self._steps.divide(WHOLE)
 
     def _go_inside(self, limit: int, kept: int | None) -> None:
         """Run the model in micro-batches of one sample, of two, of four, with segments inside.
@@ -586,8 +609,12 @@ def _recomputed(
     # are in memory at once.
     forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
     forward += max(0, kept - inside)
-    # In backward, the kept micro-batches come first; the others use the memory that these free.
-    backward = result + beside + call.argument_bytes + max(kept, inside) + round(part * transient)
+    # In backward, the kept micro-batches come first; the others use the memory that these free. At
+    # its end, the gradients of all micro-batches are copied into the gradient of the argument.
+    backward = max(kept, inside) + round(part * transient + (1 - part) * call.argument_bytes)
+    if part < 1:
+        backward = max(backward, 2 * call.argument_bytes)
+    backward += result + beside
     # Smaller micro-batches are assumed to be slower (`_SLOWER`). So of several sizes that fit, the
     # largest is tried first.
     forward_ns = (2 - kept_part) * cost.forward_ns
