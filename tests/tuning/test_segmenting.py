@@ -255,3 +255,28 @@ def test_a_model_that_cannot_be_recomputed_selectively_is_searched_all_the_same(
     model(x).sum().backward()
     search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
     assert [one.division for one in search.seen] == [WHOLE]
+
+
+def test_tuning_runs_a_step_that_is_recomputed_selectively(tmp_path):
+    """Under a function mode of the caller, too."""
+    model, x = blocks(groups), torch.randn(IMAGES)
+    with torch.device("meta"):
+        plan = ucudnn.tune(model, x, Config(memory_budget="60%", cache=str(tmp_path), **QUICK))
+    by_torch, selective, *_ = plan.memory.ways
+    assert "selectively" in selective.name
+    assert selective.peak_bytes < by_torch.peak_bytes
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("selective", [False, True])
+def test_the_peak_of_a_recomputed_block_is_foreseen_exactly(size, selective):
+    model, x = blocks(groups, 8), torch.randn(8, 3, 64, 64)
+    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True)
+    one = Segment("2", size, selective=selective)
+    search.try_(StepDivision((one,)))
+    known = search._known[one]
+    # torch.utils.checkpoint keeps the state of a random number generator for each micro-batch.
+    states = len(x) // (size or len(x)) * torch.get_rng_state().numel() * 5 // 4
+    for name in ("kept_bytes", "peak_bytes"):
+        wanted = getattr(known.foreseen, name)
+        assert getattr(known.measured, name) == pytest.approx(wanted, abs=states)
