@@ -236,11 +236,12 @@ class MemoryBudget:
         return None
 
     def _best(self, search: SegmentSearch, limit: int, *, inside: bool = False) -> Seen:
+        if not self.config.loop:
+            return search.within(limit, inside=inside)
+        # A loop with segments inside recomputes less than segments alone, so it is tried first.
+        in_parts = search.in_parts(limit, inside=inside or not search.is_over(2))
         best = search.within(limit, inside=inside)
-        if self.config.loop:
-            in_parts = search.in_parts(limit, inside=inside)
-            best = min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
-        return best
+        return min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
 
     def _profiler(self, memory_format: str, division: StepDivision) -> StepProfiler:
         return StepProfiler(

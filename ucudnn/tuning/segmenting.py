@@ -88,9 +88,8 @@ class Seen(NamedTuple):
 
 @dataclass
 class _Known:
-    """A segment with its estimated cost, and its measured cost once a step with it was run."""
+    """The estimated cost of a segment, and its measured cost once a step with it was run."""
 
-    segment: Segment
     foreseen: Option
     measured: Option | None = None
 
@@ -212,9 +211,10 @@ class SegmentSearch:
         selective = self._selective.get(name, cost)
         # Modules without normalisations and activation functions gain nothing.
         gains = selective.kept_bytes < cost.kept_bytes
+        options = []
         if gains:
             one = Segment(name, None, recompute=False, selective=True)
-            self._known[one] = _Known(one, selective.option(one))
+            options.append(selective.option(one))
         sizes = [call.samples >> n for n in range(_MOST_HALVINGS) if call.samples >> n]
         for size in sizes:
             part = size / call.samples
@@ -222,23 +222,22 @@ class SegmentSearch:
                 count = -(-call.samples // size)
                 for kept in _kept_of(count):
                     one = Segment(name, size if count > 1 else None, kept=kept)
-                    option = _recomputed(call, cost, part, gradients, one)
-                    self._known[one] = _Known(one, option)
+                    options.append(_recomputed(call, cost, part, gradients, one))
                     if gains:
                         one = replace(one, selective=True)
-                        option = _recomputed(call, selective, part, gradients, one)
-                        self._known[one] = _Known(one, option)
+                        options.append(_recomputed(call, selective, part, gradients, one))
             elif part < 1:
                 one = Segment(name, size, recompute=False)
                 peak = call.result_bytes + round(part * cost.forward_bytes)
                 time_ns = round(cost.forward_ns * part**-_SLOWER)
-                self._known[one] = _Known(one, Option(cost.kept_bytes, peak, time_ns, one))
+                options.append(Option(cost.kept_bytes, peak, time_ns, one))
         if self._is_training and self._backend.device().type == "cuda":
             one = Segment(name, None, recompute=False, offload=True)
             moved = cost.kept_bytes - call.result_bytes
             time_ns = cost.forward_ns + cost.backward_ns + 2 * moved // _LINK
             peak = max(cost.forward_bytes, cost.backward_bytes - moved)
-            self._known[one] = _Known(one, Option(call.result_bytes, peak, time_ns, one))
+            options.append(Option(call.result_bytes, peak, time_ns, one))
+        self._known |= {option.choice: _Known(option) for option in options}
 
     def table(self) -> SegmentTable:
         """The divisions that no other beats in both peak and time, by the costs known so far."""
@@ -269,7 +268,7 @@ class SegmentSearch:
     def _option(self, known: _Known) -> Option:
         if known.measured is not None:
             return known.measured
-        one = known.segment
+        one = known.foreseen.choice
         ratios = next(filter(None, map(self._ratios.get, self._alike(one))), None)
         if not ratios:
             return known.foreseen
