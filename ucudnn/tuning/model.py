@@ -118,6 +118,7 @@ class _Tuning:
             return self._tuned_and_judged(self._divided(traced))
         self.budget = budget = MemoryBudget(self.model, self.inputs, self.config, self.began)
         self.config = budget.config
+        errors: list[PlanError] = []
         for _ in range(_MOST_PASSES):
             self.division = budget.division
             try:
@@ -125,11 +126,13 @@ class _Tuning:
             except PlanError as error:
                 if not budget.divides_anew(error):
                     raise
+                errors.append(error)
                 continue
             checked = budget.checked(plan)
             if checked is not None:
                 return checked
-        raise budget.refusal()
+        # Of the divisions in which kernels lacked workspace, the one that needs the least budget.
+        raise min(errors, key=lambda one: one.smallest_bytes or 0, default=budget.refusal())
 
     def _divided(self, traced: Traced) -> Traced:
         return traced if self.division == WHOLE else self._traced()
