@@ -280,3 +280,14 @@ def test_the_peak_of_a_recomputed_block_is_foreseen_exactly(size, selective):
     for name in ("kept_bytes", "peak_bytes"):
         wanted = getattr(known.foreseen, name)
         assert getattr(known.measured, name) == pytest.approx(wanted, abs=states)
+
+
+def test_steps_that_fit_are_timed_again_because_one_of_them_was_slow_by_chance(monkeypatch):
+    search = SegmentSearch(blocks(groups), torch.randn(IMAGES), open_backend("torch_cpu"), True)
+    slower, faster = (search.try_(StepDivision((Segment("", size),))) for size in (4, 2))
+    limit = max(slower.peak_bytes, faster.peak_bytes)
+    by_chance = {slower.division: 900, faster.division: 1000}
+    search.seen = [one._replace(time_ns=by_chance.get(one.division, 2000)) for one in search.seen]
+    times = {slower.division: 800, faster.division: 700}
+    monkeypatch.setattr(search, "elapsed_ns", lambda division: times.get(division, 2000))
+    assert search.within(limit).division == faster.division
