@@ -9,6 +9,7 @@ import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.segment import StepDivision
 from ucudnn.tuning import memory_budget
 from ucudnn.tuning.memory_budget import Limits
+from ucudnn.tuning.segmenting import SegmentSearch
 from ucudnn.tuning.step_profile import StepProfiler
 from ucudnn.tuning.tuner import tune_problems
 
@@ -265,6 +268,46 @@ def test_what_has_no_plan_and_does_not_fit_is_refused(monkeypatch):
     budget.config = Config(memory_budget=1)
     with pytest.raises(PlanError, match="has no plan and exceeds memory_budget=1 B by"):
         budget.checked(noted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "size"), [(0.0, 4), (10.0, 2)])
+def test_a_faster_step_may_exceed_the_budget_by_workspace(lost, size, monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 8, 3, padding=1))
+    x, backend = torch.randn(8, 4, 16, 16, 16), open_backend("torch_cpu")
+    of_four, of_two = (
+        StepProfiler(model, x, backend, True, "keep", StepDivision(micro_batch=n)).profile()
+        for n in (4, 2)
+    )
+    budget = max(of_four.own_peak_bytes, of_two.peak_bytes) + 4096
+    assert budget < of_four.peak_bytes
+    run = SegmentSearch.try_
+
+    def timed(self, division):
+        # Micro-batches of four samples are the fastest, and everything but loops is slow.
+        seen = run(self, division)._replace(
+            time_ns={4: 1, 2: 2}.get(division.micro_batch, 100) * MS
+        )
+        self.seen = [seen if one.division == division else one for one in self.seen]
+        return seen
+
+    monkeypatch.setattr(SegmentSearch, "try_", timed)
+    monkeypatch.setattr(memory_budget, "_lost", Mock(return_value=lost))
+    plan = tuned(model, x, budget, loop=True, cache=tmp_path)
+    assert plan.micro_batch == size
+    assert plan.memory.plan_peak_bytes <= budget
+
+
+def test_what_limits_of_workspace_cost_is_a_share_of_torchs_time(tmp_path):
+    plan = tuned(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), "1GiB", "inference", cache=tmp_path)
+    (kernel,) = plan.kernels
+    for workspace, lost in ((MIB, 0), (MIB + 1, 2)):
+        default = replace(kernel.default, time_ns=MS, workspace_bytes=workspace)
+        slowed = replace(
+            kernel, default=default, predicted_time_ns=3 * MS, live_bytes=(1 << 30) - MIB
+        )
+        assert memory_budget._lost(replace(plan, kernels=(slowed,))) == lost
 
 
 @pytest.mark.slow

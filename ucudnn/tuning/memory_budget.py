@@ -22,7 +22,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.tracing import Traced
-from ucudnn.tuning.segmenting import Seen, SegmentSearch, half_of
+from ucudnn.tuning.segmenting import CLEARLY, Seen, SegmentSearch, half_of
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
 from ucudnn.units import format_bytes
 
@@ -164,6 +164,10 @@ class MemoryBudget:
         self._least: dict[StepDivision, Way] = {}
         # Bytes of the budget to leave free, which kernels lacked for workspace in an earlier pass.
         self._spared = 0
+        # The fastest step within the budget, workspace of torch's convolutions included; and the
+        # step that is planned instead, if it takes less time and exceeds the budget by workspace.
+        self._fitting: Seen | None = None
+        self._faster: Seen | None = None
         # If a step by torch without its workspace is within the budget, limits for the workspace
         # may suffice, and no segments are needed.
         if budget >= profile.own_peak_bytes and not config.loop:
@@ -181,6 +185,8 @@ class MemoryBudget:
         """
         budget = self.config.budget_bytes
         assert budget is not None
+        if self._returns_to_fitting():
+            return True
         if error.smallest_bytes is None or error.smallest_bytes <= budget:
             return False
         self._spared += error.smallest_bytes - budget
@@ -188,6 +194,15 @@ class MemoryBudget:
         if divided is None or divided == self.division:
             return False
         self.division = divided
+        self._layouts.clear()
+        return True
+
+    def _returns_to_fitting(self) -> bool:
+        """Plan the step that fits instead of the faster one; False if it is planned already."""
+        if self._faster is None:
+            return False
+        assert self._fitting is not None
+        self._faster, self.division = None, self._fitting.division
         self._layouts.clear()
         return True
 
@@ -215,7 +230,11 @@ class MemoryBudget:
             ways = search.ways(self._held.total)
             self._memory = replace(self._memory, ways=ways, whole=search.reasons())
             if best.peak_bytes <= limit:
-                return best.division
+                if self._fitting is None:
+                    self._fitting = best
+                    with undisturbed(self._model):
+                        self._faster = self._but_for_workspace(search, best, limit, inside)
+                return (self._faster or best).division
             # A loop is tried even if the user did not allow it, so that the error can recommend it.
             with undisturbed(self._model):
                 if not (self.config.loop or search.reason_against_parts()):
@@ -223,9 +242,8 @@ class MemoryBudget:
             # A division whose steps exceed the budget only by their workspace is accepted, too:
             # limits for the workspace may suffice.
             for one in sorted(search.seen, key=lambda one: one.peak_bytes):
-                is_allowed = one.division.micro_batch is None or self.config.loop
-                if is_allowed and one.division not in self._least:
-                    peak = self._profiler("keep", one.division).profile().own_peak_bytes
+                if self._is_allowed(one) and one.division not in self._least:
+                    peak = self._own_peak_bytes(one)
                     way = one.way(self._held.total)
                     name = f"{way.name}, without workspace"  # such a step is not run: no time
                     self._least[one.division] = replace(way, name=name, peak_bytes=peak, time_ns=0)
@@ -234,6 +252,30 @@ class MemoryBudget:
         smallest = min(self._least.values(), key=lambda way: way.peak_bytes)
         self._memory = replace(self._memory, ways=(*self._memory.ways, smallest))
         return None
+
+    def _but_for_workspace(
+        self, search: SegmentSearch, fitting: Seen, limit: int, inside: bool
+    ) -> Seen | None:
+        """A step clearly faster than `fitting` that fits but for its workspace; None if none is."""
+        budget = limit + self._held.total
+        workspace = fitting.peak_bytes + self._held.total - self._own_peak_bytes(fitting)
+        # Micro-batches twice as large may need twice the workspace.
+        most = limit + 2 * max(0, workspace)
+        self._best(search, most, inside=inside)
+        for one in sorted(search.seen, key=lambda one: one.time_ns):
+            if one.time_ns >= CLEARLY * fitting.time_ns:
+                break
+            is_near = one.peak_bytes <= most and self._is_allowed(one)
+            if is_near and self._own_peak_bytes(one) <= budget:
+                return one
+        return None
+
+    def _is_allowed(self, one: Seen) -> bool:
+        return one.division.micro_batch is None or self.config.loop
+
+    def _own_peak_bytes(self, one: Seen) -> int:
+        """The peak of a step by a division, without the workspace of convolutions."""
+        return self._profiler("keep", one.division).profile().own_peak_bytes
 
     def _best(self, search: SegmentSearch, limit: int, *, inside: bool = False) -> Seen:
         if not self.config.loop:
@@ -296,7 +338,8 @@ class MemoryBudget:
         """The plan with the peak of a step that runs it; None if the peak exceeds the budget.
 
         If calls of a kernel exceed the budget, its workspace limit in the next pass is lower by the
-        excess.
+        excess. None is also returned if limits of workspace make the kernels of a faster division
+        so slow that the next pass plans the division that fits without them.
 
         Raises:
             PlanError: a kernel that has no plan exceeds the budget.
@@ -306,7 +349,13 @@ class MemoryBudget:
         assert memory is not None
         assert budget is not None
         profile = layout.profiler.profile(plan)
-        if profile.peak_bytes <= budget:
+        fits = profile.peak_bytes <= budget
+        if self._faster is not None and self._fitting is not None:
+            slowed_ns = self._faster.time_ns * (1 + _lost(plan))
+            fits = fits and slowed_ns < CLEARLY * self._fitting.time_ns
+            if not fits and self._returns_to_fitting():
+                return None
+        if fits:
             memory = replace(
                 memory, plan_peak_bytes=profile.peak_bytes, calls=_calls(plan, profile)
             )
@@ -333,6 +382,18 @@ class MemoryBudget:
             f"steps by every plan that was tried exceed memory_budget={budget}, by workspace that "
             f"kernels need in a step and not when they run alone; raise the budget"
         )
+
+
+def _lost(plan: Plan) -> float:
+    """Time that kernels lose by limits of workspace, as a fraction of that of torch's kernels."""
+    lost = torchs = 0
+    for kernel in plan.kernels:
+        own = kernel.default or kernel.timing
+        limit = plan.limit_bytes(kernel)
+        torchs += own.time_ns * len(kernel.layers)
+        if limit is not None and own.workspace_bytes > limit:
+            lost += max(0, kernel.predicted_time_ns - own.time_ns) * len(kernel.layers)
+    return lost / max(1, torchs)
 
 
 def _calls(plan: Plan, profile: StepProfile) -> tuple[tuple[int, int], ...]:

@@ -50,7 +50,7 @@ _SLOWER = 0.05
 _LINK = 20
 # A single step by one way counts as clearly faster than by another if it takes no more than this
 # fraction of the time.
-_CLEARLY = 0.95
+CLEARLY = 0.95
 # Least number of steps for the trial of a division and its race: two to profile it, then for each
 # of the two contestants one to warm up and one in a round.
 _LEAST_STEPS = 6
@@ -426,10 +426,10 @@ class SegmentSearch:
             return WHOLE
         self.try_sizes(loop)
         fastest = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
-        if fastest.time_ns > own.time_ns * _CLEARLY:
+        if fastest.time_ns > own.time_ns * CLEARLY:
             return WHOLE
         # Of the divisions that take about as long, the one with the smallest peak.
-        most_ns = min(own.time_ns * _CLEARLY, fastest.time_ns / _CLEARLY)
+        most_ns = min(own.time_ns * CLEARLY, fastest.time_ns / CLEARLY)
         alike = (one for one in self.seen if one.time_ns <= most_ns)
         best = min(alike, key=lambda one: one.peak_bytes)
         samples = race(
