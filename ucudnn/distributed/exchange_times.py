@@ -44,12 +44,12 @@ from ucudnn.solvers import Contention, Curve
 from ucudnn.solvers._base import require_int
 from ucudnn.solvers.collectives import gather, line, ring
 
-# Seconds for the steps without exchange, and for the steps by several ways. Below them the smallest
-# and the largest number of rounds.
-_COMPUTING_S, _RACING_S = 10.0, 30.0
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
-# Number of sizes at which the link is timed, and the timings per size.
-_SIZES, _REPEATS = 6, 5
+# Seconds for the steps without exchange, for the steps by several ways, and for each of the other
+# timings. Below them the smallest and the largest number of rounds.
+_COMPUTING_S, _RACING_S, _TIMING_S = 10.0, 30.0, 1.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
+# Number of sizes at which the link is timed.
+_SIZES = 6
 # The most exchanges in turn that are run beside a step.
 _MOST_EXCHANGES = 1000
 # All-gathers are timed up to this part of the bytes of an all-reduce. Most messages of compressions
@@ -302,7 +302,6 @@ def _link(meeting: Rendezvous, sizes: Sequence[int], device: torch.device) -> li
                 meeting,
                 f"{collective.__name__} of {size} bytes",
                 [partial(_timed, collective(size), device.type)],
-                _REPEATS,
             )[0]
             for size in timed
         ]
@@ -355,7 +354,7 @@ def _contention(meeting: Rendezvous, profile: Profile, watched: _Watched) -> Con
         exchange_beside,
         ended.pop,
     ]
-    times = _slowest(meeting, "contention", timers, _REPEATS)
+    times = _slowest(meeting, "contention", timers)
     pair_ns, *others = map(median_ns, times)
     return Contention.measured(pair_ns * count / others[1], *others)
 
@@ -371,19 +370,29 @@ def _timed(run: Callable[[], object], device_type: str) -> int:
 
 
 def _slowest(
-    meeting: Rendezvous, topic: str, timers: Sequence[Callable[[], int]], rounds: int
+    meeting: Rendezvous,
+    topic: str,
+    timers: Sequence[Callable[[], int]],
+    budget_s: float = _TIMING_S,
 ) -> list[list[int]]:
     """Call timers in turn, in all ranks at once; return the slowest rank's time by timer and round.
 
     Two more rounds come first and do not count: the first of them opens connections and allocates
-    memory, and after it DDP arranges its buckets anew.
+    memory, and after it DDP arranges its buckets anew. The second one tells how many rounds take
+    `budget_s`.
     """
-    mine: list[list[int]] = [[] for _ in timers]
-    for _ in range(2 + rounds):
-        for timer, times in zip(timers, mine, strict=True):
+
+    def run_round() -> list[int]:
+        times = []
+        for timer in timers:
             _aligned(meeting)
             times.append(timer())
-    received = meeting.exchange(topic, [times[2:] for times in mine])
+        return times
+
+    run_round()
+    slowest = max(meeting.exchange(f"round of {topic}", sum(run_round())).values())
+    rounds = [run_round() for _ in range(_rounds(budget_s, slowest))]
+    received = meeting.exchange(topic, list(zip(*rounds, strict=True)))
     return [
         [max(one) for one in zip(*ranks, strict=True)]
         for ranks in zip(*received.values(), strict=True)
@@ -413,7 +422,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
             messages = [codec.encode(one) for one in precise]
             runs += [partial(_encode, codec, precise), partial(_decode, codec, messages, precise)]
     timers = [partial(_timed, run, whole[0].device.type) for run in runs]
-    times = _slowest(meeting, "codecs", timers, _LEAST_ROUNDS)
+    times = _slowest(meeting, "codecs", timers)
     costs = [median_ns(taken) for taken in times]
     return tuple(
         # A rank decodes the messages of all ranks if they are gathered.
@@ -445,9 +454,8 @@ def _raced(
     # All ranks use the numbers of the first rank.
     advice = meeting.exchange("predicted", advice)[meeting.ranks[0]]
     rivals = [advice.ways[0], *worth]
-    rounds = _rounds(_RACING_S, sum(way.predicted_ns for way in rivals))
     timers = [partial(_timed_step, *replica_by(model, inputs, way)) for way in rivals]
-    times = _slowest(meeting, "race", timers, rounds)
+    times = _slowest(meeting, "race", timers, _RACING_S)
     measured = {}
     for way, samples in zip(rivals, times, strict=True):
         ratio, _, high = ratio_interval(samples, times[0])
