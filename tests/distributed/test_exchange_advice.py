@@ -101,6 +101,24 @@ def test_exchanges_and_computing_slow_each_other_down():
     assert "computing takes 1.25 times as long meanwhile" in advice(slow).sentences()[1]
 
 
+def test_an_exchange_that_outlasts_computing_meets_slower_ranks():
+    late = profile(Curve.line(30 * MS, 0), after_ns=2 * MS)
+    assert late.step_ns([4]) == 132 * MS
+    # An exchange that takes no time ends with computing.
+    assert replace(late, reduce=FREE).step_ns([4]) == 100 * MS
+
+
+def test_a_profile_is_fitted_to_times_that_were_measured_with_steps():
+    given = profile(Curve.line(10 * MS, MS / MIB))
+    assert given.bucket_bytes([3, 1]) == [12 * MIB, 4 * MIB]
+    # Computing takes half, an exchange twice the time: (10 + 4) * 2 ms for the last bucket.
+    fitted = given.fitted([3, 1], 50 * MS, 72 * MS, 125 * MS)
+    assert fitted.compute_ns == 50 * MS
+    assert fitted.reduce.time_ns(12 * MIB) == 44 * MS
+    assert fitted.step_ns([3, 1]) == (40 + 44 + 28 + 3) * MS
+    assert [way.name for way in ways(fitted, [1.0])] == [way.name for way in ways(given, [1.0])]
+
+
 def test_encoding_delays_backward_and_decoding_comes_after_it():
     gather = Curve.line(0, 50 * MS / MIB)
     # 4 ms of encoding, 2 ms of decoding; messages of 0.08 MiB take 4 ms each.

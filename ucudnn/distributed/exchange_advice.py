@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from ucudnn.errors import ConfigError, quoted
@@ -104,6 +104,8 @@ class Profile:
         contention: how much exchanges and computing slow each other down.
         coded: the compressions to choose from.
         can_cut: True if torch has `bucket_cap_mb_list`, and all gradients are of one dtype.
+        after_ns: time that an exchange takes longer than by itself if it outlasts computing; ranks
+            do not end computing at the same moment.
     """
 
     ranks: int
@@ -115,6 +117,7 @@ class Profile:
     contention: Contention = _NONE
     coded: tuple[Coded, ...] = ()
     can_cut: bool = True
+    after_ns: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -126,6 +129,30 @@ class Profile:
         ready = tuple(round(time_ns / factor) for time_ns in self.ready_ns)
         return replace(self, ready_ns=ready, compute_ns=round(self.compute_ns / factor))
 
+    def fitted(
+        self, counts: Sequence[int], computed_ns: int, exchanged_ns: int, in_turn_ns: int
+    ) -> Profile:
+        """The profile with times that were measured in the same rounds as steps.
+
+        Args:
+            counts: number of gradients in each bucket.
+            computed_ns: time of a step without any exchange.
+            exchanged_ns: time of exchanging the buckets one after the other.
+            in_turn_ns: time of computing a step, then exchanging the buckets.
+        """
+        factor = exchanged_ns / max(1, sum(map(self.reduce.time_ns, self.bucket_bytes(counts))))
+        times_ns = tuple(round(factor * time_ns) for time_ns in self.reduce.times_ns)
+        return replace(
+            self.faster(self.compute_ns / computed_ns),
+            reduce=replace(self.reduce, times_ns=times_ns),
+            after_ns=max(0, in_turn_ns - computed_ns - exchanged_ns),
+        )
+
+    def bucket_bytes(self, counts: Sequence[int]) -> list[int]:
+        """Bytes of each bucket."""
+        sizes = iter(self.sizes)
+        return [sum(islice(sizes, count)) for count in counts]
+
     def step_ns(self, counts: Sequence[int], coded: Coded | None = None) -> int:
         """Time of a step whose gradients are exchanged in buckets, while backward goes on.
 
@@ -133,11 +160,8 @@ class Profile:
             counts: number of gradients in each bucket.
             coded: compression; None: gradients are sent as they are.
         """
-        ends = list(accumulate(counts))
-        ready = [self.ready_ns[end - 1] for end in ends]
-        sizes = [
-            sum(self.sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)
-        ]
+        ready = [self.ready_ns[end - 1] for end in accumulate(counts)]
+        sizes = self.bucket_bytes(counts)
         curve = self.gather if coded and coded.is_gathered else self.reduce
         ratio, encode, decode = (
             (coded.ratio, coded.encode_ns, coded.decode_ns) if coded else (1, 0, 0)
@@ -154,7 +178,8 @@ class Profile:
         # The messages of a bucket are added up when they have arrived and backward has ended.
         end = computed
         for time_ns, part in zip(arrived, parts, strict=True):
-            end = max(end, time_ns) + round(decode * part)
+            after_ns = self.after_ns if time_ns > computed else 0
+            end = max(end, time_ns + after_ns) + round(decode * part)
         return end
 
 
@@ -203,14 +228,17 @@ def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
     return [*counts, count] if count else counts
 
 
-def ways(profile: Profile) -> list[ExchangeWay]:
-    """The ways to exchange gradients, with predicted times of a step; the first is torch's own."""
+def ways(profile: Profile, caps_mb: Sequence[float] = ()) -> list[ExchangeWay]:
+    """The ways to exchange gradients, with predicted times of a step; the first is torch's own.
+
+    The second has buckets with these caps; without caps, the fastest buckets.
+    """
     ranks, total = profile.ranks, profile.total_bytes
     ring_bytes = 2 * (ranks - 1) * total // ranks
     counts = capped(profile.sizes, DEFAULT_CAPS)
     step_ns = profile.step_ns(counts)
     found = [ExchangeWay("as torch does it", 0, step_ns, ring_bytes)]
-    found += [_cut(profile, ring_bytes)]
+    found += [_cut(profile, caps_mb or _fastest_caps(profile), ring_bytes)]
     for one in profile.coded:
         size = round(one.ratio * total)
         sent = (ranks - 1) * size if one.is_gathered else 2 * (ranks - 1) * size // ranks
@@ -236,24 +264,27 @@ def ways(profile: Profile) -> list[ExchangeWay]:
     return found
 
 
-def _cut(profile: Profile, ring_bytes: int) -> ExchangeWay:
-    """The way with the fastest buckets that this version of torch can make."""
+def _cut(profile: Profile, caps: Sequence[float], ring_bytes: int) -> ExchangeWay:
+    """The way with buckets of these caps in MiB."""
+    counts = capped(profile.sizes, caps)
+    name = "all in one bucket" if len(counts) == 1 else f"{len(counts)} buckets"
+    caps_code = f"bucket_cap_mb_list={[*caps]}" if profile.can_cut else f"bucket_cap_mb={caps[0]}"
+    code = f"DistributedDataParallel(model, {caps_code})"
+    return ExchangeWay(name, 1, profile.step_ns(counts), ring_bytes, code, tuple(caps))
+
+
+def _fastest_caps(profile: Profile) -> list[float]:
+    """The caps in MiB of the fastest buckets that this version of torch can make."""
     if profile.can_cut:
         # Fewer buckets may be slower by a little slack, because each bucket has costs that the
         # prediction leaves out.
         slack_ns = round(_SLACK * profile.compute_ns)
         best = bucket(profile.ready_ns, profile.sizes, profile.reduce, slack_ns)
-        counts, caps = list(best.counts), [size / _MIB for size in best.sizes]
-        code = f"DistributedDataParallel(model, bucket_cap_mb_list={caps})"
-    else:
-        # All buckets must have one cap: try powers of two, up to one bucket for all gradients.
-        most = profile.total_bytes.bit_length()
-        trials = [[2.0**n / _MIB] for n in range(12, most + 1)] or [[1.0]]
-        caps = min(trials, key=lambda one: profile.step_ns(capped(profile.sizes, one)))
-        counts = capped(profile.sizes, caps)
-        code = f"DistributedDataParallel(model, bucket_cap_mb={caps[0]})"
-    name = "all in one bucket" if len(counts) == 1 else f"{len(counts)} buckets"
-    return ExchangeWay(name, 1, profile.step_ns(counts), ring_bytes, code, tuple(caps))
+        return [size / _MIB for size in best.sizes]
+    # All buckets must have one cap: try powers of two, up to one bucket for all gradients.
+    most = profile.total_bytes.bit_length()
+    trials = [[2.0**n / _MIB] for n in range(12, most + 1)] or [[1.0]]
+    return min(trials, key=lambda one: profile.step_ns(capped(profile.sizes, one)))
 
 
 @dataclass(frozen=True, slots=True)

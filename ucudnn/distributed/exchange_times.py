@@ -123,13 +123,13 @@ def advise(
             profile = replace(profile, ranks=ranks)
         else:
             profile = replace(profile, contention=_contention(meeting, profile, watched))
-        if alone is not None:
-            del watched
-            dist.destroy_process_group(alone)
         profile = replace(profile, coded=_coded(meeting, model, profile))
         advice = ExchangeAdvice(profile, tuple(ways(profile)))
         if is_live:
-            advice = _raced(meeting, advice, model, example_inputs)
+            advice = _raced(meeting, advice, model, example_inputs, watched)
+        if alone is not None:
+            del watched
+            dist.destroy_process_group(alone)
         # All ranks return the advice of the first rank.
         found: ExchangeAdvice = meeting.exchange("advice", advice)[meeting.ranks[0]]
     return found
@@ -447,21 +447,45 @@ def _decode(codec: Codec, messages: Sequence[Tensor], gradients: Sequence[Tensor
 
 
 def _raced(
-    meeting: Rendezvous, advice: ExchangeAdvice, model: nn.Module, inputs: Any
+    meeting: Rendezvous, advice: ExchangeAdvice, model: nn.Module, inputs: Any, watched: _Watched
 ) -> ExchangeAdvice:
-    """The advice with measured steps, by torch's own way and the ways worth measuring."""
+    """The advice with measured steps, by torch's own way and the ways worth measuring.
+
+    Computing and exchanges by themselves are timed in the same rounds, and steps are predicted anew
+    from these times, because the speed of the machine and of the link changes.
+    """
     worth: list[ExchangeWay] = meeting.exchange("worth", advice.worth_measuring())[meeting.ranks[0]]
     # All ranks use the numbers of the first rank.
     advice = meeting.exchange("predicted", advice)[meeting.ranks[0]]
-    rivals = [advice.ways[0], *worth]
-    timers = [partial(_timed_step, *replica_by(model, inputs, way)) for way in rivals]
+    profile, rivals = advice.profile, [advice.ways[0], *worth]
+    counts = capped(profile.sizes, DEFAULT_CAPS)
+    messages = [
+        torch.zeros(size // 4, device=watched.device) for size in profile.bucket_bytes(counts)
+    ]
+
+    def exchange() -> None:
+        for one in messages:
+            dist.all_reduce(one)
+
+    def compute_and_exchange() -> None:
+        watched.run()
+        exchange()
+
+    parts = (watched.run, exchange, compute_and_exchange)
+    timers = [
+        *(partial(_timed, run, watched.device.type) for run in parts),
+        *(partial(_timed_step, *replica_by(model, inputs, way)) for way in rivals),
+    ]
     times = _slowest(meeting, "race", timers, _RACING_S)
-    measured = {}
-    for way, samples in zip(rivals, times, strict=True):
-        ratio, _, high = ratio_interval(samples, times[0])
-        measured[way.name] = replace(way, measured_ns=median_ns(samples), noise=high - ratio)
-    found = [measured.get(way.name, way) for way in advice.ways]
-    return replace(advice, ways=tuple(found))
+    profile = profile.fitted(counts, *map(median_ns, times[: len(parts)]))
+    steps = times[len(parts) :]
+    found = {way.name: way for way in ways(profile, advice.ways[1].caps_mb)}
+    for way, samples in zip(rivals, steps, strict=True):
+        ratio, _, high = ratio_interval(samples, steps[0])
+        found[way.name] = replace(
+            found[way.name], measured_ns=median_ns(samples), noise=high - ratio
+        )
+    return ExchangeAdvice(profile, tuple(found.values()))
 
 
 def _timed_step(replica: DistributedDataParallel, batch: Any) -> int:
