@@ -272,7 +272,7 @@ def linked() -> list[Row]:
                 str(cell["ranks"]),
                 cell["network"],
                 format_ns(torchs),
-                f"{own['predicted_ns'] / torchs - 1:+.0%}",
+                f"{own['predicted_ns'] / own['measured_ns'] - 1:+.1%}",
                 advised,
                 f"{torchs / times[advised]:.2f}",
                 fastest,

@@ -46,7 +46,7 @@ from ucudnn.solvers.collectives import gather, line, ring
 
 # Seconds for the steps without exchange, for the steps by several ways, and for each of the other
 # timings. Below them the smallest and the largest number of rounds.
-_COMPUTING_S, _RACING_S, _TIMING_S = 10.0, 30.0, 1.0
+_COMPUTING_S, _RACING_S, _TIMING_S = 10.0, 60.0, 1.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
 # Number of sizes at which the link is timed.
 _SIZES = 6
