@@ -227,13 +227,13 @@ class MemoryBudget:
         for inside in (False, True):
             with undisturbed(self._model):
                 best = self._best(search, limit, inside=inside)
+                fits = best.peak_bytes <= limit
+                if fits and self._fitting is None:
+                    self._fitting = best
+                    self._faster = self._but_for_workspace(search, best, limit, inside)
             ways = search.ways(self._held.total)
             self._memory = replace(self._memory, ways=ways, whole=search.reasons())
-            if best.peak_bytes <= limit:
-                if self._fitting is None:
-                    self._fitting = best
-                    with undisturbed(self._model):
-                        self._faster = self._but_for_workspace(search, best, limit, inside)
+            if fits:
                 return (self._faster or best).division
             # A loop is tried even if the user did not allow it, so that the error can recommend it.
             with undisturbed(self._model):
