@@ -185,7 +185,8 @@ class MemoryBudget:
         """
         budget = self.config.budget_bytes
         assert budget is not None
-        if self._returns_to_fitting():
+        if self._faster is not None:
+            self._return_to_fitting()
             return True
         if error.smallest_bytes is None or error.smallest_bytes <= budget:
             return False
@@ -197,14 +198,11 @@ class MemoryBudget:
         self._layouts.clear()
         return True
 
-    def _returns_to_fitting(self) -> bool:
-        """Plan the step that fits instead of the faster one; False if it is planned already."""
-        if self._faster is None:
-            return False
+    def _return_to_fitting(self) -> None:
+        """Plan the step that fits instead of the faster one."""
         assert self._fitting is not None
         self._faster, self.division = None, self._fitting.division
         self._layouts.clear()
-        return True
 
     def _divided(self, budget: int) -> StepDivision | None:
         """A division by which a step stays within the budget; None if none is found."""
@@ -231,10 +229,13 @@ class MemoryBudget:
                 if fits and self._fitting is None:
                     self._fitting = best
                     self._faster = self._but_for_workspace(search, best, limit, inside)
+                # The search runs selective recomputation everywhere without examining a module.
+                chosen = (self._faster or best).division
+                search.examine({one.module: one.micro_batch or 1 for one in chosen.segments})
             ways = search.ways(self._held.total)
             self._memory = replace(self._memory, ways=ways, whole=search.reasons())
             if fits:
-                return (self._faster or best).division
+                return chosen
             # A loop is tried even if the user did not allow it, so that the error can recommend it.
             with undisturbed(self._model):
                 if not (self.config.loop or search.reason_against_parts()):
@@ -352,8 +353,8 @@ class MemoryBudget:
         fits = profile.peak_bytes <= budget
         if self._faster is not None and self._fitting is not None:
             slowed_ns = self._faster.time_ns * (1 + _lost(plan))
-            fits = fits and slowed_ns < CLEARLY * self._fitting.time_ns
-            if not fits and self._returns_to_fitting():
+            if not fits or slowed_ns >= CLEARLY * self._fitting.time_ns:
+                self._return_to_fitting()
                 return None
         if fits:
             memory = replace(

@@ -299,7 +299,7 @@ class SegmentSearch:
             table = self.table()
             options = table.choose(max(limit, table.smallest_bytes))
             chosen = [option.choice for option in options if option.choice is not None]
-            self._examine({one.module: one.micro_batch or 1 for one in chosen})
+            self.examine({one.module: one.micro_batch or 1 for one in chosen})
             if not all(map(self._may_be, chosen)):
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
@@ -407,7 +407,7 @@ class SegmentSearch:
     def reason_against_parts(self) -> str:
         """Why the model cannot run on parts of a batch one by one; "" if it can."""
         batch = self._steps.batch
-        self._examine({"": max(1, batch // 2)})
+        self.examine({"": max(1, batch // 2)})
         found = self.findings[""]
         if found.reason:
             return f"of this model {found.reason}"
@@ -446,8 +446,8 @@ class SegmentSearch:
         with gradient_mode(self._is_training):
             return self._backend.elapsed_ns(self._steps)
 
-    def _examine(self, sizes: Mapping[str, int]) -> None:
-        """Find out which modules may run in micro-batches."""
+    def examine(self, sizes: Mapping[str, int]) -> None:
+        """Find out which modules may run in micro-batches; `sizes` has a size for each module."""
         left = {name: size for name, size in sizes.items() if name not in self.findings}
         if left:
             with gradient_mode(self._is_training):
@@ -520,7 +520,7 @@ class SegmentSearch:
                 yield from blocks(child)
 
         segments = [Segment(name, None) for name in blocks(self._root)]
-        self._examine({one.module: 1 for one in segments})
+        self.examine({one.module: 1 for one in segments})
         segments = [self._described(one) for one in segments if self._may_be(one)]
         return self.try_(StepDivision(tuple(segments))) if segments else None
 
