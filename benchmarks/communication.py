@@ -215,8 +215,8 @@ def main() -> None:
                         print(f"{network}, {ranks} ranks, {link}: failed", flush=True)
                         continue
                     found.append({"link": link, **json.loads(path.read_text())})
-                print(describe(found[-1]), flush=True)
                 held_out(found)
+                print(describe(found[-1]), flush=True)
                 if arguments.out is not None:
                     wall_s = round(time.monotonic() - began)
                     document = {"made": made, "wall_s": wall_s, "cells": found}
@@ -236,6 +236,10 @@ def describe(one: dict[str, Any]) -> str:
         f"{way['predicted_ns'] / 1e6:8.1f}"
         for way in one["ways"]
     ]
+    own_ns = one["ways"][0]["measured_ns"]
+    lines.append(f"  torch's step, in the rounds of the prediction: {own_ns / 1e6:.1f} ms")
+    if "held_out_ns" in one:
+        lines.append(f"  predicted from two ranks: {one['held_out_ns'] / 1e6:.1f} ms")
     return "\n".join(lines)
 
 
