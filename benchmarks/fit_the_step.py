@@ -2,6 +2,7 @@
 
     python benchmarks/fit_the_step.py --out fit_the_step.json          # all networks, an hour
     python benchmarks/fit_the_step.py segresnet convnext --rounds 5
+    python benchmarks/fit_the_step.py resnet50 --device cuda --shape 256,3,224,224 --no-compile
 
 Each network runs in a process of its own. Its ways run in turn, on the same weights and inputs;
 peaks are torch's allocator's own count, with parameters and inputs. Each way of the inference has
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ucudnn
-from ucudnn.backends import open_backend
+from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES
 from ucudnn.errors import PlanError
 from ucudnn.execution.stepping import tensors_of
@@ -139,9 +141,8 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return twin
 
 
-def planned(model: nn.Module, x: Tensor, share: str, loop: bool) -> Contestant:
+def planned(model: nn.Module, x: Tensor, config: ucudnn.Config) -> Contestant:
     """A copy that follows a plan within a share of torch's peak."""
-    config = ucudnn.Config(memory_budget=share, loop=loop, effort="quick")
     began = time.monotonic()
     plan = ucudnn.tune(model, x, config)
     twin = copy.deepcopy(model)
@@ -173,11 +174,16 @@ def deviation(some: list[Tensor], exact: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(some, exact, strict=True)) / most
 
 
+def backend_of(x: Tensor) -> AbstractBackend:
+    """The one of the device that a tensor is on."""
+    return open_backend("cudnn" if x.is_cuda else "torch_cpu")
+
+
 def peak_bytes(contestant: Contestant, x: Tensor) -> int:
     """Parameters and inputs, and the most that a step allocates beside them."""
     contestant.model.zero_grad()
     run = partial(contestant.step, x)
-    return held_bytes(contestant.model, x) + open_backend("torch_cpu").workspace_bytes(run, ())
+    return held_bytes(contestant.model, x) + backend_of(x).workspace_bytes(run, ())
 
 
 def held_bytes(model: nn.Module, x: Tensor) -> int:
@@ -186,22 +192,23 @@ def held_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
-def measured(name: str, rounds: int) -> dict[str, Any]:
+def measured(
+    name: str, case: Case, device: str, rounds: int, compiles: bool, config: ucudnn.Config
+) -> dict[str, Any]:
     """All ways of one network, as JSON values."""
-    case, backend = CASES[name], open_backend("torch_cpu")
     torch.manual_seed(0)
-    model, x = case.make(), torch.randn(case.shape)
-    ways = {
-        "torch": Contestant(model),
-        "torch.utils.checkpoint": Contestant(checkpointed(model)),
-        "torch.compile, activation budget 0.5": compiled(model, x),
-    }
+    model, x = case.make().to(device), torch.randn(case.shape, device=device)
+    backend = backend_of(x)
+    ways = {"torch": Contestant(model), "torch.utils.checkpoint": Contestant(checkpointed(model))}
+    if compiles:
+        ways["torch.compile, activation budget 0.5"] = compiled(model, x)
     refused: dict[str, str] = {}
     wanted = [(share, False) for share in case.shares] + [(share, True) for share in case.loops]
     for share, loop in wanted:
         title = f"{'loop' if loop else 'segments'} within {share}"
         try:
-            ways[title] = planned(model, x, share, loop)
+            within = replace(config, memory_budget=share, loop=loop)
+            ways[title] = planned(model, x, within)
         except PlanError as error:
             refused[title] = str(error).splitlines()[0]
     # float64 takes ten times as long: of some samples, of which each has its part in the gradients.
@@ -319,15 +326,33 @@ def inferred(rounds: int) -> dict[str, Any]:
     return {"network": INFERENCE, "shape": (32, 3, 224, 224), "ways": rows, "refused": {}}
 
 
-def in_a_process(name: str, rounds: int) -> dict[str, Any]:
+def in_a_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All ways of a network."""
-    began = time.monotonic()
+    began, rounds = time.monotonic(), arguments.rounds
     if name == INFERENCE:
         found = inferred(rounds)
     else:
+        case = CASES[name]
+        if arguments.shape:
+            case = case._replace(shape=arguments.shape)
+        if arguments.shares or arguments.loops:
+            case = case._replace(shares=arguments.shares, loops=arguments.loops)
+        config = ucudnn.Config(effort="quick", time_budget_s=arguments.time_budget_s)
+        compiles = not arguments.no_compile
         with process() as own:
-            found = own.submit(measured, name, rounds).result()
+            task = own.submit(measured, name, case, arguments.device, rounds, compiles, config)
+            found = task.result()
     return {**found, "wall_s": round(time.monotonic() - began), "made": provenance()}
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The parts between commas."""
+    return tuple(text.split(","))
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Sizes between commas."""
+    return tuple(map(int, text.split(",")))
 
 
 def main() -> None:
@@ -338,6 +363,12 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=[*CASES, INFERENCE], metavar="NETWORK")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", type=shape, help="of the inputs, such as 256,3,224,224")
+    parser.add_argument("--shares", type=listed, default=(), help="for segments, such as 50%%,30%%")
+    parser.add_argument("--loops", type=listed, default=(), help="shares for loops")
+    parser.add_argument("--time-budget-s", type=float, help="for tuning each plan")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = parser.parse_args()
     if unknown := set(arguments.networks) - {*CASES, INFERENCE}:
         parser.error(
@@ -345,7 +376,7 @@ def main() -> None:
         )
     found: list[dict[str, Any]] = []
     for name in arguments.networks:
-        found.append(in_a_process(name, arguments.rounds))
+        found.append(in_a_process(name, arguments))
         for title, row in found[-1]["ways"].items():
             median = sorted(row["samples_ns"])[arguments.rounds // 2] / 1e6
             print(f"{name}: {title}: {row['peak_bytes'] >> 20} MiB, {median:.0f} ms", flush=True)

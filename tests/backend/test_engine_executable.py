@@ -45,6 +45,7 @@ class Runtime:
 
     exact: object
     refuses: object = lambda *_: False
+    launches_at: object = lambda *_: True
     plans: list = field(default_factory=list)
     packs: list = field(default_factory=list)
     launches: int = 0
@@ -61,6 +62,8 @@ class Runtime:
         return pointers
 
     def launch(self, _device, plan, pack):
+        if not all(map(self.launches_at, pack)):
+            raise UnsupportedError("misaligned")
         self.launches += 1
         problem = plan.problem
         shapes = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
@@ -173,6 +176,22 @@ def test_what_the_engine_does_not_take_as_it_lies_is_copied(backend, exact, runt
     EngineExecutable(runtime, slab, "eng0").add(x[:, :, 2:8], dy[:, :, 2:6], total)
     expected = 2 * exact(slab, x[:, :, 2:8], dy[:, :, 2:6])
     assert relative_error(total, expected) < 1e-6
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_the_engine_refuses_only_when_it_is_launched_is_copied(backend, exact, runtime, op):
+    problem = Problem(op, 3, 1, 1, (5, 5), (3, 3))
+    a, b = backend.operands(problem, 4)
+    runtime.launches_at = lambda pointer: pointer % 16 == 0
+    executable = EngineExecutable(runtime, problem, "eng0")
+    second = b[1:] if op == "wgrad" else b  # the second sample is not aligned
+    for _ in range(2):
+        result = executable.alone(a[1:], second)
+        assert relative_error(result, exact(problem, a[1:], second)) < 1e-6
+    assert runtime.launches == 2
+    runtime.launches_at = lambda _: False
+    with pytest.raises(UnsupportedError, match="misaligned"):
+        executable.alone(a[:3], b[:3])
 
 
 def test_an_engine_that_takes_nothing_is_a_miss(backend, runtime):

@@ -99,7 +99,10 @@ class StepProfiler:
             with gradient_mode(self.is_training):
                 # The first step also looks up each call in the plan and fills torch's caches. Only
                 # the second step, which need not do that, is profiled.
+                copied = self.backend.allocated_bytes()
                 self._watched(step, runner, lambda: None)
+                # A first step leaves memory allocated, such as the workspace of cuBLAS.
+                before += self.backend.allocated_bytes() - copied
                 watcher, spans = self._spans(step, runner)
         return _profile(self._held(before), watcher, spans)
 

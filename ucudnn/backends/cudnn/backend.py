@@ -28,6 +28,9 @@ from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
 
 _MOST_ELEMENTS = 2**31 - 1  # per tensor, because engines index elements with 32 bits
+# Engines that compute wrong results if the padding at both ends of an axis differs, without an
+# error. Found with cuDNN 9.19 on an H100; PyTorch never asks cuDNN for such padding.
+_WRONG_WITH_UNEQUAL_PADDING = {"fprop": (), "dgrad": (50,), "wgrad": (1, 18, 20)}
 # Number of problems whose engines are remembered. Listing the engines of a problem takes
 # milliseconds, and tuning asks for the same problem many times.
 _MOST_PROBLEMS = 4096
@@ -146,11 +149,14 @@ class CudnnBackend(AbstractBackend):
         if algorithm == DEFAULT_ALGORITHM:
             return None
         try:
-            _, _, adds_bias = parse_identity(algorithm)
+            engine, _, adds_bias = parse_identity(algorithm)
         except UnsupportedError as error:
             return str(error)
         if adds_bias and problem.op != "fprop":
             return "it adds a bias, which fprop alone has"
+        is_unequal = any(begin != end for begin, end in problem.padding)
+        if is_unequal and engine in _WRONG_WITH_UNEQUAL_PADDING[problem.op]:
+            return "its results are wrong if the padding differs at both ends of an axis"
         largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
         if largest > _MOST_ELEMENTS:
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"

@@ -121,6 +121,17 @@ class EngineExecutable(Executable):
         except KeyError:
             # None is remembered, too, so that a refused layout is not tried again in every step.
             built = self._built[place] = self._build(a, b, out, alpha, beta)
+        if built is not None:
+            if self._adds_bias:
+                bias = self._usable_bias(a, bias)
+                pointers = (*pointers, bias.data_ptr())
+            try:
+                built.launch(a, pointers)
+            except UnsupportedError as error:
+                # Some engines accept an alignment when a plan is built, and not at the launch.
+                if not any(offsets):
+                    raise RefusedError(str(error)) from error
+                built = self._built[place] = None
         if built is None:
             # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
             # raises, so that the nested call never gets to this branch.
@@ -132,11 +143,6 @@ class EngineExecutable(Executable):
             a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
             self._run(a, b, inner, alpha, beta, bias)
             out.copy_(inner)
-        elif self._adds_bias:
-            bias = self._usable_bias(a, bias)
-            built.launch(a, (*pointers, bias.data_ptr()))
-        else:
-            built.launch(a, pointers)
 
     def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
         """A contiguous, aligned bias on the operands' device; zeros if there is none."""

@@ -16,6 +16,7 @@ import torch
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build, configurations
 from ucudnn.backends.cudnn.graph import Target, Views
+from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
@@ -82,13 +83,20 @@ class Runtime:
             return self.cudnn.variant_pack(plan.uids, pointers, workspace)
 
     def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
-        """Enqueue a plan on the current stream of a device."""
+        """Enqueue a plan on the current stream of a device.
+
+        Raises:
+            UnsupportedError: the engine does not accept the addresses after all.
+            RuntimeError: cuDNN fails.
+        """
         # Entering `torch.cuda.device` takes time, and nearly all launches can do without.
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():
                 self.cudnn.execute(self._handle(device), plan.descriptor, pack)
         except CudnnError as error:  # not by `_failures`, whose generator takes a microsecond
+            if error.name == "CUDNN_STATUS_BAD_PARAM_MISALIGNED_POINTER":
+                raise UnsupportedError(str(error)) from error
             raise RuntimeError(str(error)) from error
 
 
