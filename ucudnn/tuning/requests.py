@@ -18,7 +18,7 @@ from ucudnn.solvers.lazy import ChunkOption, Interval, Outlook, bound_front, out
 from ucudnn.system.processes import cached_property
 from ucudnn.tuning.bounds import Elimination, WorkspaceModel
 from ucudnn.tuning.items import rank_of
-from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS
+from ucudnn.tuning.splits import CHUNK_NS, worthwhile_ns
 
 if TYPE_CHECKING:
     from ucudnn.tuning.candidates import KernelCandidates
@@ -161,6 +161,9 @@ class Requests:
         """The smallest chunks of curves whose workspace must be known, but is not."""
         if not self.must_probe:
             return []
+        # What a backend states need not be run, unless nothing is known to fit: then the runs show
+        # the smallest limit that would suffice.
+        must_run = not any(map(self.records.fits, self.listed.by_arm))
         # In another role an implementation may need another workspace, so one chunk of each role is
         # run.
         groups: dict[tuple[str, str], list[Arm]] = {}
@@ -168,10 +171,10 @@ class Requests:
             entry = self.records.by_arm.get(arm)
             if arm not in self.records.skipped and (entry is None or entry.status != "failed"):
                 groups.setdefault((curve, arm.role), []).append(arm)
-        found = (self._probe(curve, arms) for (curve, _), arms in groups.items())
+        found = (self._probe(curve, arms, must_run) for (curve, _), arms in groups.items())
         return [arm for arm in found if arm is not None]
 
-    def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
+    def _probe(self, curve: str, arms: Sequence[Arm], must_run: bool) -> Arm | None:
         """The curve's smallest or second smallest arm, to run for its workspace; or None."""
         # Some chunks cannot be part of a split. They are run only if they may show that the whole
         # call fits.
@@ -179,7 +182,8 @@ class Requests:
             return None
         known = sum(map(self.records.fits, arms))
         if not known:
-            return self._first(curve, arms)
+            is_stated = self.listed.by_arm[arms[0]].workspace_bytes is not None
+            return None if is_stated and not must_run else self._first(curve, arms)
         # Workspace is extrapolated from one size in proportion, and from two sizes on a line.
         return self._second(arms) if known == 1 else None
 
@@ -221,19 +225,19 @@ class Requests:
     def outlook(self, launch_ns: int = 0) -> Outlook:
         """The best split of the timed chunks, a bound for better ones, and what to time next."""
         options = list(self._options())
-        # Chunks that take too little time to be worth their calls are left out. A chunk that is the
-        # whole call stays, because no split has fewer calls. A chunk that was not timed stays, too,
-        # because it may take long enough.
+        # No split may contain chunks that take too little time to be worth their calls; their times
+        # bound those of other chunks. A chunk that is the whole call stays, because no split has
+        # fewer calls. A chunk that was not timed stays, too, because it may take long enough.
+        least_ns = worthwhile_ns(self.records.session.backend.device().type)
         worthwhile = [
             option
+            if Role.ALONE in option.lists or not option.is_timed or _time_ns(option) >= least_ns
+            else replace(option, lists=())
             for option in options
-            if Role.ALONE in option.lists
-            or not option.is_timed
-            or _time_ns(option) >= WORTHWHILE_NS
         ]
         extent = self.listed.axis.extent
         ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self.tolerance)
-        found = ask(worthwhile, least_ns=WORTHWHILE_NS)
+        found = ask(worthwhile, least_ns=least_ns)
         # If no split without short chunks fits the limit, short chunks are allowed.
         if found.bound_ns is None:
             found = ask(options)

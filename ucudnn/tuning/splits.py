@@ -24,6 +24,9 @@ from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bound
 # A chunk should take ten times as long as its call takes on the host (about 20 us in PyTorch). On
 # the CPU the time of a chunk includes that of the call.
 WORTHWHILE_NS = 10 * 20_000
+# A GPU computes a chunk while the host launches the next one, which took 53 to 64 us for cuDNN's
+# engines (docs/gpu-status.md). So the host keeps ahead, and has time for other operators.
+WORTHWHILE_ON_GPU_NS = 100_000
 # The solver adds a penalty in ns to the time of each chunk. Each of these penalties gives one split
 # to race. With 0, times count as measured.
 # 2 ms are for a busy machine, on which threads wait for each other at the end of a chunk. With 1 s,
@@ -198,6 +201,11 @@ class AbstractSplitTable(ABC):
     def items(self) -> Items:
         """Chunks with a time, by the position that they may have in a split."""
 
+    def choices(self, items: Items) -> tuple[Items, Items]:
+        """The items that take long enough to be worth their calls, and all items."""
+        least_ns = max((worthwhile_ns(one.key.device.type) for one in self.measurements), default=0)
+        return _worthwhile(items, least_ns), items
+
     @property
     @abstractmethod
     def is_empty(self) -> bool:
@@ -222,7 +230,7 @@ class AbstractSplitTable(ABC):
         shorter chunks are included only if they need less workspace than any of these.
         """
         points: list[Point] = []
-        for choice in (worthwhile(self.items), self.items):
+        for choice in self.choices(self.items):
             least = points[0].workspace_bytes if points else None
             table = reuse_by_position(choice, self.axis.extent)
             points += [
@@ -316,10 +324,11 @@ class BatchSplits(AbstractSplitTable):
         # Smaller batches may use chunks that were not timed, with the times of larger chunks. The
         # largest batch is raced, and its prediction must rest on timed chunks only.
         bounded = with_bounded(self.axis.problem, self.items, self.kernel_of, self.sizes)
+        all_choices, timed_choices = self.choices(bounded), self.choices(self.items)
         return tuple(
             _with_end_of(
-                _walk_all(bounded, batch, limit, launch_ns),
-                _walk_all(self.items, batch, limit, launch_ns),
+                _walk_all(all_choices, batch, limit, launch_ns),
+                _walk_all(timed_choices, batch, limit, launch_ns),
             )
             for launch_ns in CHUNK_NS
         )
@@ -347,7 +356,8 @@ class RowSplits(AbstractSplitTable):
     def splits(self) -> list[Split]:
         """Splits to race as whole calls: the fastest by its slabs, and those with fewer slabs."""
         # Slabs that take too little time to be worth their calls are used only if no others fit.
-        return self._splits(worthwhile(self.items)) or self._splits(self.items)
+        worthwhile, everything = self.choices(self.items)
+        return self._splits(worthwhile) or self._splits(everything)
 
     def _splits(self, items: Items) -> list[Split]:
         extent, found = self.axis.extent, []
@@ -427,13 +437,20 @@ def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[It
     return next((chunks for chunks in found if chunks is not None), None)
 
 
-def worthwhile(items: Items) -> Items:
-    """The items, without those that take too little time to be worth their calls."""
+def worthwhile_ns(device_type: str) -> int:
+    """The time in ns that a chunk must take on a kind of device to be worth its call.
+
+    >>> worthwhile_ns("cpu"), worthwhile_ns("cuda")
+    (200000, 100000)
+    """
+    return WORTHWHILE_NS if device_type == "cpu" else WORTHWHILE_ON_GPU_NS
+
+
+def _worthwhile(items: Items, least_ns: int) -> Items:
+    """The items, without those that take less time than `least_ns`."""
     return {
         # A chunk that runs alone stays, because no split has fewer calls.
-        position: [
-            item for item in group if position == Role.ALONE or item.time_ns >= WORTHWHILE_NS
-        ]
+        position: [item for item in group if position == Role.ALONE or item.time_ns >= least_ns]
         for position, group in items.items()
     }
 
@@ -443,10 +460,10 @@ def _time_ns(item: Item) -> int:
 
 
 def _walk_all(
-    items: Items, batch: int, limit: int | None, launch_ns: int = 0
+    choices: Sequence[Items], batch: int, limit: int | None, launch_ns: int
 ) -> tuple[WalkEntry, ...]:
-    """The fastest split of every batch; too short chunks are used only if no others fit."""
-    tables = (reuse_by_position(choice, batch, launch_ns) for choice in (worthwhile(items), items))
+    """The fastest split of every batch by the first of some choices of items that has one."""
+    tables = (reuse_by_position(choice, batch, launch_ns) for choice in choices)
     found = [table.walk(limit) for table in tables if table is not None]
     merged = []
     for entries in zip(*found, strict=True):
