@@ -227,7 +227,7 @@ def provenance(suite: Suite) -> Iterator[None]:
     """Note who measures what and when, and the state of the GPU before and after."""
     runs = suite.load("provenance.json", [])
     record: dict[str, Any] = {
-        "command": sys.argv[1:],
+        "command": [Path(word).name if os.sep in word else word for word in sys.argv[1:]],
         "commit": commit(),
         "began": now(),
         "device": asdict(suite.backend.device()),

@@ -15,6 +15,8 @@ neither saw: the luckiest of many candidates looks faster than it is.
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
 import re
 import subprocess
@@ -24,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +42,16 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
-from ucudnn.measurement import Measurement, Role
+from ucudnn.layer_table import read_rows
+from ucudnn.measurement import (
+    Candidate,
+    Conditions,
+    Device,
+    Measurement,
+    MeasurementKey,
+    Role,
+    Software,
+)
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import Problem
 from ucudnn.tuning.confirmation import race
@@ -49,7 +60,7 @@ from ucudnn.tuning.results import Progress
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.splits import BatchSplits
 from ucudnn.tuning.tuner import tune_problems
-from ucudnn.units import format_ns
+from ucudnn.units import format_bytes, format_ns
 
 N = 16
 _SAME = ((1, 1), (1, 1))
@@ -100,6 +111,63 @@ class Table:
 class _Replayed(RecordedBackend):
     def memory_bytes(self) -> int:
         return 1 << 62
+
+
+class GpuTable(Table):
+    """The times of a GPU's kernels in float32, as gpu_suite.py wrote them, with stated workspace.
+
+    Each configuration was timed in one role, which stands for all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        answers = json.loads(path.with_name("answers.json").read_text())
+        device, software = Device("cuda", answers["gpu"]), Software(answers["torch"])
+        self.path = path
+        self.entries = []
+        for row in csv.DictReader(path.read_text().splitlines()):
+            table, _, name = row["name"].partition(":")
+            layer = _layers(table)[name, row["op"]]
+            problem = replace(layer.with_batch(int(row["batch"])), math="tf32")
+            time_ns = round(float(row["median_us"]) * 1000)
+            for role in (Role.ALONE, Role.LATER):
+                key = MeasurementKey(
+                    problem, row["algorithm"], device, software, Conditions(role=role), 1
+                )
+                self.entries.append(
+                    Measurement(
+                        key,
+                        "ok",
+                        time_ns,
+                        samples=(time_ns,) * (2 * FRESH),
+                        workspace_bytes=int(row["workspace_bytes"]),
+                    )
+                )
+        self.backend = _Stating(self.entries)
+
+    def known(self, problem: Problem) -> dict[Arm, Measurement]:
+        """Everything recorded of a kernel."""
+        return {
+            Arm(entry.key.problem.batch, entry.key.algorithm, entry.key.conditions.role): entry
+            for entry in self.entries
+            if entry.key.problem.with_batch(problem.batch) == problem
+        }
+
+
+@lru_cache
+def _layers(table: str) -> dict[tuple[str, str], Problem]:
+    rows = read_rows(Path(__file__).parent / "layers" / f"{table}.csv")
+    return {(row.name, row.problem.op): row.problem for row in rows}
+
+
+class _Stating(_Replayed):
+    """States workspace, as cuDNN does."""
+
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        known = self._entries[problem]
+        return tuple(
+            replace(one, workspace_bytes=known[one.algorithm][Role.ALONE].workspace_bytes)
+            for one in super().candidates(problem)
+        )
 
 
 class ReplayBench(AbstractBench):
@@ -166,6 +234,7 @@ class Replay:
         candidates: that could have been.
         regret: of the chosen split against the exhaustive choice, by samples that neither saw.
         gap: that the certificate leaves.
+        split: that was chosen.
     """
 
     problem: Problem
@@ -173,6 +242,7 @@ class Replay:
     candidates: int
     regret: float
     gap: float
+    split: Split
 
 
 def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
@@ -195,7 +265,7 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     best = best_split(problem, fitting, session, limit)
     regret = cost_ns(chosen, fresh) / cost_ns(best, fresh) - 1
     asked, gap = len(session.bench_of.asked), measurer.outlook().gap
-    return Replay(problem, asked, len(fitting), regret, gap)
+    return Replay(problem, asked, len(fitting), regret, gap, chosen)
 
 
 def _part(entry: Measurement, samples: slice) -> Measurement:
@@ -336,6 +406,21 @@ def record(folder: Path) -> None:
     )
 
 
+def replay_on_gpus(folder: Path) -> None:
+    print("| GPU | workspace limit | kernel | measured | of | regret | split |")
+    print("|---|---|---|---|---|---|---|")
+    for path in sorted(folder.rglob("timings.csv")):
+        table = GpuTable(path)
+        for limit in (8 << 20, 64 << 20, 512 << 20):
+            found = [replay(table, problem, limit) for problem in table.kernels]
+            prefix = f"| {path.parent.name} | {format_bytes(limit)} |"
+            for one in found:
+                count = f"{one.measured} | {one.candidates}"
+                print(f"{prefix} {one.problem} | {count} | {one.regret:.2%} | {one.split} |")
+            measured = sum(one.measured for one in found)
+            print(f"{prefix} all | {measured} | {sum(one.candidates for one in found)} |||")
+
+
 def replay_all(folder: Path) -> None:
     print("| table | kernel | measured | of | share | regret | gap left |")
     print("|---|---|---|---|---|---|---|")
@@ -353,6 +438,7 @@ def replay_all(folder: Path) -> None:
         same = path.with_name("same_twice.csv")
         if same.exists():
             print(f"\nA/A: within {a_a_interval(Table(same).entries):.1%}\n")
+    replay_on_gpus(folder)
 
 
 def measure() -> None:

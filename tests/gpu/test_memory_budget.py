@@ -1,4 +1,4 @@
-"""Whole steps on a GPU within a memory budget: peaks by torch's allocator, and torch's gradients."""
+"""Steps on a GPU within a memory budget: peaks by torch's allocator, and torch's gradients."""
 
 from __future__ import annotations
 

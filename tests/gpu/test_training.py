@@ -23,12 +23,13 @@ SHAPE = (8, 16, 20, 20)
 
 @pytest.fixture
 def model(backend):
+    """Smooth: where a ReLU has its kink, rounding changes a gradient altogether."""
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
+        nn.GELU(),
         nn.Conv2d(32, 32, 3, padding=1, groups=2, bias=False),
-        nn.ReLU(),
+        nn.GELU(),
         nn.ConvTranspose2d(32, 8, 2, stride=2),
     ]
     return nn.Sequential(*layers).cuda()
@@ -62,29 +63,27 @@ def step(model, inputs, dtype=None):
     return [loss.detach(), inputs.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def errors(found, expected):
-    """The relative error of each tensor."""
-    pairs = zip(found, expected, strict=True)
-    return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
-
-
 def assert_alike(found, expected, tolerance):
-    assert max(errors(found, expected)) < tolerance
+    for one, other in zip(found, expected, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < tolerance
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-def test_a_split_step_is_as_near_to_float64_as_torchs(backend, model, inputs, dtype, layout):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(None, 3e-3), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)]
+)
+def test_a_split_step_computes_what_float64_computes(
+    backend, model, inputs, dtype, tolerance, layout
+):
     expected = step(copy.deepcopy(model).double(), inputs.double())
-    torchs = errors(step(copy.deepcopy(model), inputs, dtype), expected)
     model, inputs = model.to(memory_format=layout), inputs.to(memory_format=layout)
     with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
         layers = trace_layers(model, inputs.detach().requires_grad_()).layers
     plan = split_plan(backend, layers)
     assert not any(kernel.is_default for kernel in plan.kernels)
     ucudnn.convert_(model, plan)
-    found = errors(step(model, inputs, dtype), expected)
-    assert all(a < 2 * b + 1e-6 for a, b in zip(found, torchs, strict=True)), (found, torchs)
+    assert_alike(step(model, inputs, dtype), expected, tolerance)
 
 
 def test_tuning_on_the_gpu_and_training_by_the_plan(backend, model, inputs, tmp_path):
@@ -159,8 +158,8 @@ def test_a_captured_training_step(backend, model, inputs):
     assert_alike(found, expected, 1e-5)
 
 
-# torch's compiler imports a module of torch that is deprecated
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# torch's compiler imports a deprecated module of torch, and begins with an empty graph
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The CUDA Graph is empty")
 @pytest.mark.hardware("graphs")
 def test_a_compiled_step_that_replays_graphs_follows_the_plan(backend, model, inputs):
     """Calls of the plan are captured: nothing that they keep may be memory of the graphs."""

@@ -15,6 +15,7 @@ from ucudnn.tuning.confirmation import Finalist, choose
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TABLES = sorted(RESULTS.rglob("exhaustive.csv"))
+GPU_TABLES = sorted(RESULTS.rglob("timings.csv"))
 TRIALS = 200
 
 
@@ -38,6 +39,19 @@ def test_few_measurements_and_plans_as_good(path, tuning_cost):
     for one in found:
         assert one.regret <= regret, one
         assert one.gap <= 0.02, one  # what lazy measuring stops at
+
+
+@pytest.mark.parametrize(("limit_mib", "most"), [(8, 0.3), (64, 0.15), (512, 0.15)])
+@pytest.mark.parametrize("path", GPU_TABLES, ids=lambda path: path.parent.name)
+def test_within_a_limit_few_engines_of_a_gpu_are_run(path, limit_mib, most, tuning_cost):
+    table = tuning_cost.GpuTable(path)
+    found = [tuning_cost.replay(table, problem, limit_mib << 20) for problem in table.kernels]
+    assert len(found) == 15
+    # an engine whose stated workspace exceeds the limit is not run at all
+    assert sum(one.measured for one in found) <= most * sum(one.candidates for one in found)
+    for one in found:
+        assert one.regret <= 0.2, one
+    assert sum(one.regret for one in found) <= 0.02 * len(found)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -226,6 +227,20 @@ def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
     assert size == (1 if loop else None)
     assert segments[0].module == "" or loop
     assert len(segments) > 1
+
+
+def test_of_two_steps_the_times_taken_in_turn_decide(monkeypatch):
+    model, x = blocks(none, 8, 2), torch.randn(4, 3, 16, 16)
+    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True)
+    loop, segment = (
+        search.try_(one) for one in (StepDivision(micro_batch=1), StepDivision((Segment("", 1),)))
+    )
+    turns = {loop.division: itertools.cycle((5, 9, 9)), segment.division: itertools.repeat(8)}
+    monkeypatch.setattr(search, "elapsed_ns", lambda one: next(turns[one]))
+    faster = search.faster_of(loop._replace(time_ns=1), segment)
+    assert (faster.division, faster.time_ns) == (segment.division, 8)
+    assert {one.division: one.time_ns for one in search.seen}[loop.division] == 9
+    assert search.faster_of(segment, segment) is segment
 
 
 def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():

@@ -284,7 +284,9 @@ class MemoryBudget:
         # A loop with segments inside recomputes less than segments alone, so it is tried first.
         in_parts = search.in_parts(limit, inside=inside or not search.is_over(2))
         best = search.within(limit, inside=inside)
-        return min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
+        if in_parts is None:
+            return best
+        return in_parts if best.peak_bytes > limit else search.faster_of(in_parts, best)
 
     def _profiler(self, memory_format: str, division: StepDivision) -> StepProfiler:
         return StepProfiler(

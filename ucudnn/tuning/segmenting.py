@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.execution.compiling import is_compiled
@@ -439,6 +440,25 @@ class SegmentSearch:
         )
         self._steps.divide(WHOLE)
         return best.division if raced_of(*samples).pays else WHOLE
+
+    def faster_of(self, one: Seen, other: Seen) -> Seen:
+        """The faster of two steps, which take turns; `seen` keeps the times of this race."""
+        if one.division == other.division:
+            return one
+        samples = race(
+            [partial(self.elapsed_ns, step.division) for step in (one, other)],
+            self.is_over,
+            lambda samples: tells(*samples),
+            is_warm=True,
+        )
+        self._steps.divide(WHOLE)
+        timed = [
+            step._replace(time_ns=median_ns(times))
+            for step, times in zip((one, other), samples, strict=True)
+        ]
+        by_division = {step.division: step for step in timed}
+        self.seen = [by_division.get(step.division, step) for step in self.seen]
+        return min(timed, key=lambda step: step.time_ns)
 
     def elapsed_ns(self, division: StepDivision) -> int:
         """Time in ns of a step by a division, which stays set for later calls of `self._steps`."""

@@ -82,6 +82,20 @@ def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) ->
     return memory.movedim(-1, 1)
 
 
+def _engine_refusal(problem: Problem, algorithm: str) -> str | None:
+    """Reason why an engine cannot compute a problem; None if it can, or may do so."""
+    try:
+        engine, _, adds_bias = parse_identity(algorithm)
+    except UnsupportedError as error:
+        return str(error)
+    if adds_bias and problem.op != "fprop":
+        return "it adds a bias, which fprop alone has"
+    is_unequal = any(begin != end for begin, end in problem.padding)
+    if is_unequal and engine in _WRONG_WITH_UNEQUAL_PADDING[problem.op]:
+        return "its results are wrong if the padding at both ends of an axis differs"
+    return None
+
+
 class CudnnBackend(AbstractBackend):
     """cuDNN's precompiled engines, and torch's own convolution, on the current GPU of torch.
 
@@ -148,19 +162,10 @@ class CudnnBackend(AbstractBackend):
             return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
         if algorithm == DEFAULT_ALGORITHM:
             return None
-        try:
-            engine, _, adds_bias = parse_identity(algorithm)
-        except UnsupportedError as error:
-            return str(error)
-        if adds_bias and problem.op != "fprop":
-            return "it adds a bias, which fprop alone has"
-        is_unequal = any(begin != end for begin, end in problem.padding)
-        if is_unequal and engine in _WRONG_WITH_UNEQUAL_PADDING[problem.op]:
-            return "its results are wrong if the padding differs at both ends of an axis"
         largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
         if largest > _MOST_ELEMENTS:
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
-        return None
+        return _engine_refusal(problem, algorithm)
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """torch's own convolution, then the engines that PyTorch's settings allow, best first."""

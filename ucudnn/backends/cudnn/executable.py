@@ -109,7 +109,7 @@ class EngineExecutable(Executable):
         beta: float = 0.0,
         bias: Tensor | None = None,
     ) -> None:
-        pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        pointers: tuple[int, ...] = (a.data_ptr(), b.data_ptr(), out.data_ptr())
         # `place` is all that a plan depends on. Of an address only the remainder modulo 16 bytes
         # counts, because no engine asks for a larger alignment. So many addresses share a plan.
         kinds = (a.shape, b.shape, a.dtype, b.dtype, a.get_device())
