@@ -267,7 +267,7 @@ def run_tests(suite: Suite) -> None:
     options = ["-q", "-p", "no:cacheprovider"]
     if find_spec("pytest_timeout"):
         options += ["--timeout", str(TEST_S)]
-    parallel = ["-n", "4"] if find_spec("xdist") else []
+    parallel = ["-n", "8"] if find_spec("xdist") else []
     commands = [[*parallel, "--deselect", THREADS, "tests/gpu"], [THREADS]]
     log = suite.folder / "tests.txt"
     summaries = []

@@ -24,8 +24,8 @@ from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bound
 # A chunk should take ten times as long as its call takes on the host (about 20 us in PyTorch). On
 # the CPU the time of a chunk includes that of the call.
 WORTHWHILE_NS = 10 * 20_000
-# A GPU computes a chunk while the host launches the next one, which took 53 to 64 us for cuDNN's
-# engines (docs/gpu-status.md). So the host keeps ahead, and has time for other operators.
+# A GPU computes a chunk while the host launches the next one, which took 55 to 103 us for cuDNN's
+# engines (docs/gpu-status.md).
 WORTHWHILE_ON_GPU_NS = 100_000
 # The solver adds a penalty in ns to the time of each chunk. Each of these penalties gives one split
 # to race. With 0, times count as measured.
