@@ -360,7 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("networks", nargs="*", default=[*CASES, INFERENCE], metavar="NETWORK")
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -370,12 +370,14 @@ def main() -> None:
     parser.add_argument("--time-budget-s", type=float, help="for tuning each plan")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = parser.parse_args()
-    if unknown := set(arguments.networks) - {*CASES, INFERENCE}:
+    known = [*CASES, INFERENCE] if arguments.device == "cpu" else [*CASES]
+    if unknown := set(arguments.networks) - {*known}:
         parser.error(
-            f"networks must be of {', '.join(CASES)}, {INFERENCE}, got {', '.join(sorted(unknown))}"
+            f"networks on {arguments.device} must be of {', '.join(known)}, got "
+            f"{', '.join(sorted(unknown))}"
         )
     found: list[dict[str, Any]] = []
-    for name in arguments.networks:
+    for name in arguments.networks or known:
         found.append(in_a_process(name, arguments))
         for title, row in found[-1]["ways"].items():
             median = sorted(row["samples_ns"])[arguments.rounds // 2] / 1e6
