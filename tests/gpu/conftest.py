@@ -50,16 +50,13 @@ KINDS = [
 ]
 
 
-# Float64 references are computed on the CPU: each worker of pytest-xdist uses its share of it.
-torch.set_num_threads(
-    max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-)
-
-
 @pytest.fixture(scope="session")
 def backend() -> CudnnBackend:
     if not torch.cuda.is_available():
         pytest.skip("it needs an NVIDIA GPU, and torch sees none here")
+    # Float64 references are computed on the CPU: each worker of pytest-xdist uses its share of it.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     return CudnnBackend()
 
 
