@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from provenance import provenance
@@ -42,7 +43,8 @@ from ucudnn.distributed.exchange_advice import (
 )
 from ucudnn.distributed.exchange_times import replica_by
 from ucudnn.execution.stepping import run_step
-from ucudnn.solvers import Curve
+from ucudnn.solvers import Link
+from ucudnn.solvers.collectives import line, ring
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import resnet18
@@ -166,7 +168,7 @@ def chosen(one: dict[str, Any]) -> str:
 
 
 def held_out(cells: list[dict[str, Any]]) -> None:
-    """Predict torch's own step among more ranks by the link that two of them have found."""
+    """Predict torch's own step among more ranks by a line through the times of two ranks."""
     for one in cells:
         of_two = [
             other
@@ -176,11 +178,9 @@ def held_out(cells: list[dict[str, Any]]) -> None:
         if one["ranks"] == 2 or not of_two:
             continue
         profile, two = (msgspec.convert(cell["profile"], Profile) for cell in (one, of_two[0]))
-        # In a ring, each of n ranks sends 2 (n - 1) messages of 1/n of the bytes.
-        curve = Curve(
-            tuple(size * one["ranks"] // 2 for size in two.reduce.sizes),
-            tuple(time_ns * (one["ranks"] - 1) for time_ns in two.reduce.times_ns),
-        )
+        # Between two ranks, a ring takes two latencies, and the time of all bytes once.
+        per_byte_ns, fixed_ns = np.polyfit(two.reduce.sizes, two.reduce.times_ns, 1)
+        curve = line(ring, one["ranks"], Link(max(0.0, fixed_ns / 2), max(0.0, per_byte_ns)))
         profile = replace(profile, reduce=curve, contention=two.contention)
         one["held_out_ns"] = profile.step_ns(capped(profile.sizes, DEFAULT_CAPS))
 
