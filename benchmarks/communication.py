@@ -239,7 +239,9 @@ def describe(one: dict[str, Any]) -> str:
     own_ns = one["ways"][0]["measured_ns"]
     lines.append(f"  torch's step, in the rounds of the prediction: {own_ns / 1e6:.1f} ms")
     if "held_out_ns" in one:
-        lines.append(f"  predicted from two ranks: {one['held_out_ns'] / 1e6:.1f} ms")
+        held_out_ns = one["held_out_ns"]
+        error = held_out_ns / own_ns - 1
+        lines.append(f"  predicted from two ranks: {held_out_ns / 1e6:.1f} ms, {error:+.1%}")
     return "\n".join(lines)
 
 
