@@ -218,6 +218,61 @@ def test_a_graph_that_is_retained_and_gradients_of_gradients() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+class Shared(nn.Module):
+    """The result of an activation is needed by two layers, one of them multiplies it by itself."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.activation, self.last = activation, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.norm(self.first(x)))
+        return self.last(y) * y + y.square()
+
+
+RECTIFIED = [nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.LeakyReLU(0.1, inplace=True)]
+
+
+@pytest.mark.parametrize("activation", [*RECTIFIED, nn.LeakyReLU(-0.5)], ids=repr)
+def test_a_result_that_several_operations_need_is_not_overwritten_too_early(
+    activation: nn.Module,
+) -> None:
+    model, x = Shared(activation), torch.randn(5, 6)
+    twin = assert_same(model, x)
+    for some in (["last.weight"], ["first.weight"], ["norm.bias", "last.bias"]):
+        found = []
+        for one in (model, twin):
+            result, parameters = one(x), dict(one.named_parameters())
+            for _ in range(2):
+                wanted = [parameters[name] for name in some]
+                found.append(torch.autograd.grad(result.sum(), wanted, retain_graph=True))
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("activation", RECTIFIED, ids=repr)
+def test_backward_of_a_rectifier_needs_no_tensor_beside_its_input_and_gradient(
+    activation: nn.Module,
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), activation, nn.Linear(64, 1))
+    x, size = torch.randn(4096, 8), 4096 * 64 * 4
+    # What normalisation keeps, the result of the activation, and its gradient. To compute the next
+    # gradient, torch's own backward of the activation allocates a fourth tensor.
+    assert peak(assert_same(model, x), x) < 3.5 * size
+
+
+def test_gradients_of_several_losses_at_once() -> None:
+    model, x = Shared(nn.ReLU()), torch.randn(2, 6, requires_grad=True)
+    twin = copy.deepcopy(model)
+    segment_(twin, [WHOLE])
+    losses = torch.eye(12).view(12, 2, 6)
+    found = [
+        torch.autograd.grad(one(x), x, losses, is_grads_batched=True)[0] for one in (model, twin)
+    ]
+    torch.testing.assert_close(*found)
+
+
 def test_an_input_that_is_overwritten_is_an_error_as_by_torch() -> None:
     class Overwriting(nn.Module):
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -61,6 +62,11 @@ class _Call:
         self._result = result if self.uses > 0 else None
         return result
 
+    @property
+    def is_stored(self) -> bool:
+        """True if the result that was computed last is stored for other operations."""
+        return self._result is not None
+
 
 class _Repeatable(NamedTuple):
     """A result that can be computed again from a base, and its version when it was computed."""
@@ -85,6 +91,39 @@ class _Saved:
     call: _Call | None = None
     view: tuple[Any, Any, Any] | None = None
     version: int = 0
+
+
+class _Rectified(torch.autograd.Function):
+    """ReLU or leaky ReLU, whose backward needs one tensor less than torch's own.
+
+    The result is computed again for backward. If no other operation needs it then, the gradient of
+    the input is written into it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, func: Any, kwargs: dict[str, Any], call: _Call) -> Tensor:
+        result: Tensor = func(input_, **kwargs)
+        if kwargs["inplace"]:
+            ctx.mark_dirty(input_)
+        ctx.save_for_backward(result)
+        ctx.slope, ctx.call = kwargs.get("negative_slope", 0), call
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (result,) = ctx.saved_tensors
+        # No operation writes several gradients at once, of `is_grads_batched`, into one tensor.
+        is_alone = not (
+            ctx.call.is_stored
+            or torch.is_grad_enabled()
+            or torch._C._functorch.is_legacy_batchedtensor(gradient)
+        )
+        place = {"grad_input": result} if is_alone else {}
+        if ctx.slope:
+            found = torch.ops.aten.leaky_relu_backward(gradient, result, ctx.slope, True, **place)
+        else:
+            found = torch.ops.aten.threshold_backward(gradient, result, 0, **place)
+        return found, None, None, None
 
 
 class Selective(TorchFunctionMode):
@@ -129,9 +168,13 @@ class Selective(TorchFunctionMode):
             return func(*args, **kwargs)
         call = _Call(found and found.call, _repetition(func, args[1:], kwargs, args[0].device))
         base = args[0] if found is None else found.base
+        if found is not None and _is_rectified(func, kwargs):
+            run = partial(_Rectified.apply, args[0], func, kwargs, call)
+        else:
+            run = partial(func, *args, **kwargs)
         self._pending = pending = list[_Saved]()
         try:
-            result = func(*args, **kwargs)
+            result = run()
         finally:
             self._pending = None
         for one in pending:
@@ -184,6 +227,12 @@ class Selective(TorchFunctionMode):
         with torch.no_grad():
             result = saved.call.result(base).detach()
         return result if saved.view is None else result.as_strided(*saved.view)
+
+
+def _is_rectified(func: Any, kwargs: dict[str, Any]) -> bool:
+    """True for ReLU, and for leaky ReLU if its result has the sign of its input."""
+    slope = kwargs.get("negative_slope", 0)
+    return func is functional.relu or (func is functional.leaky_relu and slope > 0)
 
 
 def _repetition(
