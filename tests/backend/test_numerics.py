@@ -192,6 +192,18 @@ def test_channels_last_results_have_torchs_strides(backend, exact, tolerance, op
             assert error < tolerance[dtype], f"{name} on {problem}"
 
 
+def test_onednn_computes_dgrad_where_aten_picks_another_kernel(backend, exact, tolerance, geometry):
+    """Of a single small sample, aten computes only large filters by oneDNN."""
+    for layout in ("nchw", "nhwc")[: len(geometry["input_size"])]:
+        problem = Problem("dgrad", 1, 4, 8, layout=layout, **geometry)
+        is_large = max(geometry["kernel_size"]) > 3
+        assert (backend.kernel(problem, "torch_default") == "onednn") is is_large
+        dy, w = backend.operands(problem, 1)
+        for algorithm in ("onednn", "onednn_nhwc")[: 1 + (layout == "nchw")]:
+            result = backend.executable(problem, algorithm).alone(dy, w)
+            assert relative_error(result, exact(problem, dy, w)) < tolerance["float32"]
+
+
 def test_every_algorithm_was_tried(backend):
     """The tests above loop over candidates: no algorithm may be refused everywhere."""
     tried = set()

@@ -113,8 +113,8 @@ class TorchDefault(AbstractAlgorithm):
 class OneDnn(AbstractAlgorithm):
     """oneDNN in the layout of the operands, also if aten would pick another kernel.
 
-    For fprop, aten has an operator that always uses oneDNN. There is none for dgrad and wgrad, so
-    these are refused unless aten itself picks oneDNN.
+    For fprop and dgrad, torch has operators that always use oneDNN. There is none for wgrad, so it
+    is refused unless aten itself picks oneDNN.
     """
 
     name = "onednn"
@@ -126,7 +126,7 @@ class OneDnn(AbstractAlgorithm):
         return _kernel_cost(problem, self.name)
 
     def executable(self, problem: Problem) -> Executable:
-        return padded(problem, partial(_Aten, forward=_onednn, backward=_convolution_backward))
+        return padded(problem, _onednn_executable)
 
     def is_deterministic(self, problem: Problem) -> bool:
         """True unless oneDNN reads memory outside its operands."""
@@ -251,19 +251,21 @@ def cramped_refusal(problem: Problem) -> str | None:
 
 def onednn_refusal(problem: Problem) -> str | None:
     """Reason why oneDNN does not compute a problem on this machine; None if it does."""
+    if not torch.backends.mkldnn.is_available():
+        return "this build of torch has no oneDNN"
     if problem.dtype == "float64":
         return "oneDNN has no float64 convolution"
     kernel = chosen_kernel(problem)
     if problem.dtype in _HALF and kernel != "onednn":
         return f"oneDNN computes {problem.dtype} only with instructions that this processor lacks"
-    if problem.op != "fprop" and kernel != "onednn":
-        return f"aten runs {problem.op} of this problem by {kernel}, and names no other operator"
+    if problem.op == "wgrad" and kernel != "onednn":
+        return f"aten runs wgrad of this problem by {kernel}, and names no other operator"
     return None
 
 
 def _nhwc(problem: Problem) -> Executable:
     last = replace(problem, layout="nhwc")
-    return _Nhwc(_Aten(last, _onednn, _convolution_backward), memory_format(last))
+    return _Nhwc(_onednn_executable(last), memory_format(last))
 
 
 def _lifted(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
@@ -376,6 +378,27 @@ def _convolution_backward(
 def _onednn(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
     _, stride, padding, dilation, groups = geometry
     return _aten.mkldnn_convolution.default(x, w, bias, padding, stride, dilation, groups)
+
+
+def _onednn_executable(problem: Problem) -> Executable:
+    is_own = chosen_kernel(problem) == "onednn"
+    return _Aten(problem, _onednn, _convolution_backward if is_own else _onednn_dgrad)
+
+
+def _onednn_dgrad(
+    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool]
+) -> tuple[Tensor]:
+    """Gradient of x, as the transposed convolution that torch compiles ConvTranspose to."""
+    del mask
+    size, stride, padding, dilation, groups = geometry
+    axes = zip(x.shape[2:], dy.shape[2:], size, stride, padding, dilation, strict=True)
+    # The rows of x behind the last one that an output reads.
+    behind = [
+        extent - ((outputs - 1) * step + span * (taps - 1) + 1 - 2 * begin)
+        for extent, outputs, taps, step, begin, span in axes
+    ]
+    run = torch.ops.mkldnn._convolution_transpose_pointwise.default
+    return (run(dy, w, None, padding, behind, stride, dilation, groups, "none", [], ""),)
 
 
 def _slow_conv2d(
