@@ -600,6 +600,18 @@ def test_memory_of_a_segment_is_what_is_counted_by_hand():
         assert found == pytest.approx([kept, forward, backward], abs=0.05), way
 
 
+def test_memory_of_an_inference_is_what_is_counted_by_hand():
+    # Units and chain as above. A tanh has its argument and its result, and the whole result, into
+    # which micro-batches are copied, is there from the first one on.
+    unit, chain = 1 << 20, nn.Sequential(*[nn.Tanh() for _ in range(4)])
+    x = torch.randn(8, unit // 32)
+    for size, peak in [(8, 2), (4, 2), (2, 1.5), (1, 1.25)]:
+        segment_(chain, [Segment("", size, recompute=False)])
+        with torch.no_grad():
+            (span,) = open_backend("torch_cpu").spans(lambda _: chain(x))
+        assert span.peak_bytes / unit == pytest.approx(peak, abs=0.01)
+
+
 def network():
     """A network of convolutions with two parts that may be segments."""
     block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 3))

@@ -256,7 +256,6 @@ def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> A
     results, start = list[Any](), 0
     for part in parts:
         leaves, spec = tree_flatten(part)
-        del part
         if not start:
             is_row = _rows(segment, leaves)
             results = [
@@ -264,10 +263,12 @@ def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> A
             ]
             first = results, spec
         _require_alike(segment, is_row, first, (leaves, spec), min(size, count - start))
-        for result, leaf, row in zip(results, leaves, is_row, strict=True):
+        for place, row in enumerate(is_row):
             if row:
-                result[start : start + len(leaf)] = leaf
+                results[place][start : start + size] = leaves[place]
         start += size
+        # The next result is computed before these names are bound anew.
+        del part, leaves
     return tree_unflatten(results, spec)
 
 

@@ -113,8 +113,8 @@ class TorchDefault(AbstractAlgorithm):
 class OneDnn(AbstractAlgorithm):
     """oneDNN in the layout of the operands, also if aten would pick another kernel.
 
-    For fprop and dgrad, torch has operators that always use oneDNN. There is none for wgrad, so it
-    is refused unless aten itself picks oneDNN.
+    For fprop and dgrad, torch has operators that always use oneDNN. There is none for wgrad, but
+    for operands in oneDNN's own format aten picks nothing else.
     """
 
     name = "onednn"
@@ -143,7 +143,12 @@ class OneDnnNhwc(AbstractAlgorithm):
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
         # A 1-D problem is checked as 2-D, because torch has no channels-last layout in 1-D.
-        return cramped_refusal(problem) or onednn_refusal(problem.as_2d())
+        problem = problem.as_2d()
+        if reason := cramped_refusal(problem) or onednn_refusal(problem):
+            return reason
+        if problem.op == "wgrad" and (kernel := chosen_kernel(problem)) != "onednn":
+            return f"aten runs wgrad of this problem by {kernel}; oneDNN's format is channels-first"
+        return None
 
     def cost(self, problem: Problem) -> Cost:
         """Cost of oneDNN and of copies of operands and result, each written once and read once."""
@@ -258,8 +263,6 @@ def onednn_refusal(problem: Problem) -> str | None:
     kernel = chosen_kernel(problem)
     if problem.dtype in _HALF and kernel != "onednn":
         return f"oneDNN computes {problem.dtype} only with instructions that this processor lacks"
-    if problem.op == "wgrad" and kernel != "onednn":
-        return f"aten runs wgrad of this problem by {kernel}, and names no other operator"
     return None
 
 
@@ -381,15 +384,27 @@ def _onednn(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> A
 
 
 def _onednn_executable(problem: Problem) -> Executable:
-    is_own = chosen_kernel(problem) == "onednn"
-    return _Aten(problem, _onednn, _convolution_backward if is_own else _onednn_dgrad)
+    if chosen_kernel(problem) == "onednn":
+        return _Aten(problem, _onednn, _convolution_backward)
+    return _Aten(problem, _onednn, partial(_onednn_backward, layout=memory_format(problem)))
 
 
-def _onednn_dgrad(
-    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool]
-) -> tuple[Tensor]:
+def _onednn_backward(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    geometry: _Geometry,
+    mask: list[bool],
+    layout: torch.memory_format,
+) -> tuple[Tensor | None, Tensor | None]:
+    if mask == _DGRAD:
+        return _onednn_dgrad(dy, x, w, geometry), None
+    dw = _convolution_backward(dy.to_mkldnn(), x.to_mkldnn(), w, geometry, mask)[1]
+    return None, dw.contiguous(memory_format=layout)
+
+
+def _onednn_dgrad(dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry) -> Tensor:
     """Gradient of x, as the transposed convolution that torch compiles ConvTranspose to."""
-    del mask
     size, stride, padding, dilation, groups = geometry
     axes = zip(x.shape[2:], dy.shape[2:], size, stride, padding, dilation, strict=True)
     # The rows of x behind the last one that an output reads.
@@ -398,7 +413,7 @@ def _onednn_dgrad(
         for extent, outputs, taps, step, begin, span in axes
     ]
     run = torch.ops.mkldnn._convolution_transpose_pointwise.default
-    return (run(dy, w, None, padding, behind, stride, dilation, groups, "none", [], ""),)
+    return _tensor(run(dy, w, None, padding, behind, stride, dilation, groups, "none", [], ""))
 
 
 def _slow_conv2d(
