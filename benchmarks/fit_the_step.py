@@ -89,12 +89,14 @@ class Denoiser(nn.Module):
         return noise
 
 
-# The largest share of some networks is the peak by torch.compile.
+# The largest share of some networks is the peak by torch.compile; that of ConvNeXt's loop, too.
 CASES = {
-    "convnext": Case(partial(hugging_face, "ConvNextModel"), (16, 3, 224, 224), ("40%",), ("60%",)),
+    "convnext": Case(partial(hugging_face, "ConvNextModel"), (16, 3, 224, 224), ("40%",), ("59%",)),
     "segresnet": Case(segresnet, (4, 1, 64, 64, 64), ("25%",), ("20%", "15%")),
     "denoiser": Case(Denoiser, (8, 3, 64, 64), ("60%", "50%")),
-    "hifigan": Case(partial(hugging_face, "SpeechT5HifiGan"), (8, 64, 80), ("66%", "50%", "31%")),
+    "hifigan": Case(
+        partial(hugging_face, "SpeechT5HifiGan"), (8, 64, 80), ("66%", "50%", "31%"), ("66%", "31%")
+    ),
     # At a batch of 4, parameters and their gradients alone are 64 % of the peak.
     "wav2vec2": Case(
         partial(hugging_face, "Wav2Vec2Model", apply_spec_augment=False, layerdrop=0.0),
