@@ -70,7 +70,9 @@ class KernelPlanner:
                         f"every deterministic split of {self._problem} failed as a whole call; "
                         f"allow others by deterministic=False"
                     )
-                self._tighten(finalists, tables, evidence)
+                if not self._tighten(finalists, tables):
+                    self._refuse_unless_over(evidence)
+                    return None
         finally:
             self._source.release()
 
@@ -153,13 +155,11 @@ class KernelPlanner:
             None,
         )
 
-    def _tighten(
-        self,
-        finalists: Sequence[Finalist],
-        tables: Sequence[AbstractSplitTable],
-        evidence: Evidence,
-    ) -> None:
-        """Lower the limit for chunks, because whole calls needed more than their chunks."""
+    def _tighten(self, finalists: Sequence[Finalist], tables: Sequence[AbstractSplitTable]) -> bool:
+        """Lower the limit for chunks, because whole calls needed more than their chunks.
+
+        Returns False if no limit is low enough.
+        """
         limit, chunk_limit = self._limit, self._source.bounds.chunk_limit
         # Without a limit, `choose` would have found a winner.
         assert limit is not None
@@ -174,7 +174,7 @@ class KernelPlanner:
         ]
         needs = [(need, chunk) for need, chunk in sizes if chunk <= chunk_limit]
         if not needs:
-            raise self._nothing_fits(evidence)
+            return False
         need, chunk = min(needs)
         self._call_overhead_bytes = need - chunk
         # The limit for chunks is lowered by all the bytes by which the whole call exceeds its
@@ -185,10 +185,11 @@ class KernelPlanner:
         # If `lower` is negative, even a split whose chunks need no workspace would exceed the limit
         # as a whole call.
         if lower < 0:
-            raise self._nothing_fits(evidence)
+            return False
         # Free the operands before the next source allocates its own.
         self._source.release()
         self._source = self._source.within(replace(self._source.bounds, chunk_limit=lower))
+        return True
 
     def _nothing_fits(self, evidence: Evidence) -> PlanError:
         source, problem, config = self._source, self._problem, self._config
