@@ -212,29 +212,31 @@ FITTED = {
 }
 
 
+def times_over(way: dict[str, Any], other: dict[str, Any]) -> str:
+    """The time of one way to run a step over that of another."""
+    return ratio(ratio_interval(way["samples_ns"], other["samples_ns"]))
+
+
 def fitted() -> list[Row]:
     """Training steps within less memory, from fit_the_step.json."""
     found = {one["network"]: one["ways"] for one in results("fit_the_step.json")}
-    shares = ["peak", "of torch's", "time over torch's (95 %)", "time over torch.compile's (95 %)"]
-    rows = [["network", "step by", *shares, "deviation"]]
+    times = ["time over torch's (95 %)", "time over torch.compile's (95 %)"]
+    rows = [["network", "step by", "peak", "of torch's", *times, "deviation"]]
     for network, name in FITTED.items():
         ways = found.get(network, {})
         compiled = ways.get("torch.compile, activation budget 0.5")
         for title, way in ways.items():
             torchs = next(iter(ways.values()))
             share = way["peak_bytes"] / torchs["peak_bytes"]
-            times = ratio(ratio_interval(way["samples_ns"], torchs["samples_ns"]))
-            is_plan = compiled and title.startswith(("segments", "loop"))
+            beside = compiled if title.startswith(("segments", "loop")) else None
             rows.append(
                 [
                     name if way is torchs else "",
                     title,
                     format_bytes(way["peak_bytes"]),
                     f"{share:.0%}",
-                    "1" if way is torchs else times,
-                    ratio(ratio_interval(way["samples_ns"], compiled["samples_ns"]))
-                    if is_plan
-                    else "",
+                    "1" if way is torchs else times_over(way, torchs),
+                    times_over(way, beside) if beside else "",
                     f"{way['deviation']:.0e}",
                 ]
             )
