@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ucudnn.errors import ConfigError, PlanError, quoted
-from ucudnn.units import Count
+from ucudnn.units import Count, Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,19 @@ class Segment:
         shared: tensors that are never cut, because all samples share them, such as a mask; given
             by their indices in the flattened list of the module's (nested) arguments. The first of
             the other tensors has as many rows as there are samples; each one of this length is cut.
-        training: how many modules, this one and those inside it, were in training mode when tuning
-            found that the samples do not depend on each other. If a later call has more modules in
-            training mode, it runs undivided. None: it runs in micro-batches in every mode.
+        training: the modes in which the module runs as this segment says: for each, the names of
+            those modules, this one ("") and those inside it, that are in training mode. In another
+            mode it runs as torch runs it. None: it runs so in every mode.
         kept: number of micro-batches that are not recomputed, but keep all that backward needs;
             these are the last ones, because backward begins with them.
         selective: compute only the results of normalisations and activation functions again in
             backward, each when it is needed (selective recomputation). With `recompute`, this is
             done in the recomputed forward, so that less is allocated beside it.
+        lists: for each list or tuple in the module's arguments that had as many entries as there
+            were samples: where it is, and whether it is cut with the samples. None: each one of
+            this length is cut.
+        least: the least samples of a micro-batch, where there are as many. A last micro-batch of
+            fewer samples is joined to the one before.
 
     Raises:
         PlanError: `micro_batch` is neither None nor an int of at least 1, `recompute` and
@@ -48,9 +53,11 @@ class Segment:
     recompute: bool = True
     offload: bool = False
     shared: tuple[Count, ...] = ()
-    training: Count | None = None
+    training: tuple[tuple[str, ...], ...] | None = None
     kept: Count = 0
     selective: bool = False
+    lists: tuple[tuple[str, bool], ...] | None = None
+    least: Positive = 1
 
     def __post_init__(self) -> None:
         size = self.micro_batch
@@ -77,6 +84,20 @@ class Segment:
     def __str__(self) -> str:
         name = self.module or "the model"
         return f"{name} {self.manner}"
+
+    def sizes(self, count: int) -> list[int]:
+        """Samples of each micro-batch of a batch.
+
+        >>> Segment("", 2).sizes(5), Segment("", 2, least=2).sizes(5), Segment("", None).sizes(5)
+        ([2, 2, 1], [2, 3], [5])
+        """
+        size = self.micro_batch
+        if size is None or count <= size:
+            return [count]
+        sizes = [size] * (count // size)
+        if rest := count % size:
+            sizes.append(rest) if rest >= self.least else sizes.append(sizes.pop() + rest)
+        return sizes
 
     @property
     def manner(self) -> str:

@@ -21,6 +21,7 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError, UcudnnWarning
 from ucudnn.execution.micro_batching import segment_, unsegment_
+from ucudnn.execution.nesting import take_apart
 from ucudnn.segment import Segment
 
 WAYS = {
@@ -58,6 +59,18 @@ class Net(nn.Module):
         return self.head(self.body(self.stem(x)))
 
 
+class Watched(nn.Module):
+    """A layer that notes with how many samples it is called."""
+
+    def __init__(self, layer, seen) -> None:
+        super().__init__()
+        self.layer, self.seen = layer, [seen]
+
+    def forward(self, x):
+        self.seen[0].append(len(x))
+        return self.layer(x)
+
+
 @pytest.fixture(autouse=True)
 def _settings(one_thread):
     torch.manual_seed(0)
@@ -72,7 +85,7 @@ def gradients(model, *inputs, call=None, **named):
         for one in inputs
     ]
     result = (model if call is None else call)(*given, **named)
-    leaves = [one for one in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(one)]
+    leaves = [one for one in take_apart(result)[0] if torch.is_tensor(one)]
     loss = sum(
         (one * torch.linspace(0.1, 1, one.numel()).view(one.shape)).square().sum() for one in leaves
     )
@@ -159,11 +172,18 @@ class Product(nn.Module):
         return x @ table
 
 
+@dataclass
+class Holder:
+    value: torch.Tensor
+
+
 def nests():
     outputs = pytest.importorskip("transformers.modeling_outputs")
     return {
         "tuple": lambda x: (x, (x * 2, None)),
         "dict": lambda x: {"a": x, "n": 3, "kind": "text", "b": [x.sum(1)]},
+        "dataclass": lambda x: Holder(x),
+        "dataclass beside": lambda x: (x, {"held": Holder((x, None))}),
         "output": lambda x: outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(x, x * 3)),
     }
 
@@ -178,34 +198,26 @@ class Nested(Body):
 
 
 @EACH_WAY
-@pytest.mark.parametrize("name", ["tuple", "dict", "output"])
+@pytest.mark.parametrize("name", ["tuple", "dict", "dataclass", "dataclass beside", "output"])
 def test_nested_results_keep_their_structure(way, name):
     body, x = Nested(nests()[name]).double(), numbers(5, 6)
     ours = divided(body, replace(way, module=""))
     assert_equal(gradients(ours, x), gradients(body, x))
-    flat = torch.utils._pytree.tree_flatten
     with torch.no_grad():
         for found in (ours(x), ours(x[:2])):
-            assert flat(found)[1] == flat(body(x))[1]
+            assert take_apart(found)[1] == take_apart(body(x))[1]
             assert type(found) is type(body(x))
-
-
-@dataclass
-class Holder:
-    value: torch.Tensor
 
 
 @pytest.mark.parametrize(
     "nest",
     [
-        Holder,
-        lambda x: (x, Holder(x)),
         lambda x: (x, x.mean()),
         lambda x: (x, len(x)),
         lambda x: [*x],
         lambda x: x if len(x) == 2 else torch.cat([x, x]),
     ],
-    ids=["object", "beside", "scalar", "number of samples", "list of samples", "more rows at last"],
+    ids=["scalar", "number of samples", "list of samples", "more rows at last"],
 )
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad])
 def test_results_that_cannot_be_put_together_are_refused(nest, context):
@@ -422,26 +434,37 @@ def test_parameters_may_be_shared_between_segments():
     assert_equal(gradients(ours, x), gradients(model, x))
 
 
-def test_planned_in_evaluation_mode_it_runs_undivided_in_training():
-    model = Net(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.0)), 6).double().eval()
-    x, ours = numbers(6, 6), divided(model, Segment("body", 2, training=0))
+def test_in_another_mode_than_planned_it_runs_undivided():
     seen = []
-    ours.body[0].register_forward_hook(lambda *a: seen.append(len(a[2])))
+    body = nn.Sequential(Watched(nn.BatchNorm1d(6), seen), nn.Dropout(0.0))
+    model = Net(body, 6).double().eval()
+    x, ours = numbers(6, 6), divided(model, Segment("body", 2, training=((), ("1",))))
+    seen = ours.body[0].seen[0]
     with torch.no_grad():
         assert_equal([ours(x)], [model(x)])
     assert seen == [2, 2, 2]
     # As a whole, or the one module that matters, without its parent.
-    for modes in (lambda one: one.train(), lambda one: one.eval().body[0].train()):
+    for modes in (lambda one: one.train(), lambda one: one.eval().body[0].layer.train()):
         modes(ours), modes(model)
+        seen.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             for _ in range(2):
                 assert_equal(gradients(ours, x), gradients(model, x))
+        assert seen == [6, 6]
         assert [one.category for one in caught] == [UcudnnWarning]
-        assert "planned in evaluation mode" in str(caught[0].message)
+        assert "was in evaluation mode when the plan was made" in str(caught[0].message)
         assert_equal([*ours.buffers()][:2], [*model.buffers()][:2])
+    # As many modules train as in a planned mode, but others.
+    for one in (ours, model):
+        one.eval().body[0].train()
+    with pytest.warns(UcudnnWarning, match="'0.* was in evaluation mode"):
+        assert_equal(gradients(ours, x), gradients(model, x))
+    for one in (ours, model):
+        one.eval().body[1].train()
     seen.clear()
-    assert_equal([ours.eval()(x)], [model.eval()(x)])
+    with torch.no_grad():
+        assert_equal([ours(x)], [model(x)])
     assert seen == [2, 2, 2]
 
 
@@ -519,7 +542,7 @@ def test_forward_of_another_library(is_first):
 
     model, x = Net().double(), numbers(5, 6)
     expected, sizes = model(x), []
-    model.body.first.register_forward_hook(lambda *a: sizes.append(len(a[2])))
+    model.body.first = Watched(model.body.first, sizes)
     for step in (is_first, not is_first):
         hooks.add_hook_to_module(model.body, Doubled()) if step else segment_(
             model, [Segment("body", 2)]
@@ -546,7 +569,7 @@ def test_a_hook_that_goes_away_takes_no_segment_with_it_unsaid():
     hooks = pytest.importorskip("accelerate.hooks")
 
     model, x, sizes = Net().double(), numbers(5, 6), []
-    model.body.first.register_forward_hook(lambda *a: sizes.append(len(a[2])))
+    model.body.first = Watched(model.body.first, sizes)
     segment_(model, [Segment("body", 2)])
     hooks.add_hook_to_module(model.body, hooks.ModelHook())
     hooks.remove_hook_from_module(model.body)
@@ -663,7 +686,9 @@ def test_a_plan_of_another_model_changes_nothing(plan):
 
 
 def test_a_file_keeps_segments(plan, tmp_path):
-    described = Segment("1", 1, recompute=False, offload=True, shared=(1, 4), training=0)
+    described = Segment(
+        "1", 1, recompute=False, offload=True, shared=(1, 4), training=(("", "0"), ())
+    )
     plan = replace(plan, segments=(Segment("0", 2, kept=1), described))
     plan.save(tmp_path / "plan.json")
     again = ucudnn.Plan.load(tmp_path / "plan.json")

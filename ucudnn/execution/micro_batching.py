@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import starmap
+from operator import is_
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.autograd.graph import save_on_cpu
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as every_module
+from torch.utils.checkpoint import checkpoint
 
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.compiling import untraced, untraced_alone
+from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
+from ucudnn.execution.remembering import Again, Remembered
 from ucudnn.execution.selective import Selective
 from ucudnn.segment import Segment
 
@@ -24,6 +27,13 @@ _Run = Callable[..., Any]
 # A module that runs in micro-batches may return values of these types, if they are equal in all
 # micro-batches.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device)
+# Hooks that torch calls for every module.
+_GLOBAL_HOOKS = (
+    *(every_module._global_forward_hooks, every_module._global_forward_pre_hooks),
+    *(every_module._global_backward_hooks, every_module._global_backward_pre_hooks),
+)
+# The most operations of a result that are looked at for one that fills a tensor too late.
+_MOST_NODES = 5000
 
 
 class SegmentForward:
@@ -38,45 +48,41 @@ class SegmentForward:
         self.segment: Segment | None = segment
         # Another library may have given the module a forward of its own as an attribute.
         self.hidden = vars(module).get("forward")
+        # For training and evaluation: True if forward ends in an operator that fills a tensor after
+        # autograd has saved it. It is found out in the first call.
+        self._fills: dict[bool, bool] = {}
 
     @untraced_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all samples, divided as the segment says."""
-        segment = self.segment
-        if segment is None or _is_rewritten():
+        segment, whole = self.segment, (args, kwargs)
+        if segment is None or _is_rewritten() or not self._is_as_planned(segment):
             return self._forward(args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        run = partial(self._run, spec)
-        if segment.selective and torch.is_grad_enabled():
-            run = partial(_selective, run)
-        split = {n: one for n, one in enumerate(leaves) if has_samples(one)}
-        for place in segment.shared:
-            split.pop(place, None)
-        count = len(next(iter(split.values()), ()))
-        size = segment.micro_batch
-        if size is None or count <= size or self._is_mixing(segment):
+        leaves, _ = take_apart(whole)
+        rows = [one for n, one in enumerate(leaves) if has_samples(one) and n not in segment.shared]
+        count = len(rows[0]) if rows else 0
+        sizes = segment.sizes(count)
+        cut = self._lists(segment, whole, count) if len(sizes) > 1 else {}
+        is_graph = torch.is_grad_enabled()
+        if cut is None or len(sizes) == 1:
+            size = segment.micro_batch
             is_kept = segment.kept > 0 and size is not None and 0 < count <= size
-            return run(*leaves) if is_kept else self._once(segment, run, leaves, is_whole=True)
-        # The micro-batches of a tensor are views, all made by one call of `split`, so that backward
-        # writes their gradients into one tensor. If two arguments are the same tensor, both get the
-        # same views, because attention modules test whether their arguments are the same tensor.
-        rows = {id(one): one for one in split.values() if len(one) == count}
-        views = {key: one.split(size) for key, one in rows.items()}
-        chunks = (
-            [
-                views[id(one)][place] if n in split and id(one) in views else one
-                for n, one in enumerate(leaves)
+            if not is_graph or is_kept or not segment.recompute:
+                return self._once(segment, whole)
+            with _sealed(Remembered(self.module, _named(segment), updates=True)) as remembered:
+                return self._once(segment, whole, remembered)
+        parts = _parts(segment, whole, count, sizes, cut)
+        if not is_graph:
+            runs = (self._part(segment, part) for part in parts)
+            return _written(segment, runs, sizes, leaves)
+        recomputed = len(sizes) - segment.kept if segment.recompute else 0
+        remembered = Remembered(self.module, _named(segment), updates=False) if recomputed else None
+        with _sealed(remembered):
+            results = [
+                self._part(segment, part, remembered if place < recomputed else None)
+                for place, part in enumerate(parts)
             ]
-            for place in range(-(-count // size))
-        )
-        if torch.is_grad_enabled():
-            recomputed = -(-count // size) - segment.kept
-            parts = [
-                self._once(segment, run, chunk) if place < recomputed else run(*chunk)
-                for place, chunk in enumerate(chunks)
-            ]
-            return _joined(segment, parts, size, count)
-        return _written(segment, starmap(run, chunks), size, count)
+        return _joined(segment, results, sizes, leaves)
 
     # If the model is compiled with `fullgraph=True`, torch raises an error, to which it adds this
     # message.
@@ -103,50 +109,240 @@ class SegmentForward:
                 attributes["forward"] = self.hidden
 
     @untraced_alone
-    def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
-        return self._forward(*tree_unflatten(leaves, spec))
-
-    @untraced_alone
     def _forward(self, args: Any, kwargs: Any) -> Any:
         forward = self.hidden or type(self.module).forward.__get__(self.module)
         return _applied(forward, args, kwargs)
 
     @untraced
-    def _is_mixing(self, segment: Segment) -> bool:
-        """True, with a warning, if more modules are in training mode than the segment allows.
+    def _is_as_planned(self, segment: Segment) -> bool:
+        """False, with a warning, if the segment would not compute here what torch computes."""
+        if not segment.recompute and segment.micro_batch is None:
+            return True  # it runs once, on all samples
+        reason = reason_of_hooks(self.module) or _reason_of_modes(self.module, segment)
+        if reason:
+            warn(f"{_named(segment)} runs undivided, and is not computed again: {reason}")
+        return not reason
 
-        The samples may then depend on each other, so that they must not be divided.
-        """
-        most = segment.training
-        if most is None or sum(one.training for one in self.module.modules()) <= most:
-            return False
-        planned = f"with {most} of its modules in training mode" if most else "in evaluation mode"
-        warn(
-            f"{segment.module or 'the model'} was planned {planned}, where its samples do not "
-            f"depend on each other; with more of them in training mode it runs undivided"
-        )
-        return True
+    @untraced
+    def _lists(self, segment: Segment, whole: Any, count: int) -> dict[int, Any] | None:
+        """Lists with an entry for each sample, by id; None, with a warning, if none can be told."""
+        known = None if segment.lists is None else dict(segment.lists)
+        cut, inside = dict[int, Any](), "\n"
+        for place, one in lists_in(whole, count):
+            if place.startswith(inside):
+                continue
+            if known is not None and place not in known:
+                warn(
+                    f"{_named(segment)} runs undivided: its argument {place} is a list as long as "
+                    f"the batch, which it was not when the plan was made, so it is not known "
+                    f"whether its entries belong to samples; tune with such an argument"
+                )
+                return None
+            if known is None or known[place]:
+                cut[id(one)], inside = one, f"{place}."
+        return cut
 
     @untraced_alone
-    def _once(
-        self, segment: Segment, run: _Run, leaves: Sequence[Any], *, is_whole: bool = False
-    ) -> Any:
+    def _part(self, segment: Segment, part: Any, remembered: Remembered | None = None) -> Any:
+        """Compute one micro-batch, which gets containers of its own for its arguments."""
+        given, _ = take_apart(part)
+        result = self._once(segment, part, remembered)
+        left, _ = take_apart(part)
+        if len(given) != len(left) or not all(map(is_, given, left)):
+            raise PlanError(
+                f"{_named(segment)} writes to a list or dict that it is called with, which cannot "
+                f"be divided; leave it out of the plan's segments"
+            )
+        return result
+
+    @untraced_alone
+    def _once(self, segment: Segment, arguments: Any, remembered: Remembered | None = None) -> Any:
         """Compute one micro-batch; what backward needs is kept, offloaded or recomputed later."""
+        run = self._run
         if not torch.is_grad_enabled():
-            return run(*leaves)
-        if segment.recompute:
-            # Without `_as_compiled`, torch would compile nothing of what a checkpoint calls.
-            run = partial(_as_compiled, eval_frame.get_eval_frame_callback(), run)
-            # When backward repeats a forward that changed buffers, their earlier values must be
-            # restored first. A forward that runs in several micro-batches changes no buffers, so
-            # only a forward of the whole batch needs this.
-            contexts = _BuffersBefore(self.module).contexts if is_whole else noop_context_fn
-            return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+            return run(arguments)
+        if segment.selective:
+            run = partial(_selective, run)
+        if remembered is not None:
+            return self._recomputed(segment, run, arguments, remembered)
         if segment.offload:
-            is_pinned = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
-            with save_on_cpu(pin_memory=is_pinned):
-                return run(*leaves)
-        return run(*leaves)
+            with _offloaded():
+                return run(arguments)
+        return run(arguments)
+
+    @untraced_alone
+    def _run(self, arguments: Any) -> Any:
+        return self._forward(*arguments)
+
+    @untraced_alone
+    def _recomputed(
+        self, segment: Segment, run: _Run, arguments: Any, remembered: Remembered
+    ) -> Any:
+        """Compute one micro-batch, which backward computes again."""
+        leaves, nest = take_apart(arguments)
+        # If several arguments are one tensor, they are one in backward, too, because attention
+        # modules test whether their arguments are the same tensor.
+        tensors = {id(one): one for one in leaves if isinstance(one, Tensor)}
+        repeatable = _Repeatable(run, arguments, leaves, nest, [*tensors], _named(segment))
+        is_training = self.module.training
+        repeatable.fills = self._fills.get(is_training)
+        # Without `_as_compiled`, torch would compile nothing of what a checkpoint calls.
+        call = partial(_as_compiled, eval_frame.get_eval_frame_callback(), repeatable)
+        contexts = Again(remembered).contexts
+        versions = [*map(_version, tensors.values())]
+        result = checkpoint(call, *tensors.values(), use_reentrant=False, context_fn=contexts)
+        self._fills[is_training] = bool(repeatable.fills)
+        if versions != [*map(_version, tensors.values())]:
+            raise PlanError(
+                f"{_named(segment)} writes to its arguments, so it cannot be computed again in "
+                f"backward; leave it out of the plan's segments"
+            )
+        return result
+
+
+class _Repeatable:
+    """A call that gets the caller's own arguments at first, and in backward equal ones."""
+
+    def __init__(
+        self,
+        run: _Run,
+        arguments: Any,
+        leaves: Sequence[Any],
+        nest: Nest,
+        ids: list[int],
+        name: str,
+    ) -> None:
+        self._run, self._given, self._nest, self._name = run, arguments, nest, name
+        self._others = [None if isinstance(one, Tensor) else one for one in leaves]
+        self._places = [ids.index(id(one)) if isinstance(one, Tensor) else -1 for one in leaves]
+        self._versions: list[int] = []
+        self.fills: bool | None = None
+
+    @untraced_alone
+    def __call__(self, *tensors: Tensor) -> Any:
+        versions = [*map(_version, tensors)]
+        if self._given is not None:
+            given, self._given, self._versions = self._given, None, versions
+        else:
+            # Tensors that are computed again may have earlier versions, but no later ones.
+            if any(map(int.__gt__, versions, self._versions)):
+                raise RuntimeError(
+                    f"an argument of {self._name}, which is computed again in backward, has been "
+                    f"modified by an inplace operation; leave it out of the plan's segments"
+                )
+            pairs = zip(self._places, self._others, strict=True)
+            leaves = [other if place < 0 else tensors[place] for place, other in pairs]
+            given = put_together(leaves, self._nest)
+        result = self._run(given)
+        if self.fills is None:
+            self.fills = _fills(result)
+        if self.fills:
+            # The repetition ends as soon as it has saved as many tensors as the first forward.
+            # With one more tensor, it does not end inside an operator that still fills another.
+            torch.empty(0, requires_grad=True).square()
+        return result
+
+
+@untraced
+def _fills(result: Any) -> bool:
+    """True if a result comes from RReLU, which draws random numbers into a tensor saved before."""
+    level = [one.grad_fn for one in take_apart(result)[0] if isinstance(one, Tensor)]
+    seen = set[Any]()
+    while level and len(seen) < _MOST_NODES:
+        level = [one for one in level if one is not None and one not in seen]
+        if any("Rrelu" in one.name() for one in level):
+            return True
+        seen.update(level)
+        level = [one for node in level for one, _ in node.next_functions]
+    return False
+
+
+@untraced
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def _sealed(remembered: Remembered | None) -> Iterator[Any]:
+    yield remembered
+    if remembered is not None:
+        remembered.seal()
+
+
+@contextmanager
+def _offloaded() -> Iterator[None]:
+    """Context in which the tensors that backward needs are moved to the host until then."""
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        # Without `detach`, on a CPU a result would keep the operation alive that keeps the result.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, host = packed
+        return host.to(device, non_blocking=host.is_pinned())
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@untraced
+def _named(segment: Segment) -> str:
+    return segment.module or "the model"
+
+
+@untraced
+def reason_of_hooks(module: nn.Module) -> str:
+    """Why a module's hooks forbid to run it in parts or again; "" if they do not.
+
+    Hooks of the modules inside it would see parts of the batch, and see them again in backward.
+    The module's own hooks run outside of its forward. Those of torch itself, such as weight norm,
+    belong to what a module computes.
+    """
+    inside = ((name, one) for name, one in module.named_modules() if one is not module)
+    for name, one in inside:
+        for hooks in (
+            *(one._forward_hooks, one._forward_pre_hooks),
+            *(one._backward_hooks, one._backward_pre_hooks),
+        ):
+            for hook in hooks.values():
+                if called := _users(hook):
+                    return f"the hook {called} of {name!r} would see parts of the batch, or again"
+    for hooks in _GLOBAL_HOOKS:
+        for hook in hooks.values():
+            if called := _users(hook):
+                return f"the hook {called} of all modules would see parts of the batch, or again"
+    return ""
+
+
+def _users(hook: Any) -> str:
+    """The name of a hook, if it is neither torch's nor ours."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    kind = hook if hasattr(hook, "__qualname__") else type(hook)
+    is_ours = str(kind.__module__).partition(".")[0] in ("torch", "ucudnn")
+    return "" if is_ours else str(kind.__qualname__).rpartition(".")[2]
+
+
+def _reason_of_modes(module: nn.Module, segment: Segment) -> str:
+    """Why a segment does not hold in the present modes of its modules; "" if it does."""
+    if segment.training is None:
+        return ""
+    modes = training_modules(module)
+    if modes in segment.training:
+        return ""
+    changed = min((set(modes) ^ set(one) for one in segment.training), key=len)
+    name = min(changed)
+    which = ("evaluation", "training") if name in modes else ("training", "evaluation")
+    return (
+        f"{name or 'it'!r} was in {which[0]} mode when the plan was made, and is in {which[1]} "
+        f"mode now"
+    )
+
+
+def training_modules(module: nn.Module) -> tuple[str, ...]:
+    """Names of those modules, a module and those inside it, that are in training mode."""
+    return tuple(name for name, one in module.named_modules() if one.training)
 
 
 @untraced
@@ -156,6 +352,7 @@ def _is_rewritten() -> bool:
         torch.compiler.is_exporting()
         or torch._C._is_tracing()
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -176,48 +373,12 @@ def _as_compiled(callback: Any, run: _Run, *leaves: Any) -> Any:
 
 
 @untraced_alone
-def _selective(run: _Run, *leaves: Any) -> Any:
+def _selective(run: _Run, arguments: Any) -> Any:
     """Call `run` with selective recomputation, which compiled code does by itself."""
     if callable(eval_frame.get_eval_frame_callback()):
-        return run(*leaves)
+        return run(arguments)
     with Selective():
-        return run(*leaves)
-
-
-class _BuffersBefore:
-    """Gives a repeated forward the buffer values with which the first forward began.
-
-    After the repetition the buffers get back the values that they had just before it. So running
-    statistics change only once.
-    """
-
-    @untraced
-    def __init__(self, module: nn.Module) -> None:
-        self._found = [
-            (one._buffers, name, buffer.detach().clone())
-            for one in module.modules()
-            for name, buffer in one._buffers.items()
-            if buffer is not None and not buffer.is_inference()
-        ]
-
-    @untraced
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """The context for the first forward, and the context for each forward that repeats it."""
-        return nullcontext(), self
-
-    @untraced
-    def __enter__(self) -> None:
-        self._left = [buffers.get(name) for buffers, name, _ in self._found]
-        for buffers, name, value in self._found:
-            # The repeated forward gets a copy, because it may change the buffer, while the value is
-            # needed again if the graph is retained and backward runs once more.
-            buffers[name] = value.clone()
-
-    @untraced
-    def __exit__(self, *error: object) -> None:
-        del error
-        for (buffers, name, _), left in zip(self._found, self._left, strict=True):
-            buffers[name] = left
+        return run(arguments)
 
 
 @untraced
@@ -227,19 +388,72 @@ def has_samples(leaf: Any) -> TypeGuard[Tensor]:
     return is_plain and leaf.dim() > 0
 
 
+@untraced
+def _parts(
+    segment: Segment, whole: Any, count: int, sizes: Sequence[int], cut: Mapping[int, Any]
+) -> Iterator[Any]:
+    """The arguments of each micro-batch."""
+    leaves, nest = take_apart(whole, lambda one: id(one) in cut)
+    # The micro-batches of a tensor are views, all made by one call of `split`, so that backward
+    # writes their gradients into one tensor. If two arguments are the same tensor, both get the
+    # same views, because attention modules test whether their arguments are the same tensor.
+    views, rows, place = dict[int, Any](), set[int](), 0
+    for n, one in enumerate(leaves):
+        if id(one) in cut:
+            rows.add(n)
+            place += len(take_apart(one)[0])
+            continue
+        if has_samples(one) and len(one) == count and place not in segment.shared:
+            rows.add(n)
+            if id(one) not in views:
+                views[id(one)] = one.split([*sizes])
+        place += 1
+    start = 0
+    for number, size in enumerate(sizes):
+        where = slice(start, start + size)
+        yield put_together(
+            [
+                one if n not in rows else one[where] if id(one) in cut else views[id(one)][number]
+                for n, one in enumerate(leaves)
+            ],
+            nest,
+        )
+        start += size
+
+
 @untraced_alone
-def _joined(segment: Segment, parts: Sequence[Any], size: int, count: int) -> Any:
+def _joined(segment: Segment, parts: Sequence[Any], sizes: Sequence[int], given: Any) -> Any:
     """Join the results of all micro-batches into the results of the whole batch."""
-    leaves, specs = zip(*map(tree_flatten, parts), strict=True)
-    is_row = _rows(segment, leaves[0])
-    for place, (other, spec) in enumerate(zip(leaves, specs, strict=True)):
-        samples = min(size, count - place * size)
-        _require_alike(segment, is_row, (leaves[0], specs[0]), (other, spec), samples)
+    leaves, nests = zip(*map(take_apart, parts), strict=True)
+    is_row = _rows(sizes[0], leaves[0])
+    for size, other, nest in zip(sizes, leaves, nests, strict=True):
+        _require_alike(segment, is_row, (leaves[0], nests[0]), (other, nest), size)
     joined = [
-        _cat(column) if row else column[0]
+        _of_kind(_cat(column), column[0], given) if row else column[0]
         for column, row in zip(zip(*leaves, strict=True), is_row, strict=True)
     ]
-    return tree_unflatten(joined, specs[0])
+    return put_together(joined, nests[0])
+
+
+@untraced_alone
+def _of_kind(joined: Tensor, part: Tensor, given: Sequence[Any]) -> Tensor:
+    """A joined result as the subclass of Tensor that its parts were, such as MONAI's MetaTensor.
+
+    What the subclass knows of a batch is made as for any function of torch: it gets the arguments
+    of the whole batch, and the result.
+    """
+    kind = type(part)
+    override = kind.__torch_function__
+    source = next((one for one in given if type(one) is kind), None)
+    if kind is Tensor or override is torch._C._disabled_torch_function_impl or source is None:
+        return joined
+    plain = joined.as_subclass(Tensor)
+
+    def segment(_: Tensor) -> Tensor:
+        return plain
+
+    found: Tensor = override(segment, (kind,), (source,), {})
+    return found
 
 
 @untraced_alone
@@ -251,25 +465,30 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 @untraced_alone
-def _written(segment: Segment, parts: Iterable[Any], size: int, count: int) -> Any:
+def _written(segment: Segment, parts: Iterable[Any], sizes: Sequence[int], given: Any) -> Any:
     """Join results that have no graph: each is copied into the whole result and then freed."""
-    results, start = list[Any](), 0
+    results, kinds, start = list[Any](), list[Any](), 0
+    left = [*sizes]
+    # `zip` would keep a part while the next one is computed.
     for part in parts:
-        leaves, spec = tree_flatten(part)
+        size = left.pop(0)
+        leaves, nest = take_apart(part)
         if not start:
-            is_row = _rows(segment, leaves)
-            results = [
-                _room(one, count) if row else one for one, row in zip(leaves, is_row, strict=True)
-            ]
-            first = results, spec
-        _require_alike(segment, is_row, first, (leaves, spec), min(size, count - start))
+            is_row, count = _rows(size, leaves), sum(sizes)
+            pairs = [*zip(leaves, is_row, strict=True)]
+            results = [_room(one, count) if row else one for one, row in pairs]
+            # A copy without rows stands for the kind of a result, because it takes no memory.
+            kinds = [one[:0].clone() if row else one for one, row in pairs]
+            first = results, nest
+        _require_alike(segment, is_row, first, (leaves, nest), size)
         for place, row in enumerate(is_row):
             if row:
                 results[place][start : start + size] = leaves[place]
         start += size
         # The next result is computed before these names are bound anew.
         del part, leaves
-    return tree_unflatten(results, spec)
+    columns = zip(results, kinds, is_row, strict=True)
+    return put_together([_of_kind(a, b, given) if row else a for a, b, row in columns], first[1])
 
 
 @untraced_alone
@@ -277,7 +496,7 @@ def _room(leaf: Tensor, count: int) -> Tensor:
     """Allocate a result for all samples, in the memory layout of a micro-batch's result."""
     order, back = _orders(leaf)
     shape = (count, *leaf.shape[1:])
-    return leaf.new_empty([shape[axis] for axis in order]).permute(back)
+    return leaf.as_subclass(Tensor).new_empty([shape[axis] for axis in order]).permute(back)
 
 
 @untraced_alone
@@ -288,22 +507,22 @@ def _orders(leaf: Tensor) -> tuple[list[int], list[int]]:
 
 
 @untraced_alone
-def _rows(segment: Segment, leaves: Sequence[Any]) -> list[bool]:
+def _rows(size: int, leaves: Sequence[Any]) -> list[bool]:
     """For each result of the first micro-batch: True if it has one row for each sample."""
-    return [has_samples(leaf) and len(leaf) == segment.micro_batch for leaf in leaves]
+    return [has_samples(leaf) and len(leaf) == size for leaf in leaves]
 
 
 @untraced_alone
 def _require_alike(
     segment: Segment,
     is_row: Sequence[bool],
-    first: tuple[Any, TreeSpec],
-    other: tuple[Any, TreeSpec],
+    first: tuple[Any, Nest],
+    other: tuple[Any, Nest],
     samples: int,
 ) -> None:
     """Require that each result has a row for each of the samples, or is that of the first part."""
-    (leaves, spec), (found, own) = first, other
-    odd = "other results for each micro-batch" if own != spec else ""
+    (leaves, nest), (found, own) = first, other
+    odd = "other results for each micro-batch" if own != nest else ""
     for a, b, row in zip(leaves, found, is_row, strict=False):
         is_same = a is b or (isinstance(a, _CONSTANTS) and a == b)
         if not (is_same or (row and has_samples(b) and b.shape == (samples, *a.shape[1:]))):

@@ -1,0 +1,303 @@
+"""What a module's forward reads beside its arguments, put back while that forward is repeated.
+
+`torch.utils.checkpoint` repeats a forward with the same arguments, torch's random numbers and
+autocast. Everything else may have changed since: parameters that `functional_call` has swapped, an
+attribute that another module sets before each call, a global, the generators of Python and NumPy.
+"""
+
+from __future__ import annotations
+
+import dis
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ucudnn.execution.compiling import untraced
+
+# Values of these types are not changed, or hold nothing that a forward would read.
+_PLAIN = {
+    *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
+    *(ModuleType, BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(Tensor, nn.Parameter, np.ndarray),
+}
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
+# Attributes that every module has; of these, only tensors and modules are read by a forward.
+OF_ANY_MODULE = vars(nn.Module()).keys()
+_READ = {"_parameters", "_buffers", "_modules"}
+# Containers with more values are data rather than state, and objects are followed only so far: a
+# module may refer to all of a program, for example to its trainer.
+_MOST_VALUES, _DEEPEST = 1000, 3
+_LIBRARIES = {"torch", "numpy", "ucudnn", "builtins", "logging", "threading", "weakref"}
+
+
+def holders(root: nn.Module) -> Iterator[Any]:
+    """The dicts, lists, sets and closure cells that a forward of a module may read.
+
+    These hold the attributes of the module and of those inside it, what these attributes refer to,
+    and the globals that methods of these modules name.
+    """
+    seen: dict[int, Any] = {}
+    stack: list[tuple[Any, int]] = [(root, 0)]
+    while stack:
+        value, depth = stack.pop()
+        kind = type(value)
+        if kind in _PLAIN or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        found: Any = ()
+        if isinstance(value, nn.Module):
+            yield (attributes := vars(value))
+            for name, one in attributes.items():
+                if name in _READ:
+                    yield one
+                    found = (*found, *one.values())
+                elif name not in OF_ANY_MODULE:
+                    found = (*found, one)
+            depth = -1
+            for function in _methods(kind):
+                yield from _outside(function)
+                found = (*found, *_read_by(function))
+        elif kind in _CONTAINERS:
+            if len(value) <= _MOST_VALUES:
+                yield value
+                found = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            found = value
+        elif kind is FunctionType:
+            yield from _outside(value)
+            found = _read_by(value)
+        elif kind is MethodType:
+            found = (value.__self__, value.__func__)
+        elif kind is partial:
+            found = (value.func, value.args, value.keywords)
+        elif _is_followed(kind) and hasattr(value, "__dict__"):
+            yield (attributes := vars(value))
+            found = [one for one in attributes.values() if not isinstance(one, nn.Module)]
+        if depth < _DEEPEST:
+            stack += [(one, depth + 1) for one in found]
+
+
+class _Global(NamedTuple):
+    """A name in the globals of a function."""
+
+    names: dict[str, Any]
+    name: str
+
+
+@lru_cache(4096)
+def _is_followed(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+@lru_cache(4096)
+def _methods(kind: type) -> tuple[FunctionType, ...]:
+    """The methods of a class that are no library's."""
+    own = [cls for cls in kind.__mro__ if _is_followed(cls)]
+    return tuple(one for cls in own for one in vars(cls).values() if type(one) is FunctionType)
+
+
+def _outside(function: FunctionType) -> Iterator[CellType | _Global]:
+    """The variables outside of a function that its code reads."""
+    yield from function.__closure__ or ()
+    for name in _global_names(function):
+        if name in function.__globals__:
+            yield _Global(function.__globals__, name)
+
+
+@lru_cache(4096)
+def _global_names(function: FunctionType) -> tuple[str, ...]:
+    kinds = (FunctionType, type, ModuleType, BuiltinFunctionType)
+    code = dis.get_instructions(function)
+    read = {one.argval for one in code if one.opname == "LOAD_GLOBAL"}
+    names = function.__globals__
+    return tuple(sorted(one for one in read if not isinstance(names.get(one, len), kinds)))
+
+
+def _read_by(function: FunctionType) -> list[Any]:
+    """The values of these variables, but for modules, which may be any part of a program."""
+    found = [value for one in _outside(function) for value in _values(one)]
+    return [one for one in found if not isinstance(one, nn.Module)]
+
+
+def _values(holder: Any) -> list[Any]:
+    """The values that a holder holds."""
+    if isinstance(holder, _Global):
+        return [holder.names[holder.name]] if holder.name in holder.names else []
+    if isinstance(holder, CellType):
+        try:
+            return [holder.cell_contents]
+        except ValueError:  # not assigned yet
+            return []
+    return [*(holder.values() if isinstance(holder, dict) else holder)]
+
+
+def _copy(holder: Any) -> Any:
+    if isinstance(holder, (_Global, CellType)):
+        return _values(holder)
+    # Most dicts of a module are empty, and stay so.
+    return (dict if isinstance(holder, dict) else list)(holder) if holder else ()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """True if two copies of a holder hold the same objects."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict) and one.keys() != other.keys():
+        return False
+    pairs = ((one[k], other[k]) for k in one) if isinstance(one, dict) else zip(one, other)  # noqa: B905 - as long
+    return all(a is b for a, b in pairs)
+
+
+def _put_back(holder: Any, content: Any) -> None:
+    """Let a holder hold what it held when it was copied."""
+    if isinstance(holder, _Global):
+        if content:
+            holder.names[holder.name] = content[0]
+    elif isinstance(holder, CellType):
+        if content:
+            holder.cell_contents = content[0]
+    else:
+        holder.clear()
+        if content:
+            holder.extend(content) if isinstance(holder, (list, deque)) else holder.update(content)
+
+
+class Remembered:
+    """What a forward reads beside its arguments; in this context, it is again as it was.
+
+    When the context ends, everything is as it was before the context, so that a repeated forward
+    leaves nothing behind.
+
+    Args:
+        module: the module whose forward is about to run.
+        name: its name for messages.
+        updates: True: the forward may change buffers in place, so that their values are copied.
+    """
+
+    @untraced
+    def __init__(self, module: nn.Module, name: str, *, updates: bool) -> None:
+        self._name = name
+        self._then = [(one, _copy(one)) for one in holders(module)]
+        self._clones: list[tuple[Any, str, Tensor]] = []
+        if updates:
+            self._clones = [
+                (one._buffers, key, buffer.detach().clone())
+                for one in module.modules()
+                for key, buffer in one._buffers.items()
+                if buffer is not None and not buffer.is_inference()
+            ]
+        cloned = {id(buffers) for buffers, _, _ in self._clones}
+        read = [
+            one
+            for holder, then in self._then
+            if id(holder) not in cloned
+            for one in (then.values() if isinstance(then, dict) else then)
+            if type(one) in (Tensor, nn.Parameter) and not one.is_inference()
+        ]
+        self._read = [[one, one._version, _sample(one)] for one in read]
+
+    @untraced
+    def seal(self) -> None:
+        """Note that the forward is over: what changes from now on, changes before a repetition."""
+        for entry in self._read:
+            entry[1] = entry[0]._version
+
+    @untraced
+    def __enter__(self) -> None:
+        for tensor, version, sample in self._read:
+            if tensor._version > version or _sample(tensor) != sample:
+                raise RuntimeError(
+                    f"{self._name} is computed again in backward, and a parameter or another "
+                    f"tensor of shape {[*tensor.shape]} that it reads has been changed in place "
+                    f"since its forward; run backward before this change, or leave the module out "
+                    f"of the plan's segments"
+                )
+        self._now = [_copy(holder) for holder, _ in self._then]
+        for (holder, then), now in zip(self._then, self._now, strict=True):
+            if not _is_same(then, now):
+                _put_back(holder, _unsharded(then, now))
+        # The repeated forward gets copies, because it may change a buffer, while its value is
+        # needed again if the graph is retained and backward runs once more.
+        for buffers, key, value in self._clones:
+            buffers[key] = value.clone()
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        del error
+        for (holder, _), now in zip(self._then, self._now, strict=True):
+            if not _is_same(_copy(holder), now):
+                _put_back(holder, now)
+        del self._now
+        self.seal()
+
+
+def _unsharded(then: Any, now: Any) -> Any:
+    """What is put back: sharded parameters stay as they are now, because FSDP2 exchanges them."""
+    if not isinstance(then, dict):
+        return then
+    kinds = (Tensor, nn.Parameter)
+    kept = {
+        key: now[key]
+        for key, one in then.items()
+        if isinstance(one, Tensor) and type(one) not in kinds and key in now
+    }
+    return {**then, **kept}
+
+
+def _sample(tensor: Tensor) -> float | None:
+    """One element of a parameter on a CPU: writing through `.data` changes no version."""
+    if type(tensor) is not nn.Parameter or tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        return None
+    middle = sum(
+        (size // 2) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    one = tensor.detach().as_strided((), (), tensor.storage_offset() + middle)
+    return float(one)
+
+
+class Again:
+    """The context in which one forward is repeated: what it read, and its random numbers.
+
+    The random numbers of torch are put back by `torch.utils.checkpoint`, those of Python and NumPy
+    here.
+    """
+
+    @untraced
+    def __init__(self, remembered: Remembered) -> None:
+        self._remembered = remembered
+        self._then = _states()
+
+    @untraced
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The context for the first forward, and the context for each forward that repeats it."""
+        return nullcontext(), self
+
+    @untraced
+    def __enter__(self) -> None:
+        self._remembered.__enter__()
+        self._now = _states()
+        _set_states(self._then)
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        _set_states(self._now)
+        self._remembered.__exit__(*error)
+
+
+def _states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
