@@ -110,23 +110,29 @@ MIXING = {
     "control flow": (Function(by_mean), DEPEND, True),
     "memory bank": (Function(remembers, bank=bank()), "updates its buffers", True),
     "moving average": (Function(averages, bank=bank()), "updates its buffers", True),
-    "counter": (Function(counts, calls=0), "attribute 'calls' each time", False),
-    "list that grows": (Function(grows, rows=[]), "attribute 'rows' each time", False),
+    "counter": (Function(counts, calls=0), "attribute 'calls' each time", True),
+    "list that grows": (Function(grows, rows=[]), "attribute 'rows' each time", True),
     "loss left in an attribute": (Function(leaves), "attribute 'loss' is that of the batch", True),
     "generator of its own": (
         Function(lambda self, x: x + torch.rand(6, generator=self.own), own=torch.Generator()),
-        "something else again",
-        False,
+        "depends on earlier calls",
+        True,
     ),
     "random numbers of NumPy": (
         Function(lambda _, x: x * float(np.random.rand())),
-        "something else again",
-        False,
+        "share random numbers",
+        True,
     ),
     "random sizes of Python": (
-        Function(lambda _, x: x[:, : random.randrange(1, 10**6)] * random.random()),
-        "something else again",
-        False,
+        Function(lambda _, x: x[:, : random.randrange(1, 7)] * random.random()),
+        "share random numbers",
+        True,
+    ),
+    "one random number": (Function(lambda _, x: x * torch.rand(())), "share random", True),
+    "layers dropped at random": (
+        Function(lambda _, x: x if torch.rand(()) < 0.1 else x * 2),
+        "share random numbers",
+        True,
     ),
     "in place": (Function(lambda _, x: x.mul_(2)), "writes to its arguments", False),
     "in place, and no change": (nn.ReLU(inplace=True), "writes to its arguments", False),
@@ -135,9 +141,6 @@ MIXING = {
     "scalar beside": (Function(lambda _, x: (x, x.mean())), "not one for each sample", True),
     "length beside": (Function(lambda _, x: (x, len(x))), OTHER, True),
     "no tensors": (Function(lambda _, x: x.tolist()), "no tensors", False),
-    "an object": (Function(lambda _, x: Holder(x)), "not one for each sample", True),
-    "an object beside": (Function(lambda _, x: (x, Holder(x))), "not one for each sample", True),
-    "nothing for one": (Function(lambda _, x: x.squeeze() if len(x) > 1 else x[0]), OTHER, True),
 }
 
 
@@ -225,6 +228,8 @@ INDEPENDENT = {
     "double": lambda: (nn.Linear(6, 6).double(), (6,)),
     "bfloat16": lambda: (nn.Linear(64, 64).bfloat16(), (64,)),
     "complex": lambda: (Function(lambda _, x: torch.fft.rfft(x)), (6,)),
+    "an object": lambda: (Function(lambda _, x: Holder(x)), (6,)),
+    "an object beside": lambda: (Function(lambda _, x: (x, Holder(x))), (6,)),
 }
 
 
@@ -311,6 +316,8 @@ def test_nothing_is_changed_but_by_the_step_itself(name):
         result[0].sum().backward()
         state = [*one.buffers(), *one.parameters()]
         states = [torch.get_rng_state(), *([one.own.get_state()] if name.startswith("gen") else [])]
-        twins.append([x, x.grad, *result, *state, *states, torch.tensor(getattr(one, "calls", 0))])
+        twins.append(
+            [x, x.grad, result[0], *state, *states, torch.tensor(getattr(one, "calls", 0))]
+        )
         assert "forward" not in vars(one)
     assert all(torch.equal(a, b) for a, b in zip(*twins, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -69,9 +69,10 @@ class SegmentForward:
             is_kept = segment.kept > 0 and size is not None and 0 < count <= size
             if not is_graph or is_kept or not segment.recompute:
                 return self._once(segment, whole)
-            with _sealed(Remembered(self.module, _named(segment), updates=True)) as remembered:
-                return self._once(segment, whole, remembered)
-        parts = _parts(segment, whole, count, sizes, cut)
+            name = _named(segment)
+            with _sealed(Remembered(self.module, name, updates=True, arguments=leaves)) as before:
+                return self._once(segment, whole, before)
+        parts = cut_up(whole, sizes, cut, segment.shared)
         if not is_graph:
             runs = (self._part(segment, part) for part in parts)
             return _written(segment, runs, sizes, leaves)
@@ -389,21 +390,28 @@ def has_samples(leaf: Any) -> TypeGuard[Tensor]:
 
 
 @untraced
-def _parts(
-    segment: Segment, whole: Any, count: int, sizes: Sequence[int], cut: Mapping[int, Any]
+def cut_up(
+    whole: Any, sizes: Sequence[int], cut: Mapping[int, Any], shared: Collection[int]
 ) -> Iterator[Any]:
-    """The arguments of each micro-batch."""
+    """The arguments of each micro-batch.
+
+    Args:
+        whole: the arguments of the batch, as (args, kwargs).
+        sizes: samples of each micro-batch.
+        cut: lists with an entry for each sample, by id.
+        shared: as in `Segment`.
+    """
     leaves, nest = take_apart(whole, lambda one: id(one) in cut)
     # The micro-batches of a tensor are views, all made by one call of `split`, so that backward
     # writes their gradients into one tensor. If two arguments are the same tensor, both get the
     # same views, because attention modules test whether their arguments are the same tensor.
-    views, rows, place = dict[int, Any](), set[int](), 0
+    views, rows, place, count = dict[int, Any](), set[int](), 0, sum(sizes)
     for n, one in enumerate(leaves):
         if id(one) in cut:
             rows.add(n)
             place += len(take_apart(one)[0])
             continue
-        if has_samples(one) and len(one) == count and place not in segment.shared:
+        if has_samples(one) and len(one) == count and place not in shared:
             rows.add(n)
             if id(one) not in views:
                 views[id(one)] = one.split([*sizes])
@@ -475,10 +483,11 @@ def _written(segment: Segment, parts: Iterable[Any], sizes: Sequence[int], given
         leaves, nest = take_apart(part)
         if not start:
             is_row, count = _rows(size, leaves), sum(sizes)
-            pairs = [*zip(leaves, is_row, strict=True)]
-            results = [_room(one, count) if row else one for one, row in pairs]
+            results = [
+                _room(one, count) if r else one for one, r in zip(leaves, is_row, strict=True)
+            ]
             # A copy without rows stands for the kind of a result, because it takes no memory.
-            kinds = [one[:0].clone() if row else one for one, row in pairs]
+            kinds = [one[:0].clone() if r else one for one, r in zip(leaves, is_row, strict=True)]
             first = results, nest
         _require_alike(segment, is_row, first, (leaves, nest), size)
         for place, row in enumerate(is_row):

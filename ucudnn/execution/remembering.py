@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -38,14 +38,18 @@ _MOST_VALUES, _DEEPEST = 1000, 3
 _LIBRARIES = {"torch", "numpy", "ucudnn", "builtins", "logging", "threading", "weakref"}
 
 
-def holders(root: nn.Module) -> Iterator[Any]:
-    """The dicts, lists, sets and closure cells that a forward of a module may read.
+def holders(root: nn.Module, others: Sequence[Any] = ()) -> Iterator[Any]:
+    """The dicts, lists, sets and variables that a forward of a module may read.
 
     These hold the attributes of the module and of those inside it, what these attributes refer to,
-    and the globals that methods of these modules name.
+    and the variables that methods of these modules name.
+
+    Args:
+        root: the module.
+        others: objects among its arguments.
     """
     seen: dict[int, Any] = {}
-    stack: list[tuple[Any, int]] = [(root, 0)]
+    stack: list[tuple[Any, int]] = [(one, 0) for one in (root, *others)]
     while stack:
         value, depth = stack.pop()
         kind = type(value)
@@ -65,6 +69,7 @@ def holders(root: nn.Module) -> Iterator[Any]:
             for function in _methods(kind):
                 yield from _outside(function)
                 found = (*found, *_read_by(function))
+            found = (*found, *_class_values(kind))
         elif kind in _CONTAINERS:
             if len(value) <= _MOST_VALUES:
                 yield value
@@ -85,6 +90,26 @@ def holders(root: nn.Module) -> Iterator[Any]:
             stack += [(one, depth + 1) for one in found]
 
 
+class _State(NamedTuple):
+    """How to read and to write the state of a generator of random numbers."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+def _set_numpys(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+# Generators that a module may have of its own.
+_STATES: dict[type, _State] = {
+    torch.Generator: _State(torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: _State(random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: _State(np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: _State(lambda one: one.bit_generator.state, _set_numpys),
+}
+
+
 class _Global(NamedTuple):
     """A name in the globals of a function."""
 
@@ -102,6 +127,13 @@ def _methods(kind: type) -> tuple[FunctionType, ...]:
     """The methods of a class that are no library's."""
     own = [cls for cls in kind.__mro__ if _is_followed(cls)]
     return tuple(one for cls in own for one in vars(cls).values() if type(one) is FunctionType)
+
+
+@lru_cache(4096)
+def _class_values(kind: type) -> tuple[Any, ...]:
+    """Containers that are attributes of a class that is no library's."""
+    own = [cls for cls in kind.__mro__ if _is_followed(cls)]
+    return tuple(one for cls in own for one in vars(cls).values() if type(one) in _CONTAINERS)
 
 
 def _outside(function: FunctionType) -> Iterator[CellType | _Global]:
@@ -170,6 +202,59 @@ def _put_back(holder: Any, content: Any) -> None:
             holder.extend(content) if isinstance(holder, (list, deque)) else holder.update(content)
 
 
+def values_in(value: Any) -> list[Any]:
+    """Copies of the tensors and plain values that an object holds, without those of modules."""
+    found, seen, stack = list[Any](), set[int](), [(value, 0)]
+    while stack:
+        one, depth = stack.pop()
+        kind = type(one)
+        if isinstance(one, Tensor):
+            found.append(one.detach().clone())
+        elif isinstance(one, (bool, int, float, complex, str, type(None))):
+            found.append(one)
+        elif id(one) not in seen and kind not in _PLAIN and not isinstance(one, nn.Module):
+            seen.add(id(one))
+            inner: Any = ()
+            if kind in _CONTAINERS and len(one) <= _MOST_VALUES:
+                inner = _values(one)
+            elif isinstance(one, tuple):
+                inner = one
+            elif _is_followed(kind) and hasattr(one, "__dict__") and kind is not FunctionType:
+                inner = vars(one).values()
+            if depth < _DEEPEST:
+                stack += [(each, depth + 1) for each in inner]
+    return found
+
+
+def left_by(module: nn.Module, name: str) -> dict[str, list[Any]]:
+    """Copies of what attributes of a module hold, and variables that its methods read, by name.
+
+    Buffers and parameters are left out.
+    """
+    prefix = f"{name}." if name else ""
+    found = {
+        f"its attribute {prefix + key!r}": values_in(value)
+        for key, value in vars(module).items()
+        if key not in OF_ANY_MODULE and not isinstance(value, nn.Parameter)
+    }
+    functions = [*_methods(type(module))]
+    functions += [one for one in vars(module).values() if type(one) is FunctionType]
+    for function in functions:
+        for key, holder in zip(_outside_names(function), _outside(function), strict=True):
+            found[f"the variable {key!r}"] = [x for one in _values(holder) for x in values_in(one)]
+    for kind in type(module).__mro__:
+        if _is_followed(kind):
+            for key, value in vars(kind).items():
+                if type(value) in _CONTAINERS:
+                    found[f"{key!r} of its class"] = values_in(value)
+    return found
+
+
+def _outside_names(function: FunctionType) -> list[str]:
+    names = [one for one in _global_names(function) if one in function.__globals__]
+    return [*function.__code__.co_freevars, *names]
+
+
 class Remembered:
     """What a forward reads beside its arguments; in this context, it is again as it was.
 
@@ -180,12 +265,16 @@ class Remembered:
         module: the module whose forward is about to run.
         name: its name for messages.
         updates: True: the forward may change buffers in place, so that their values are copied.
+        arguments: the module's arguments; what objects among them hold is put back, too.
     """
 
     @untraced
-    def __init__(self, module: nn.Module, name: str, *, updates: bool) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, *, updates: bool, arguments: Sequence[Any] = ()
+    ) -> None:
         self._name = name
-        self._then = [(one, _copy(one)) for one in holders(module)]
+        objects = [one for one in arguments if type(one) not in _PLAIN]
+        self._then = [(one, _copy(one)) for one in holders(module, objects)]
         self._clones: list[tuple[Any, str, Tensor]] = []
         if updates:
             self._clones = [
@@ -203,6 +292,10 @@ class Remembered:
             if type(one) in (Tensor, nn.Parameter) and not one.is_inference()
         ]
         self._read = [[one, one._version, _sample(one)] for one in read]
+        values = (value for holder, _ in self._then for value in _values(holder))
+        generators = {id(one): one for one in values if type(one) in _STATES}
+        self._generators = [(one, _STATES[type(one)]) for one in generators.values()]
+        self._drawn = [state.read(one) for one, state in self._generators]
 
     @untraced
     def seal(self) -> None:
@@ -228,10 +321,15 @@ class Remembered:
         # needed again if the graph is retained and backward runs once more.
         for buffers, key, value in self._clones:
             buffers[key] = value.clone()
+        self._drawn_now = [state.read(one) for one, state in self._generators]
+        for (one, state), drawn in zip(self._generators, self._drawn, strict=True):
+            state.write(one, drawn)
 
     @untraced
     def __exit__(self, *error: object) -> None:
         del error
+        for (one, state), drawn in zip(self._generators, self._drawn_now, strict=True):
+            state.write(one, drawn)
         for (holder, _), now in zip(self._then, self._now, strict=True):
             if not _is_same(_copy(holder), now):
                 _put_back(holder, now)

@@ -1,28 +1,40 @@
-"""Find out whether a module may run in micro-batches, by runs on its real arguments."""
+"""Find out whether a module may run in micro-batches, by runs on its real arguments.
+
+Forward and backward of the module are run on the whole batch, on parts of it, and on a batch in
+which all samples but one hold no numbers. No list of module types is consulted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ucudnn.errors import first_line
-from ucudnn.execution.micro_batching import has_samples
+from ucudnn.execution.micro_batching import cut_up, has_samples, reason_of_hooks, training_modules
+from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
+from ucudnn.execution.remembering import Remembered, left_by, values_in
 from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
+from ucudnn.segment import Segment
+from ucudnn.tuning.same_numbers import SameForSamples, seed_extremes
 
 # Differences of two results up to these fractions of their largest value are tolerated, because
 # sums in another order are rounded differently. The keys are bytes per element.
 _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
-# Results of these types belong to no sample, so they must be the same for a batch and for a part of
-# the batch.
+# Gradients differ by more: rounding may move the input of a ReLU across zero, or change the maximum
+# of a pool. So they are compared by their norm, up to this power of the coarsest relative rounding.
+_POWER = 0.25
+# Values of these types are compared as they are.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
-_OF_ANY_MODULE = vars(nn.Module()).keys()
+# If more lists than these are as long as the batch, all of them belong to samples, or none does.
+_MOST_LISTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +46,42 @@ class Independence:
         repeats: True if its forward may be repeated in backward.
         samples: number of samples in its arguments; 0 if they have none.
         shared: indices, among the leaves of its arguments, of tensors that all samples share.
+        lists: as in `Segment`.
+        least: the smallest micro-batch by which gradients are those of the batch.
+        selective: why it must not be recomputed selectively; "" if it may.
+        divides_in: modes in which it may run in micro-batches, as `Segment.training`.
+        repeats_in: modes in which its forward may be repeated.
     """
 
     reason: str = ""
     repeats: bool = False
     samples: int = 0
     shared: tuple[int, ...] = ()
+    lists: tuple[tuple[str, bool], ...] = ()
+    least: int = 1
+    selective: str = ""
+    divides_in: tuple[tuple[str, ...], ...] = ()
+    repeats_in: tuple[tuple[str, ...], ...] = ()
+
+    def allows(self, segment: Segment) -> bool:
+        """True if the module may run as a segment says."""
+        if segment.micro_batch is not None and (self.reason or segment.micro_batch < self.least):
+            return False
+        if segment.selective and self.selective:
+            return False
+        return self.repeats or not segment.recompute
+
+    def described(self, segment: Segment) -> Segment:
+        """The segment with what was found out about its module filled in."""
+        if segment.micro_batch is None and not segment.recompute:
+            return segment
+        return replace(
+            segment,
+            shared=self.shared,
+            lists=self.lists,
+            least=self.least,
+            training=self.repeats_in if segment.micro_batch is None else self.divides_in,
+        )
 
 
 def examined(
@@ -47,18 +89,47 @@ def examined(
 ) -> dict[str, Independence]:
     """Run a step, and find out which modules may run in micro-batches.
 
+    If gradients are enabled, the backward of each module is run, too. If the model is in training
+    mode, forward is run in evaluation mode, too, because a trained model is evaluated in between.
+
     Args:
         model: the model of the step.
         step: a function that runs the step.
         sizes: for each module to try, by name, the size of the micro-batch.
     """
+    found = _examined(model, step, sizes, torch.is_grad_enabled())
+    modules = [*model.modules()]
+    again = {name: sizes[name] for name, one in found.items() if one.repeats}
+    if again and any(one.training for one in modules):
+        in_evaluation = dict[str, Independence]()
+        try:
+            with Remembered(model, "the model", updates=True), same_random_states():
+                for one in modules:
+                    one.training = False
+                in_evaluation = _examined(model, step, again, with_backward=False)
+        except STEP_ERRORS:  # a model that cannot be evaluated on these inputs
+            pass
+        for name, other in in_evaluation.items():
+            one = found[name]
+            is_alike = (one.shared, one.lists) == (other.shared, other.lists)
+            found[name] = replace(
+                one,
+                divides_in=one.divides_in + (other.divides_in if is_alike else ()),
+                repeats_in=one.repeats_in + other.repeats_in,
+            )
+    return found
+
+
+def _examined(
+    model: nn.Module, step: Callable[[], object], sizes: Mapping[str, int], with_backward: bool
+) -> dict[str, Independence]:
     found: dict[str, Independence] = {}
     busy: list[_Probe] = []
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for name, size in sizes.items():
             hidden = vars(modules[name]).get("forward")
-            probe = _Probe(modules[name], hidden, name, size, found, busy)
+            probe = _Probe(modules[name], hidden, name, size, with_backward, found, busy)
             modules[name].__dict__.update(forward=probe)
             stack.callback(probe.remove)
         step()
@@ -73,6 +144,7 @@ class _Probe:
     hidden: Callable[..., Any] | None
     name: str
     size: int
+    with_backward: bool
     found: dict[str, Independence]
     busy: list[_Probe]
 
@@ -83,37 +155,57 @@ class _Probe:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.hidden or type(self.module).forward.__get__(self.module)
-        leaves, spec = tree_flatten((args, kwargs))
-
-        def run(leaves: Sequence[Any]) -> Any:
-            args, kwargs = tree_unflatten(leaves, spec)
-            return forward(*args, **kwargs)
-
         # A module is not tried while a module around it is being tried. It is tried again in each
         # later call, until one shows a reason against micro-batches.
-        if not self.busy and not self.found.get(self.name, Independence()).reason:
+        before = self.found.get(self.name, Independence())
+        if not self.busy and not before.reason:
             self.busy.append(self)
-            with torch.no_grad(), same_random_states():
-                trial = _Trial(self.module, run, leaves)
-                try:
-                    self.found[self.name] = trial.finding(self.size)
-                except STEP_ERRORS as error:
-                    reason = f"it fails where samples are changed or missing ({first_line(error)})"
-                    self.found[self.name] = Independence(reason, trial.repeats)
-                finally:
-                    trial.put_back()
-                    self.busy.clear()
-        return run(leaves)
+            try:
+                found = self._finding(forward, (args, kwargs))
+            finally:
+                self.busy.clear()
+            self.found[self.name] = replace(found, least=max(found.least, before.least))
+        return forward(*args, **kwargs)
+
+    def _finding(self, forward: Callable[..., Any], arguments: Any) -> Independence:
+        is_training = self.with_backward and torch.is_grad_enabled()
+        with torch.set_grad_enabled(is_training), same_random_states():
+            trial = _Trial(self.module, forward, arguments, is_training)
+            try:
+                found = trial.finding(self.size)
+            except STEP_ERRORS as error:
+                reason = f"it fails where samples are changed or missing ({first_line(error)})"
+                found = Independence(reason, trial.repeats)
+            modes = (training_modules(self.module),)
+            return replace(
+                found,
+                divides_in=() if found.reason else modes,
+                repeats_in=modes if found.repeats else (),
+            )
+
+
+class _Run(NamedTuple):
+    """What one call of a module computed, and what it left."""
+
+    results: list[Any]
+    nest: Nest
+    left: dict[str, list[Any]]
+    # For each tensor among the arguments, the leaf to which its gradient belongs.
+    leaves: list[Tensor]
+    # The copies of the arguments that were given, and what they hold after the call.
+    given: list[Any]
+    after: list[Any]
 
 
 class _Trial:
-    """Repeats one call of a module, with the buffers and the random numbers of that call."""
+    """Repeats one call of a module, with the state and the random numbers of that call."""
 
     def __init__(
-        self, module: nn.Module, run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]
+        self, module: nn.Module, forward: Callable[..., Any], arguments: Any, is_training: bool
     ) -> None:
-        self._run = run
-        self._leaves = leaves
+        self._module, self._forward, self._arguments = module, forward, arguments
+        self._is_training = is_training
+        self._leaves, _ = take_apart(arguments)
         self._modules = [*module.named_modules()]
         self._buffers = [
             (one._buffers, name, buffer)
@@ -121,69 +213,213 @@ class _Trial:
             for name, buffer in one._buffers.items()
             if buffer is not None
         ]
-        self._attributes = [(vars(one), {**vars(one)}) for _, one in self._modules]
-        generators = (one for _, had in self._attributes for one in had.values())
-        self._generators = [
-            (one, one.get_state()) for one in generators if isinstance(one, torch.Generator)
-        ]
+        self._parameters = [one for one in module.parameters() if one.requires_grad]
+        self._before = Remembered(module, "it", updates=True, arguments=self._leaves)
         self._random = _random_states()
-        self._count = next((len(leaf) for leaf in leaves if has_samples(leaf)), 0)
-        self._split = {
-            n for n, leaf in enumerate(leaves) if has_samples(leaf) and len(leaf) == self._count
-        }
-        self._is_random = False
+        self._numbers = (random.getstate(), np.random.get_state())
+        self._count = next((len(leaf) for leaf in self._leaves if has_samples(leaf)), 0)
+        shared = [
+            n for n, one in enumerate(self._leaves) if has_samples(one) and len(one) != self._count
+        ]
+        self._shared = tuple(shared)
+        # Lists that are cut with the samples, by id.
+        self._cut: dict[int, Any] = {}
+        self._weights: list[Tensor | None] = []
+        self._is_updating = self._draws_outside = False
+        self._initial = self._left()
         # True once it is known that a repeated call gives the same results.
         self.repeats = False
 
     def finding(self, size: int) -> Independence:
         """Find out whether the module may run in micro-batches of this size."""
-        given = [_copy(leaf) for leaf in self._leaves]
-        whole, spec = self._results(given)
-        left = self._left()
-        self._is_random = any(map(_differ, self._random, _random_states()))
-        if any(map(_is_written, self._leaves, given)):
-            return Independence("it writes to its arguments")
-        is_updated = any(_differ(own, buffers[name]) for buffers, name, own in self._buffers)
-        again, _ = self._results(map(_copy, self._leaves))
-        if not tensors_of(whole):
-            return Independence("its results are no tensors")
-        if _are_other(whole, again):
-            return Independence("it computes something else again")
-        if changed := _changed(left, self._left()):
-            return Independence(f"it changes its attribute {changed!r} each time")
-        self.repeats = True
-        reason = "it updates its buffers" if is_updated else ""
-        reason = reason or self._dependence(size, whole, spec, left)
-        shared = (n for n, leaf in enumerate(self._leaves) if has_samples(leaf))
-        return Independence(
-            reason, True, self._count, tuple(n for n in shared if n not in self._split)
+        if reason := reason_of_hooks(self._module):
+            return Independence(reason)
+        whole = self._run(self._arguments)
+        is_random = any(map(_differ, self._random, _random_states()))
+        self._draws_outside = not _are_equal(
+            self._numbers, (random.getstate(), np.random.get_state())
         )
+        if any(map(_is_written, self._leaves, whole.given)):
+            return Independence("it writes to its arguments")
+        if not tensors_of(whole.results):
+            return Independence("its results are no tensors")
+        with torch.no_grad():
+            if _are_other(whole.results, self._run(self._arguments).results):
+                return Independence("it computes something else again")
+        self.repeats = True
+        least, lists = 1, dict[str, bool]()
+        reason = self._reason_of_state(whole) or self._reason_of_containers(whole)
+        if not reason:
+            self._weights = [_weights(one) for one in whole.results]
+            gradients = self._gradients(whole)
+            reason = self._reason_of_samples(whole, gradients)
+        if not reason:
+            lists = self._lists(size, whole)
+            reason, least = self._reason_of_parts(size, whole, gradients, is_random)
+        if not reason and (is_random or self._draws_outside):
+            reason = self._reason_of_numbers()
+        return Independence(reason, True, self._count, self._shared, tuple(lists.items()), least)
 
-    def _dependence(
-        self, size: int, whole: Sequence[Any], spec: TreeSpec, left: Mapping[str, Any]
-    ) -> str:
-        """The reason why samples must stay together; "" if there is none."""
+    def _reason_of_state(self, whole: _Run) -> str:
+        """Why what a call reads and leaves forbids micro-batches."""
+        if self._is_updating:
+            return "it updates its buffers"
+        with torch.no_grad():
+            after = self._run(self._arguments, is_second=True)
+        if changed := _changed(whole.left, after.left):
+            return f"it changes {changed} each time"
+        return "it depends on earlier calls" if _are_other(whole.results, after.results) else ""
+
+    def _reason_of_containers(self, whole: _Run) -> str:
+        """Why arguments or results forbid micro-batches."""
+        is_same = len(whole.given) == len(whole.after) and all(
+            a is b for a, b in zip(whole.given, whole.after, strict=True)
+        )
+        if not is_same:
+            return "it writes to a list or dict that it is called with"
+        for one in self._leaves:
+            if not isinstance(one, (Tensor, *_CONSTANTS)) and values_in(one):
+                return f"it is called with a {type(one).__name__}, which cannot be divided"
         if self._count < 2:
             return "its arguments have one sample" if self._count else "it has no samples"
-        if not all(self._is_divisible(one) for one in whole):
+        if not all(map(self._is_divisible, whole.results)):
             return "its results are not one for each sample"
+        return ""
+
+    def _reason_of_samples(self, whole: _Run, gradients: list[Any]) -> str:
+        """Why samples depend on each other, in forward or in backward."""
         # All samples but one are replaced by NaN, or negated: the result of the unchanged sample
-        # must stay the same.
+        # must stay the same, and so must its gradient if those of the others are NaN.
         for kept, change in ((self._count // 2, _no_numbers), (0, torch.neg)):
-            alone, _ = self._results(self._parts(partial(_all_but, kept, change)))
-            if _are_other(_at(slice(kept, kept + 1), whole), _at(slice(kept, kept + 1), alone)):
+            where, is_backward = slice(kept, kept + 1), change is _no_numbers
+            with nullcontext() if is_backward else torch.no_grad():
+                alone = self._run(self._changed(kept, change))
+            if _are_other(_at(where, whole.results), _at(where, alone.results)):
                 return "its samples depend on each other"
-        # The last micro-batch of a batch may be a single sample, so that size is tried, too.
+            if is_backward and self._is_training:
+                weights = [one if one is None else _only(kept, one) for one in self._weights]
+                found = self._gradients(alone, weights)[: len(alone.leaves)]
+                mine, others = (
+                    [_row_of(where, self._count, one) for one in g]
+                    for g in (gradients[: len(alone.leaves)], found)
+                )
+                if _are_other_gradients(mine, others, self._eps(whole)):
+                    return "its samples depend on each other in backward"
+        return ""
+
+    def _lists(self, size: int, whole: _Run) -> dict[str, bool]:
+        """The lists as long as the batch, and whether they are cut with the samples."""
+        found = [*lists_in(self._arguments, self._count)]
+        ways = [(True,) * len(found), (False,) * len(found)]
+        if len(found) <= _MOST_LISTS:
+            ways = [*product((True, False), repeat=len(found))]
         size = min(size, self._count - 1)
-        for where in (slice(0, size), slice(self._count - 1, self._count)):
-            part, part_spec = self._results(self._parts(partial(_cut, where)))
-            # A part of the batch draws other random numbers than the whole. So of random results
-            # only the sizes are compared.
-            if part_spec != spec or _are_other(_at(where, whole), part, only_sizes=self._is_random):
-                return "part of a batch gives other results"
-            how = {"only_sizes": self._is_random, "only_tensors": True}
-            if changed := _changed(left, self._left(), **how):
-                return f"its attribute {changed!r} is that of the batch"
+        for way in ways:
+            self._cut = {
+                id(one): one for (_, one), is_cut in zip(found, way, strict=True) if is_cut
+            }
+            try:
+                with torch.no_grad():
+                    (part, _) = self._runs([size, self._count - size])
+            except STEP_ERRORS:
+                continue
+            shapes = [one.shape for one in part.results if isinstance(one, Tensor)]
+            at = _at(slice(0, size), whole.results)
+            if shapes != [one.shape for one in at if isinstance(one, Tensor)]:
+                continue
+            if self._draws_outside or not _are_other(at, part.results) or len(found) == 0:
+                return dict(zip((place for place, _ in found), way, strict=True))
+        self._cut = {}
+        return dict.fromkeys((place for place, _ in found), False)
+
+    def _reason_of_parts(
+        self, size: int, whole: _Run, gradients: list[Any], is_random: bool
+    ) -> tuple[str, int]:
+        """Why parts compute something else, and the least samples of a part."""
+        only_sizes = False
+        if is_random:
+            with SameForSamples():
+                same = self._run(self._arguments)
+                same_gradients = self._gradients(same)
+            if not self._other_in_parts(
+                [1, *_sizes(size, self._count - 1)], same, same_gradients, True
+            ):
+                return "", 1
+            # Numbers that are drawn with the samples elsewhere than in the first axis differ. Then
+            # only sizes can be compared, and what a call leaves cannot be compared at all.
+            only_sizes = True
+            if changed := _changed(self._initial, whole.left):
+                return f"{changed} is that of the batch", 1
+        # The first part is a single sample, as the last one of a batch may be.
+        sizes = [1, *_sizes(size, self._count - 1)]
+        reason = self._other_in_parts(sizes, whole, gradients, False, only_sizes)
+        if not reason or self._count < 3:
+            return reason, 1
+        again = Segment("", max(2, min(size, self._count - 1)), least=2).sizes(self._count)
+        return self._other_in_parts(again, whole, gradients, False, only_sizes), 2
+
+    def _other_in_parts(
+        self,
+        sizes: Sequence[int],
+        whole: _Run,
+        gradients: list[Any],
+        same_numbers: bool,
+        only_sizes: bool = False,
+    ) -> str:
+        """Why parts of these sizes are not as the whole; "" if they are."""
+        total: list[Any] = [None] * len(gradients)
+        columns: list[list[Any]] = [[] for _ in whole.leaves]
+        start = 0
+        with SameForSamples() if same_numbers else nullcontext():
+            for size, part in zip(sizes, self._runs(sizes), strict=True):
+                where = slice(start, start + size)
+                start += size
+                if part.nest != whole.nest or _are_other(
+                    _at(where, whole.results), part.results, only_sizes=only_sizes
+                ):
+                    return "part of a batch gives other results"
+                if not only_sizes and (changed := _changed(whole.left, part.left)):
+                    return f"{changed} is that of the batch"
+                weights = [one if one is None else one[where] for one in self._weights]
+                found = self._gradients(part, weights)
+                for n, one in enumerate(found):
+                    if n < len(columns) and _has_rows(whole.leaves[n], self._count):
+                        columns[n].append(one)
+                    elif one is not None:
+                        total[n] = one if total[n] is None else total[n] + one
+        for n, column in enumerate(columns):
+            if column and column[0] is not None:
+                total[n] = torch.cat(column)
+        if not only_sizes and _are_other_gradients(gradients, total, self._eps(whole)):
+            return "part of a batch gives other gradients"
+        return ""
+
+    def _reason_of_numbers(self) -> str:
+        """Why random numbers forbid micro-batches: samples share them, or mix by chance."""
+        with SameForSamples() as of_whole, torch.no_grad():
+            whole = self._run(self._arguments)
+        with SameForSamples() as of_part, torch.no_grad():
+            next(self._runs([1, self._count - 1]))
+        # What is drawn in the same shape for a part belongs to the batch, not to samples.
+        common = {
+            place for place, shapes in of_whole.drawn.items() if shapes == of_part.drawn.get(place)
+        }
+        for state in (1, 2):
+            with SameForSamples(state, common), torch.no_grad():
+                other = self._run(self._arguments, state if self._draws_outside else None)
+            if _are_other(whole.results, other.results):
+                return "its samples share random numbers"
+        # Mixing in some steps only: other random numbers than those of this step.
+        kept = self._count // 2
+        where = slice(kept, kept + 1)
+        for seed in (1, 2, 3):
+            with torch.no_grad():
+                found = [
+                    self._run(one, seed=seed)
+                    for one in (self._arguments, self._changed(kept, _no_numbers))
+                ]
+            if _are_other(*(_at(where, one.results) for one in found)):
+                return "its samples depend on each other in some steps"
         return ""
 
     def _is_divisible(self, result: Any) -> bool:
@@ -191,51 +427,152 @@ class _Trial:
             has_samples(result) and len(result) == self._count
         )
 
-    def _parts(self, change: Callable[[Tensor], Tensor]) -> list[Any]:
-        return [
-            change(leaf) if n in self._split else _copy(leaf) for n, leaf in enumerate(self._leaves)
-        ]
+    def _changed(self, kept: int, change: Callable[[Tensor], Tensor]) -> Any:
+        """The arguments with all samples but one changed."""
+        leaves, nest = take_apart(self._arguments)
+        return put_together(
+            [_all_but(kept, change, one) if _has_rows(one, self._count) else one for one in leaves],
+            nest,
+        )
 
-    def _results(self, leaves: Any) -> tuple[list[Any], TreeSpec]:
-        """Results of one more call, with the buffers and random numbers of the original call."""
-        for buffers, name, own in self._buffers:
-            buffers[name] = own.clone()
+    def _runs(self, sizes: Sequence[int]) -> Iterator[_Run]:
+        for part in cut_up(self._arguments, sizes, self._cut, self._shared):
+            yield self._run(part)
+
+    def _run(
+        self,
+        arguments: Any,
+        outside: int | None = None,
+        seed: int | None = None,
+        is_second: bool = False,
+    ) -> _Run:
+        """One more call, with the state and random numbers of the original call.
+
+        Args:
+            arguments: of the call, as (args, kwargs).
+            is_second: True: call twice, and return what the second call computes.
+            outside: 1 or 2: other numbers of Python and NumPy, small or large ones.
+            seed: other random numbers of torch, Python and NumPy.
+        """
+        leaves, nest = take_apart(arguments)
+        bases: dict[int, Tensor] = {}
+        given = [self._copied(one, bases) for one in leaves]
+        self._put_back_numbers()
+        if outside is not None:
+            seed_extremes(outside - 1)
+        if seed is not None:
+            torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+        with self._before:
+            if is_second:
+                own = put_together([*map(_copy, leaves)], nest)
+                self._forward(*own[0], **own[1])
+                self._put_back_numbers()
+            own = put_together(given, nest)
+            result = self._forward(*own[0], **own[1])
+            after, _ = take_apart(own)
+            results, result_nest = take_apart(result)
+            self._is_updating |= any(
+                _differ(was, buffers.get(name)) for buffers, name, was in self._buffers
+            )
+            left = self._left()
+        return _Run(results, result_nest, left, [*bases.values()], given, after)
+
+    def _put_back_numbers(self) -> None:
         torch.set_rng_state(self._random[0])
         for state in self._random[1:]:
             torch.cuda.set_rng_state(state)
-        return tree_flatten(self._run([*leaves]))
+        random.setstate(self._numbers[0])
+        np.random.set_state(self._numbers[1])
 
     def _left(self) -> dict[str, list[Any]]:
-        """Copies of what the call left in plain attributes of the modules, by name."""
         return {
-            f"{prefix}.{name}" if prefix else name: [
-                _copy(one)
-                for one in tree_leaves(value)
-                if isinstance(one, (Tensor, *_CONSTANTS)) and not isinstance(one, nn.Parameter)
-            ]
-            for prefix, module in self._modules
-            for name, value in vars(module).items()
-            if name not in _OF_ANY_MODULE
+            what: values
+            for name, module in self._modules
+            for what, values in left_by(module, name).items()
         }
 
-    def put_back(self) -> None:
-        """Leave buffers, attributes and generators as they were."""
-        for buffers, name, own in self._buffers:
-            buffers[name] = own
-        for attributes, had in self._attributes:
-            for name in attributes.keys() - had.keys():
-                del attributes[name]
-            attributes.update(had)
-        for generator, state in self._generators:
-            generator.set_state(state)
+    def _copied(self, leaf: Any, bases: dict[int, Tensor]) -> Any:
+        """A copy of an argument, whose gradient is that of a new leaf in `bases`."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        base = bases.get(id(leaf))
+        if base is None:
+            base = bases[id(leaf)] = leaf.detach().clone()
+            if self._is_training and torch.is_grad_enabled():
+                base.requires_grad_(leaf.requires_grad)
+        # A module may write to its argument, which it must not if this is a leaf with a gradient.
+        return base if leaf.is_leaf or not base.requires_grad else base.clone()
+
+    def _gradients(self, run: _Run, weights: Sequence[Tensor | None] | None = None) -> list[Any]:
+        """Gradients of the arguments and parameters of a run; None where there is none."""
+        wanted = [*run.leaves, *self._parameters]
+        if not self._is_training:
+            return [None] * len(wanted)
+        weights = self._weights if weights is None else weights
+        pairs = [
+            (one, weight)
+            for one, weight in zip(run.results, weights, strict=True)
+            if isinstance(one, Tensor) and one.requires_grad and weight is not None
+        ]
+        needed = [n for n, one in enumerate(wanted) if one.requires_grad]
+        gradients: list[Any] = [None] * len(wanted)
+        if pairs and needed:
+            found = torch.autograd.grad(
+                [one for one, _ in pairs],
+                [wanted[n] for n in needed],
+                [weight for _, weight in pairs],
+                # A tensor that is no argument may belong to the graph of the step.
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for n, one in zip(needed, found, strict=True):
+                gradients[n] = one
+        return gradients
+
+    def _eps(self, run: _Run) -> float:
+        """The coarsest relative rounding in a run."""
+        dtypes = {one.dtype for one in run.results if isinstance(one, Tensor)}
+        dtypes |= {one.dtype for one in self._parameters}
+        kinds = {one.device.type for one in run.results if isinstance(one, Tensor)}
+        dtypes |= {torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
+        return max(
+            torch.finfo(one).eps for one in dtypes if one.is_floating_point or one.is_complex
+        )
+
+
+def _sizes(size: int, count: int) -> list[int]:
+    return Segment("", size).sizes(count)
+
+
+def _has_rows(leaf: Any, count: int) -> bool:
+    return has_samples(leaf) and len(leaf) == count
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _weights(result: Any) -> Tensor | None:
+    """Gradients of a result, for a backward pass: a number for each element."""
+    if not isinstance(result, Tensor) or not _is_real(result):
+        return None
+    chance = torch.Generator(result.device).manual_seed(0)
+    drawn = torch.randn(result.shape, generator=chance, dtype=result.dtype, device=result.device)
+    return torch.empty_like(result).copy_(drawn)
+
+
+def _only(kept: int, weights: Tensor) -> Tensor:
+    others = torch.full_like(weights, float("nan"))
+    others[kept] = weights[kept]
+    return others
+
+
+def _row_of(where: slice, count: int, gradient: Any) -> Any:
+    return gradient[where] if _has_rows(gradient, count) else None
 
 
 def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _cut(where: slice, leaf: Tensor) -> Tensor:
-    return leaf[where].detach().clone()
 
 
 def _at(where: slice, results: Sequence[Any]) -> list[Any]:
@@ -248,10 +585,10 @@ def _no_numbers(leaf: Tensor) -> Tensor:
 
 def _all_but(kept: int, change: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
     """A batch in which all samples but `kept` are changed: integers to copies of that sample."""
-    if leaf.is_floating_point() or leaf.is_complex():
+    if _is_real(leaf):
         others = change(leaf.detach())
-        others[kept] = leaf[kept]
-        return others
+        others[kept] = leaf.detach()[kept]
+        return others.requires_grad_(leaf.requires_grad)
     return leaf[kept].expand_as(leaf).clone()
 
 
@@ -271,37 +608,61 @@ def _differ(a: Any, b: Any) -> bool:
     return not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]], **how: bool) -> str:
-    """Name of an attribute that has another value now than before; "" if there is none."""
-    names = (name for name, one in now.items() if _are_other(before.get(name, []), one, **how))
+def _are_equal(a: Any, b: Any) -> bool:
+    """True if two states of Python's and NumPy's generators are equal."""
+    (python, numpy), (other, of_numpy) = a, b
+    is_same = numpy[2:] == of_numpy[2:] and np.array_equal(numpy[1], of_numpy[1])
+    return python == other and bool(is_same)
+
+
+def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> str:
+    """Name of what has another value now than before; "" if there is nothing."""
+    names = (name for name, one in now.items() if _are_other(before.get(name, []), one))
     return next(names, "")
 
 
-def _are_other(
-    a: Sequence[Any], b: Sequence[Any], *, only_sizes: bool = False, only_tensors: bool = False
-) -> bool:
+def _are_other(a: Sequence[Any], b: Sequence[Any], *, only_sizes: bool = False) -> bool:
     """True if values differ by more than rounding."""
-    if only_tensors:
-        a, b = ([one for one in found if isinstance(one, Tensor)] for found in (a, b))
     return len(a) != len(b) or any(_is_other(x, y, only_sizes) for x, y in zip(a, b, strict=True))
 
 
 def _is_other(a: Any, b: Any, only_sizes: bool) -> bool:
     if isinstance(a, _CONSTANTS):
-        return bool(a != b)
+        return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - NaN
     if not isinstance(a, Tensor):
-        # Objects such as dataclasses may hold tensors, which are compared.
+        # Objects may hold tensors, which are compared.
         held, others = tensors_of(a), tensors_of(b)
         return _are_other(held, others, only_sizes=only_sizes)
     if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return True
     if only_sizes or not a.numel():
         return False
-    if not (a.is_floating_point() or a.is_complex()):
+    if not _is_real(a):
         return not torch.equal(a, b)
-    largest = a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    largest = a.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     most = largest * _TOLERATED.get(a.abs().element_size(), 0.0)
     return not torch.allclose(a, b, rtol=0.0, atol=most, equal_nan=True)
+
+
+def _are_other_gradients(a: Sequence[Any], b: Sequence[Any], eps: float) -> bool:
+    """True if gradients differ by more than rounding."""
+    scale = max((_size(one) for one in a if one is not None), default=0.0)
+    for one, other in zip(a, b, strict=True):
+        if one is None and other is None:
+            continue
+        zero = torch.zeros(())
+        size = 0.0 if one is None else _size(one)
+        difference = _size((zero if one is None else one) - (zero if other is None else other))
+        # A gradient that is 0 but for rounding has no size of its own.
+        if not difference <= eps**_POWER * max(size, scale * eps**_POWER):
+            return True
+    return False
+
+
+def _size(gradient: Tensor) -> float:
+    """Root of the mean square of a gradient."""
+    found = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient
+    return float(found.abs().double().square().mean().sqrt()) if found.numel() else 0.0
 
 
 def _random_states() -> list[Tensor]:

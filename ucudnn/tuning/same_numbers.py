@@ -1,0 +1,166 @@
+"""Random numbers that are the same for each sample, so that parts of a batch can be compared."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+# Operators whose result has a random row for each row of their arguments.
+_BY_ROWS = {
+    *("bernoulli", "binomial", "multinomial", "native_dropout", "normal", "poisson"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "_sample_dirichlet", "_standard_gamma"),
+}
+# An operator is called for so many rows one by one.
+_MOST_ROWS = 4096
+# Modules of torch whose code runs between an operator and the mode.
+_BETWEEN = ("_python_dispatch.py", "_compile.py", "eval_frame.py", "_stats.py")
+# Seeds are sought by which the first draws are all below this, or all above 1 minus this.
+_EXTREME, _DRAWS = 0.1, 3
+
+
+class SameForSamples(TorchDispatchMode):
+    """Gives all rows of a tensor the same random numbers, those of the place where they are drawn.
+
+    So a part of a batch has the numbers of the whole batch, in whatever order parts are computed.
+    Operators that draw with a generator of their own are left alone.
+
+    >>> with SameForSamples():
+    ...     both = [torch.nn.functional.dropout(torch.ones(n, 9)) for n in (4, 2)]
+    >>> torch.equal(both[0][:2], both[1]), torch.equal(both[0][:1], both[0][1:2])
+    (True, True)
+
+    Args:
+        state: number of the random numbers.
+        varied: places at which `state` decides; None: at all.
+
+    Attributes:
+        drawn: the shapes that were drawn, by place.
+    """
+
+    def __init__(self, state: int = 0, varied: Collection[int] | None = None) -> None:
+        super().__init__()
+        self.drawn: dict[int, list[torch.Size]] = {}
+        self._state, self._varied = state, varied
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; if it draws random numbers, it draws them for one row."""
+        del types
+        kwargs = kwargs or {}
+        is_own = kwargs.get("generator") is not None
+        if torch.Tag.nondeterministic_seeded not in func.tags or is_own:
+            return func(*args, **kwargs)
+        place = _place()
+        state = self._state if self._varied is None or place in self._varied else 0
+        # Code often decides by a single number, so states 1 and 2 are the extremes of that.
+        one_seed = _seeds_of_torch()[state - 1] if state in (1, 2) else place + state
+        result = self._by_rows(func, args, kwargs, place + state, one_seed)
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        self.drawn.setdefault(place, []).append(first.shape)
+        return result
+
+    def _by_rows(self, func: Any, args: Any, kwargs: Any, seed: int, one_seed: int) -> Any:
+        name, mutable = func._schema.name.partition("::")[2], func._schema.is_mutable
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        names = [one.name for one in func._schema.arguments]
+        if "size" in names and not tensors:
+            where = names.index("size")
+            size = [*args[where]]
+            torch.manual_seed(one_seed if np.prod(size) == 1 else seed)
+            row = func(*args[:where], [1, *size[1:]] if size else [], *args[where + 1 :], **kwargs)
+            return row.expand(size).clone()
+        if not tensors or not tensors[0].dim() or tensors[0].numel() <= 1:
+            torch.manual_seed(one_seed if tensors else seed)
+            return func(*args, **kwargs)
+        whole, rows = tensors[0], len(tensors[0])
+        # These operators use no value of their only tensor, so a new row may stand for it.
+        if len(tensors) == 1 and (name.endswith("_like") or (mutable and name not in _BY_ROWS)):
+            torch.manual_seed(seed)
+            row = torch.empty(whole[:1].shape, dtype=whole.dtype, device=whole.device)
+            drawn = func(*[row if one is whole else one for one in args], **kwargs)
+            return whole.copy_(drawn.expand_as(whole)) if mutable else _like(drawn, whole)
+        if name not in _BY_ROWS or rows > _MOST_ROWS:
+            torch.manual_seed(seed)
+            return func(*args, **kwargs)
+        found = []
+        for n in range(rows):
+            torch.manual_seed(seed)
+            found.append(func(*tree_map_only(Tensor, partial(_row, n, rows), args), **kwargs))
+        if mutable and name.endswith("_"):
+            return whole
+        if isinstance(found[0], tuple):
+            return tuple(_laid_out(torch.cat(column), whole) for column in zip(*found, strict=True))
+        return _laid_out(torch.cat(found), whole)
+
+
+def _row(n: int, rows: int, tensor: Tensor) -> Tensor:
+    return tensor[n : n + 1] if tensor.dim() and len(tensor) == rows else tensor
+
+
+def _like(row: Tensor, whole: Tensor) -> Tensor:
+    return torch.empty_like(whole, dtype=row.dtype).copy_(row.expand_as(whole))
+
+
+def _laid_out(result: Tensor, whole: Tensor) -> Tensor:
+    """The result in the layout of the tensor from which it was computed."""
+    if result.shape != whole.shape:
+        return result
+    return torch.empty_like(whole, dtype=result.dtype).copy_(result)
+
+
+def _place() -> int:
+    """A number for the line of code that draws, the same wherever it is called from."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+        frame = frame.f_back
+    return hash((frame.f_code.co_filename, frame.f_lineno)) % 2**31
+
+
+@lru_cache(1)
+def _seeds_of_torch() -> tuple[int, int]:
+    """Two seeds by which torch's first number is small, and by which it is large."""
+    generator = torch.Generator()
+
+    def first(seed: int) -> list[float]:
+        return [torch.rand((), generator=generator.manual_seed(seed)).item()]
+
+    return _extremes(first)
+
+
+@lru_cache(1)
+def _seeds_of_python() -> tuple[int, int]:
+    return _extremes(lambda seed: _draws(random.Random(seed)))  # noqa: S311 - no secret
+
+
+@lru_cache(1)
+def _seeds_of_numpy() -> tuple[int, int]:
+    return _extremes(lambda seed: [*np.random.RandomState(seed).rand(_DRAWS)])
+
+
+def _draws(generator: random.Random) -> list[float]:
+    return [generator.random() for _ in range(_DRAWS)]
+
+
+def _extremes(draws: Callable[[int], Sequence[float]]) -> tuple[int, int]:
+    """A seed whose first draws are all small, and one whose first draws are all large."""
+    low = next(one for one in range(10**6) if max(draws(one)) < _EXTREME)
+    high = next(one for one in range(10**6) if min(draws(one)) > 1 - _EXTREME)
+    return low, high
+
+
+def seed_extremes(state: int) -> None:
+    """Seed Python's and NumPy's generators so that their first numbers are small, or large.
+
+    Args:
+        state: 0: small numbers come first; 1: large ones.
+    """
+    random.seed(_seeds_of_python()[state])
+    np.random.seed(_seeds_of_numpy()[state])
