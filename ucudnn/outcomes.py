@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ from msgspec import Meta
 from ucudnn.errors import PlanError
 from ucudnn.units import Count, Ratio, format_bytes, format_ns
 
+Deviation = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # no nan, no infinity
 MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
 # A loss by a plan, and a gain by another layout or another way to run steps, count only if they are
 # more than this fraction of a step's time.
@@ -308,6 +310,38 @@ class LayoutHint:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """How near a divided step by a plan is to the undivided step by torch, on the same numbers.
+
+    >>> print(Comparison(3e-7, 3e-4, parameters=62, samples=16, states=1))
+    gradients of 62 parameters equal torch's to 3e-07 (16 samples)
+
+    Args:
+        deviation: the largest relative difference, by norm, of any result, gradient of a parameter
+            or of an input, buffer, or anything else that the step left.
+        tolerance: the most that rounding explains.
+        parameters: number of parameters whose gradients were compared; 0: an inference.
+        samples: number of samples of the step.
+        states: number of states of the random generators with which steps were compared.
+    """
+
+    deviation: Deviation
+    tolerance: Deviation
+    parameters: Count = 0
+    samples: Count = 0
+    states: Count = 1
+
+    def __str__(self) -> str:
+        what = (
+            f"gradients of {self.parameters} parameters equal"
+            if self.parameters
+            else "results equal"
+        )
+        states = f", {self.states} states of random numbers" if self.states > 1 else ""
+        return f"{what} torch's to {self.deviation:.0e} ({self.samples} samples{states})"
+
+
+@dataclass(frozen=True, slots=True)
 class Way:
     """One way to run a step, with the peak of its memory and its time.
 
@@ -349,7 +383,6 @@ class StepMemory:
         calls: for each planned convolution of a step by the plan, in order: (index of its kernel in
             the plan, bytes that are live beside its workspace).
         ways: the ways to run the step that were tried or estimated, the undivided step first.
-        whole: modules that cannot run in micro-batches, each with the reason.
     """
 
     budget_bytes: Count
@@ -363,7 +396,6 @@ class StepMemory:
     is_training: bool = True
     calls: tuple[tuple[Count, Count], ...] = ()
     ways: tuple[Way, ...] = ()
-    whole: tuple[tuple[str, str], ...] = ()
 
     @property
     def causes(self) -> tuple[tuple[str, int], ...]:

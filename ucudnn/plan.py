@@ -16,6 +16,7 @@ from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError, PlanFileError, UcudnnError, quoted, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import (
+    Comparison,
     Compilation,
     LayoutHint,
     LayoutRace,
@@ -43,7 +44,7 @@ __all__ = [
     "Timing",
 ]
 _FORMAT = "ucudnn-plan"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,6 +76,9 @@ class Plan:
         segments: modules that run in micro-batches or are recomputed; a segment inside another
             segment runs in each micro-batch of the outer segment.
         micro_batch: samples that a training loop should run at once; None: the whole batch.
+        comparison: how near a step by the plan is to the step by torch; None if the plan divides no
+            step.
+        reasons: modules that run as a whole, or are not recomputed, as (name, reason).
 
     Raises:
         PlanError: a module is a segment twice, or a micro-batch is not an int of at least 1.
@@ -95,6 +99,8 @@ class Plan:
     compilation: Compilation | None = field(default=None, compare=False)
     segments: tuple[Segment, ...] = ()
     micro_batch: Positive | None = None
+    comparison: Comparison | None = field(default=None, compare=False)
+    reasons: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.micro_batch is not None and not is_size(self.micro_batch):

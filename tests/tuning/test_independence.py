@@ -260,7 +260,7 @@ def convnext():
 
 
 def wav2vec2():
-    model = transformers("Wav2Vec2Model", **SPEECH, feat_extract_norm="layer")
+    model = transformers("Wav2Vec2Model", **SPEECH, feat_extract_norm="layer", layerdrop=0.0)
     return model, (torch.randn(4, 400),)
 
 

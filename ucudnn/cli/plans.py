@@ -93,10 +93,12 @@ def _show_segments(plan: Plan) -> None:
         say(f"A training loop runs the model in micro-batches of {plan.micro_batch}.")
     if not plan.segments and plan.micro_batch is None:
         say("No module runs in micro-batches.")
+    if plan.comparison is not None:
+        say(as_sentence(str(plan.comparison)))
+    for name, reason in plan.reasons:
+        say(f"{name or 'The model'} stays as it is: {reason}.")
     if plan.memory is None:
         return
-    for name, reason in plan.memory.whole:
-        say(f"{name or 'The model'} cannot run in micro-batches: {reason}.")
     say(as_sentence(str(plan.memory)))
     if plan.memory.ways:
         out.print(ways_table(plan.memory))

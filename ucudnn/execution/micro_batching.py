@@ -300,20 +300,25 @@ def reason_of_hooks(module: nn.Module) -> str:
     The module's own hooks run outside of its forward. Those of torch itself, such as weight norm,
     belong to what a module computes.
     """
-    inside = ((name, one) for name, one in module.named_modules() if one is not module)
-    for name, one in inside:
-        for hooks in (
-            *(one._forward_hooks, one._forward_pre_hooks),
-            *(one._backward_hooks, one._backward_pre_hooks),
-        ):
-            for hook in hooks.values():
-                if called := _users(hook):
-                    return f"the hook {called} of {name!r} would see parts of the batch, or again"
+    for name, one in module.named_modules():
+        for called in hooks_of(one) if one is not module else ():
+            return f"the hook {called} of {name!r} would see parts of the batch, or see them again"
     for hooks in _GLOBAL_HOOKS:
-        for hook in hooks.values():
-            if called := _users(hook):
-                return f"the hook {called} of all modules would see parts of the batch, or again"
+        for called in filter(None, map(_users, hooks.values())):
+            return (
+                f"the hook {called} of all modules would see parts of the batch, or see them again"
+            )
     return ""
+
+
+@untraced
+def hooks_of(module: nn.Module) -> Iterator[str]:
+    """Names of the hooks of a module that are neither torch's nor ours."""
+    for hooks in (
+        *(module._forward_hooks, module._forward_pre_hooks),
+        *(module._backward_hooks, module._backward_pre_hooks),
+    ):
+        yield from filter(None, map(_users, hooks.values()))
 
 
 def _users(hook: Any) -> str:

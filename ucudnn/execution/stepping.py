@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ucudnn.errors import UcudnnError
 from ucudnn.execution.channels_last import lay_out_
@@ -58,7 +58,12 @@ def run_step(
     """
     # The inputs become new leaves: their gradients are computed, but not added to the `grad` of the
     # caller's tensors.
-    args, kwargs = tree_map_only(Tensor, _leaf, _arguments(inputs))
+    return _run_step(model, tree_map_only(Tensor, _leaf, inputs), backward, is_smooth)
+
+
+def _run_step(model: Callable[..., Any], inputs: Any, backward: bool, is_smooth: bool) -> Any:
+    """Run forward and backward on leaves, which get gradients."""
+    args, kwargs = _arguments(inputs)
     outputs = model(*args, **kwargs)
     # `abs` makes complex outputs real, as the loss of a backward pass must be.
     wanted = (tensor.abs() for tensor in tensors_of(outputs) if tensor.requires_grad)
@@ -81,7 +86,8 @@ def batch_of(inputs: Any) -> int:
 def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
     """Cut inputs into parts of `micro_batch` samples; None: all inputs are one part.
 
-    A tensor whose first axis is not as long as the batch is not cut: every part has all of it.
+    A list with as many entries as there are samples is cut, too. A tensor whose first axis is not
+    as long as the batch is not cut: every part has all of it.
 
     >>> [len(part) for part in parts_of(torch.ones(5, 3), 2)]
     [2, 2, 1]
@@ -91,12 +97,16 @@ def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
         return
     count = batch_of(inputs)
 
-    def part(where: slice, one: Tensor) -> Tensor:
-        return one[where] if one.dim() and len(one) == count else one
+    def is_list(one: Any) -> bool:
+        return isinstance(one, list) and len(one) == count
+
+    def part(where: slice, one: Any) -> Any:
+        is_cut = is_list(one) or (isinstance(one, Tensor) and one.dim() and len(one) == count)
+        return one[where] if is_cut else one
 
     for start in range(0, count, micro_batch):
         where = slice(start, start + micro_batch)
-        yield tree_map_only(Tensor, partial(part, where), inputs)
+        yield tree_map(partial(part, where), inputs, is_leaf=is_list)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -122,6 +132,10 @@ class Steps:
 
     Running statistics, and other state that forward() updates in the copy, carry over to later
     steps. If `example_inputs` is a list, it holds several examples; otherwise it is one example.
+
+    Attributes:
+        model: the copy of the model.
+        inputs: the copies of the examples.
     """
 
     def __init__(
@@ -142,7 +156,7 @@ class Steps:
         # Even if torch.compile compiled the user's model, steps run uncompiled until `compile` is
         # called.
         self._is_held_back = self._has_compiled = is_compiled(model)
-        self.model, self._inputs = self._copied()
+        self.model, self.inputs = self._copied()
         self._run: Callable[..., Any] = self.model
 
     def _copied(self) -> tuple[nn.Module, list[Any]]:
@@ -155,7 +169,7 @@ class Steps:
     def __call__(self) -> None:
         """Run one step for each example."""
         with uncompiled(self._is_held_back):
-            for inputs in self._inputs:
+            for inputs in self.inputs:
                 for part in parts_of(inputs, self.division.micro_batch):
                     run_step(self._run, part, self._backward)
                 _drop_gradients(self.model)
@@ -163,7 +177,7 @@ class Steps:
     @property
     def batch(self) -> int:
         """Samples of the first example."""
-        return batch_of(self._inputs[0])
+        return batch_of(self.inputs[0])
 
     def divide(self, division: StepDivision) -> None:
         """Divide all further steps into micro-batches and segments as `division` says."""
@@ -194,7 +208,7 @@ class Steps:
         """
         model, examples = self._copied()
         if nudge:
-            _nudge_(model, nudge)
+            nudge_(model, nudge)
         seed_all()
         found = StepResults([], [])
         with uncompiled(self._has_compiled), SameRandomNumbers():
@@ -209,13 +223,22 @@ class Steps:
         return found
 
 
+def run_with_leaves(model: nn.Module, inputs: Any, backward: bool) -> tuple[Any, list[Tensor]]:
+    """Run forward and backward of a smooth loss; return the outputs, and the inputs as leaves."""
+    own = tree_map_only(Tensor, _leaf, inputs)
+    with uncompiled(is_compiled(model)):
+        outputs = _run_step(model, own, backward, is_smooth=True)
+    return outputs, [one for one in tree_leaves(own) if isinstance(one, Tensor)]
+
+
 def _drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
 
 @torch.no_grad()
-def _nudge_(model: nn.Module, nudge: float) -> None:
+def nudge_(model: nn.Module, nudge: float) -> None:
+    """Change each parameter by this fraction of itself, up or down at random."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             # The signs come from a generator of their own, so that the model draws the same random

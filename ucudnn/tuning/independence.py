@@ -48,7 +48,8 @@ class Independence:
         shared: indices, among the leaves of its arguments, of tensors that all samples share.
         lists: as in `Segment`.
         least: the smallest micro-batch by which gradients are those of the batch.
-        selective: why it must not be recomputed selectively; "" if it may.
+        is_unaligned: True if it draws random numbers that cannot be made the same for each sample,
+            so that its parts were compared by their sizes only.
         divides_in: modes in which it may run in micro-batches, as `Segment.training`.
         repeats_in: modes in which its forward may be repeated.
     """
@@ -59,15 +60,13 @@ class Independence:
     shared: tuple[int, ...] = ()
     lists: tuple[tuple[str, bool], ...] = ()
     least: int = 1
-    selective: str = ""
+    is_unaligned: bool = False
     divides_in: tuple[tuple[str, ...], ...] = ()
     repeats_in: tuple[tuple[str, ...], ...] = ()
 
     def allows(self, segment: Segment) -> bool:
         """True if the module may run as a segment says."""
         if segment.micro_batch is not None and (self.reason or segment.micro_batch < self.least):
-            return False
-        if segment.selective and self.selective:
             return False
         return self.repeats or not segment.recompute
 
@@ -225,7 +224,7 @@ class _Trial:
         # Lists that are cut with the samples, by id.
         self._cut: dict[int, Any] = {}
         self._weights: list[Tensor | None] = []
-        self._is_updating = self._draws_outside = False
+        self._is_updating = self._draws_outside = self._is_unaligned = False
         self._initial = self._left()
         # True once it is known that a repeated call gives the same results.
         self.repeats = False
@@ -258,7 +257,9 @@ class _Trial:
             reason, least = self._reason_of_parts(size, whole, gradients, is_random)
         if not reason and (is_random or self._draws_outside):
             reason = self._reason_of_numbers()
-        return Independence(reason, True, self._count, self._shared, tuple(lists.items()), least)
+        return Independence(
+            reason, True, self._count, self._shared, tuple(lists.items()), least, self._is_unaligned
+        )
 
     def _reason_of_state(self, whole: _Run) -> str:
         """Why what a call reads and leaves forbids micro-batches."""
@@ -347,7 +348,7 @@ class _Trial:
                 return "", 1
             # Numbers that are drawn with the samples elsewhere than in the first axis differ. Then
             # only sizes can be compared, and what a call leaves cannot be compared at all.
-            only_sizes = True
+            only_sizes = self._is_unaligned = True
             if changed := _changed(self._initial, whole.left):
                 return f"{changed} is that of the batch", 1
         # The first part is a single sample, as the last one of a batch may be.

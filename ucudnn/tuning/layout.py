@@ -161,7 +161,7 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
         if is_out_of_memory(error):
             raise
         return f"it fails in channels_last ({first_line(error)})"
-    eps = _coarsest_eps(plan)
+    eps = coarsest_eps(plan)
     usual = {"outputs": eps**_POWER_OF_OUTPUTS, "gradients": eps**_POWER_OF_GRADIENTS}
     differences = _differences(truth, found)
     del found  # before another step needs memory
@@ -177,7 +177,8 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
     return ""
 
 
-def _coarsest_eps(plan: Plan) -> float:
+def coarsest_eps(plan: Plan) -> float:
+    """The coarsest relative rounding of the convolutions of a plan."""
     problems = [kernel.problem for kernel in plan.kernels]
     found = [torch.finfo(getattr(torch, problem.dtype)).eps for problem in problems]
     return max([*found, *(_EPS_OF_TF32 for problem in problems if problem.math == "tf32")])

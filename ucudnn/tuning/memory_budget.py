@@ -20,7 +20,7 @@ from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps, undistu
 from ucudnn.outcomes import StepMemory, Way
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.tracing import Traced
 from ucudnn.tuning.segmenting import CLEARLY, Seen, SegmentSearch, half_of
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
@@ -198,6 +198,42 @@ class MemoryBudget:
         self._layouts.clear()
         return True
 
+    def divides_without(self, causes: Mapping[Segment, str]) -> None:
+        """Divide the step anew, without segments by which it is not torch's.
+
+        Args:
+            causes: these segments, each with the reason.
+
+        Raises:
+            PlanError: steps exceed the budget without them.
+        """
+        budget = self.config.budget_bytes
+        assert budget is not None
+        assert self._search is not None
+        for one, reason in causes.items():
+            self._search.exclude(one, reason)
+        self._search.forget(causes)
+        self._fitting = self._faster = None
+        self._least.clear()
+        self._layouts.clear()
+        divided = _computed(partial(self._divided, budget))
+        if divided is None:
+            raise _too_small(self._memory, self.config.loop)
+        self.division = divided
+
+    @property
+    def reasons(self) -> tuple[tuple[str, str], ...]:
+        """Modules that run as a whole, or are not recomputed, each with the reason."""
+        return () if self._search is None else self._search.reasons()
+
+    @property
+    def is_unaligned(self) -> bool:
+        """True if random numbers of divided modules cannot be made the same for each sample."""
+        names = {one.module for one in self.division.segments if one.micro_batch is not None}
+        names |= {""} if self.division.micro_batch is not None else set()
+        findings = {} if self._search is None else self._search.findings
+        return any(findings[name].is_unaligned for name in names if name in findings)
+
     def _return_to_fitting(self) -> None:
         """Plan the step that fits instead of the faster one."""
         assert self._fitting is not None
@@ -233,7 +269,7 @@ class MemoryBudget:
                 chosen = (self._faster or best).division
                 search.examine({one.module: one.micro_batch or 1 for one in chosen.segments})
             ways = search.ways(self._held.total)
-            self._memory = replace(self._memory, ways=ways, whole=search.reasons())
+            self._memory = replace(self._memory, ways=ways)
             if fits:
                 return chosen
             # A loop is tried even if the user did not allow it, so that the error can recommend it.

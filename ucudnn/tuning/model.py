@@ -16,8 +16,9 @@ from ucudnn.execution.compiling import original_of
 from ucudnn.execution.stepping import tensors_of
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
-from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.tracing import Traced, trace_layers
+from ucudnn.tuning.comparing import PlanComparer
 from ucudnn.tuning.judging import (
     LAYOUT_RACE_STEPS,
     RACE_STEPS,
@@ -102,22 +103,61 @@ class _Tuning:
     how: Mapping[str, Any]
     budget: MemoryBudget | None = None
     division: StepDivision = WHOLE
+    # Modules by which divided steps were not torch's, each with the reason.
+    reasons: tuple[tuple[str, str], ...] = ()
 
     def run(self) -> Plan:
-        """Tune the model and judge the plan; repeat both while steps exceed the memory budget."""
-        plan = self._within_budget(self._traced())
-        if self.division != WHOLE:
-            plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
-        return self._described(plan)
+        """Tune the model and judge the plan; repeat both while steps exceed the memory budget.
 
-    def _within_budget(self, traced: Traced) -> Plan:
+        A divided step is compared with torch's. If it computes something else, the step is divided
+        anew without the segments that are the cause.
+        """
+        traced = self._traced()
         if self.config.memory_budget is None:
             self.division = faster_division(
                 self.model, self.inputs, traced, self.config, self.began
             )
-            return self._tuned_and_judged(self._divided(traced))
-        self.budget = budget = MemoryBudget(self.model, self.inputs, self.config, self.began)
-        self.config = budget.config
+            plan = self._tuned_and_judged(self._divided(traced))
+        else:
+            self.budget = MemoryBudget(self.model, self.inputs, self.config, self.began)
+            self.config = self.budget.config
+            plan = self._within_budget(self.budget, traced)
+        while self.division != WHOLE:
+            comparer = self._comparer(plan)
+            comparison, reason = comparer.compare()
+            if not reason:
+                plan = replace(plan, comparison=comparison)
+                plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
+                break
+            plan = self._without(comparer.causes(reason), reason, traced)
+        reasons = self.reasons + (() if self.budget is None else self.budget.reasons)
+        return self._described(replace(plan, reasons=tuple(dict(reasons).items())))
+
+    def _comparer(self, plan: Plan) -> PlanComparer:
+        (inputs,) = self.inputs if isinstance(self.inputs, list) else [self.inputs]
+        return PlanComparer(
+            self.model,
+            inputs,
+            plan,
+            is_training=self.config.ops != ("fprop",),
+            is_unaligned=self.budget is None or self.budget.is_unaligned,
+        )
+
+    def _without(self, causes: Mapping[Segment, str], reason: str, traced: Traced) -> Plan:
+        """The plan of a step without segments by which it is not torch's."""
+        if self.budget is None:
+            self.division = WHOLE
+            self.reasons = tuple((one.module, why) for one, why in causes.items())
+            return self._tuned_and_judged(traced)
+        if self.division.micro_batch is not None:
+            raise PlanError(
+                f"a training loop over micro-batches computes something else: {reason}; leave out "
+                f"loop=True"
+            )
+        self.budget.divides_without(causes)
+        return self._within_budget(self.budget, traced)
+
+    def _within_budget(self, budget: MemoryBudget, traced: Traced) -> Plan:
         errors: list[PlanError] = []
         for _ in range(_MOST_PASSES):
             self.division = budget.division

@@ -17,7 +17,7 @@ from torch import nn
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, first_line
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.stepping import (
     STEP_ERRORS,
@@ -129,6 +129,9 @@ class SegmentSearch:
         self._is_training = is_training
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
         self.findings: dict[str, Independence] = {}
+        # Modules that must not be recomputed selectively, with the reason.
+        self._unselective: dict[str, str] = {}
+        self._failed: set[StepDivision] = set()
         self._known: dict[Segment, _Known] = {}
         # Ratios of measured to estimated times, by the keys of `_alike`.
         self._ratios: dict[Any, list[float]] = {}
@@ -169,8 +172,22 @@ class SegmentSearch:
         )
 
     def reasons(self) -> tuple[tuple[str, str], ...]:
-        """Modules that cannot run in micro-batches, each with the reason."""
-        return tuple((name, one.reason) for name, one in self.findings.items() if one.reason)
+        """Modules that cannot run in micro-batches or be recomputed, each with the reason."""
+        found = [(name, one.reason) for name, one in self.findings.items() if one.reason]
+        return (*found, *self._unselective.items())
+
+    def exclude(self, one: Segment, reason: str) -> None:
+        """Let no further division run a module as this segment does."""
+        if one.selective and not one.recompute:
+            self._unselective[one.module] = reason
+            return
+        found = self.findings.get(one.module, Independence(repeats=True))
+        repeats = found.repeats and one.micro_batch is not None
+        self.findings[one.module] = replace(found, reason=found.reason or reason, repeats=repeats)
+
+    def forget(self, causes: Collection[Segment]) -> None:
+        """Leave out the steps that were run with any of these segments."""
+        self.seen = [one for one in self.seen if not set(causes) & {*one.division.segments}]
 
     def _tree(self, root: ModuleCall) -> ModuleCall:
         """The tree of those calls only that may be segments; their estimated costs are noted."""
@@ -178,6 +195,15 @@ class SegmentSearch:
         for call in root.walk():
             counts[call.name] = counts.get(call.name, 0) + 1
         least = _LEAST_SHARE * self._own.peak_bytes
+
+        def outermost(call: ModuleCall) -> Iterator[tuple[str, int]]:
+            for child in call.children:
+                if child.name and counts[child.name] > 1:
+                    yield child.name, child.samples
+                else:
+                    yield from outermost(child)
+
+        self._repeated = dict(outermost(root))
 
         def matters(call: ModuleCall) -> bool:
             if counts[call.name] > 1 or not call.samples:
@@ -260,11 +286,10 @@ class SegmentSearch:
         return Node(tuple(options), tuple(children))
 
     def _may_be(self, one: Segment) -> bool:
+        if one.selective and one.module in self._unselective:
+            return False
         found = self.findings.get(one.module)
-        if found is None:
-            return True
-        can_split = one.micro_batch is None or not found.reason
-        return can_split and (found.repeats or not one.recompute)
+        return found is None or found.allows(one)
 
     def _option(self, known: _Known) -> Option:
         if known.measured is not None:
@@ -310,6 +335,8 @@ class SegmentSearch:
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
+        if self._best(limit).peak_bytes > limit:
+            self._try_repeated(limit)
         self._time_again(limit)
         # Backward begins with the last micro-batch, so keeping it needs no additional memory,
         # unless the results of the model are large.
@@ -317,6 +344,24 @@ class SegmentSearch:
             if self._best(limit).peak_bytes > limit and not self.reason_against_parts():
                 self._go_inside(limit, kept)
         return self._best(limit)
+
+    def _try_repeated(self, limit: int) -> None:
+        """Run modules that a step calls several times in micro-batches, until a step fits.
+
+        A call of such a module has no cost of its own, so the solver leaves these modules out.
+        """
+        for halvings in range(1, _MOST_HALVINGS):
+            sizes = {name: count >> halvings for name, count in self._repeated.items()}
+            sizes = {name: size for name, size in sizes.items() if size}
+            self.examine(sizes)
+            segments = [
+                replace(one, recompute=self._is_training)
+                for one in (Segment(name, size) for name, size in sizes.items())
+                if self._may_be(one)
+            ]
+            if not segments or self._best(limit).peak_bytes <= limit:
+                return
+            self.try_(StepDivision(tuple(map(self._described, segments))))
 
     def _time_again(self, limit: int) -> None:
         """Time the fastest steps within a limit again, as long as there is time.
@@ -356,12 +401,16 @@ class SegmentSearch:
 
         size = 1
         while self._is_training and size < self._steps.batch:
-            peak = self.try_(division(size, ())).peak_bytes
+            if (outer := self.try_(division(size, ()))) is None:
+                break
+            peak = outer.peak_bytes
             part = next(parts_of(self._inputs, size))
             inner = SegmentSearch(self._model, part, self._backend, True, until=self.until)
             room = limit - max(0, peak - inner.seen[0].peak_bytes)
             for is_first in (True, False, False):
-                last = self.try_(division(size, inner.within(max(0, room)).division.segments))
+                segments = inner.within(max(0, room)).division.segments
+                if (last := self.try_(division(size, segments))) is None:
+                    return
                 if last.peak_bytes <= limit or room <= 0:
                     break
                 # Beside the current micro-batch, the step may hold more memory than estimated. So
@@ -412,6 +461,8 @@ class SegmentSearch:
         found = self.findings[""]
         if found.reason:
             return f"of this model {found.reason}"
+        if found.least > 1:
+            return "one sample alone computes other gradients"
         return "" if found.samples == batch else "its samples are not those of its first tensor"
 
     def faster(self, loop: bool = False) -> StepDivision:
@@ -475,28 +526,54 @@ class SegmentSearch:
 
     def _described(self, one: Segment) -> Segment:
         """The segment with the fields `shared` and `training` filled in for its module."""
-        found = self.findings[one.module]
-        modes = (module.training for module in self._modules[one.module].modules())
-        return replace(one, shared=found.shared, training=sum(modes))
+        return self.findings[one.module].described(one)
 
-    def try_(self, division: StepDivision) -> Seen:
-        """Run a step by a division, if none ran yet, and note what its segments cost."""
+    def try_(self, division: StepDivision) -> Seen | None:
+        """Run a step by a division, if none ran yet, and note what its segments cost.
+
+        Returns None if the step fails: the segments that are the cause are excluded.
+        """
         for seen in self.seen:
             if seen.division == division:
                 return seen
+        if division in self._failed:
+            return None
         names = {one.module: one for one in division.segments}
         if division.micro_batch is not None or (len(names) > 1 and "" in names):
             names = {}  # a module that runs several times in a step has no single cost
-        profile = self._profiled(division, names)
+        try:
+            profile = self._profiled(division, names)
+        except STEP_ERRORS as error:
+            self._failed.add(division)
+            self._exclude_the_cause(division, error)
+            return None
         for call in profile.root.walk():
             if call.name is not None:
-                plain = replace(names[call.name], shared=(), training=None)
+                one = names[call.name]
+                plain = replace(one, shared=(), training=None, lists=None, least=1)
                 if known := self._known.get(plain):
                     known.measured = profile.cost(call).option(plain)
                     ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
                     for key in self._alike(plain):
                         self._ratios.setdefault(key, []).append(ratio)
         return self.seen[-1]
+
+    def _exclude_the_cause(self, division: StepDivision, error: BaseException) -> None:
+        """Exclude the segments by which, each alone, a step fails; or else the innermost one."""
+        causes = {}
+        for one in division.segments if len(division.segments) > 1 else ():
+            try:
+                self._steps.divide(StepDivision((one,)))
+                with gradient_mode(self._is_training):
+                    self._steps()
+            except STEP_ERRORS as alone:
+                causes[one] = alone
+            finally:
+                self._steps.divide(WHOLE)
+        if not causes and division.segments:
+            causes = {max(division.segments, key=lambda one: one.module.count(".")): error}
+        for one, cause in causes.items():
+            self.exclude(one, f"a step with it fails ({first_line(cause)})")
 
     def _profiled(self, division: StepDivision, names: Collection[str]) -> ModuleProfile:
         """Run a step by a division, and note it as seen."""

@@ -1,0 +1,369 @@
+"""Compare a step by a finished plan with the step that torch computes, before the plan is returned.
+
+Both steps run on copies of the model, with the same random numbers. Compared are results, gradients
+of parameters and inputs, buffers, and what the step leaves in attributes, variables and hooks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ucudnn.benchmark.failures import is_out_of_memory
+from ucudnn.errors import first_line
+from ucudnn.execution.micro_batching import hooks_of, segment_
+from ucudnn.execution.nesting import take_apart
+from ucudnn.execution.override import Installation
+from ucudnn.execution.remembering import Remembered, left_by
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.stepping import (
+    STEP_ERRORS,
+    Steps,
+    batch_of,
+    gradient_mode,
+    nudge_,
+    parts_of,
+    run_with_leaves,
+    tensors_of,
+    undisturbed,
+)
+from ucudnn.outcomes import Comparison
+from ucudnn.plan import Plan
+from ucudnn.segment import WHOLE, Segment, StepDivision
+from ucudnn.tuning.layout import coarsest_eps
+from ucudnn.tuning.same_numbers import SameForSamples
+
+# Relative differences up to this power of the coarsest relative rounding need no further test.
+_POWER = 0.5
+# Rounding moves inputs of a ReLU across zero, or changes the maximum of a pool. So differences are
+# tolerated up to this many times the difference that a change of all weights by one rounding makes,
+# but never above the second number.
+_MOST_TIMES, _MOST = 10.0, 0.2
+# The least samples of a step that has parts.
+_LEAST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a step by a plan is from the step by torch.
+
+    Args:
+        largest: the largest relative difference of anything that was compared.
+        where: what differs by this much.
+        parameters: number of parameters whose gradients were compared.
+        draws: True if the step draws random numbers.
+    """
+
+    largest: float
+    where: str
+    parameters: int
+    draws: bool
+
+
+@dataclass
+class _Outcome:
+    """What a step computed, and what it left."""
+
+    results: list[list[Any]] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    inputs: list[list[Tensor | None]] = field(default_factory=list)
+    left: dict[str, list[Any]] = field(default_factory=dict)
+    draws: bool = False
+
+
+class PlanComparer:
+    """Compares steps of one model by torch with divided steps by a plan.
+
+    Args:
+        model: any module.
+        inputs: an example input.
+        plan: the plan, whose convolutions are computed as it says.
+        is_training: True: a step is forward and backward; False: forward without a graph.
+        is_unaligned: True if the plan divides a module that draws random numbers which cannot be
+            made the same for each sample.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        plan: Plan,
+        *,
+        is_training: bool,
+        is_unaligned: bool = False,
+    ) -> None:
+        self._model, self._inputs, self._plan = model, inputs, plan
+        self._is_training, self._is_unaligned = is_training, is_unaligned
+        # A step may have shapes that the plan does not cover: torch computes them.
+        self._runner = Runner(plan, replace(plan.config, unplanned="torch"))
+        self._eps = coarsest_eps(plan)
+
+    def compare(self) -> tuple[Comparison, str]:
+        """How near steps are, and what differs by more than rounding explains; "" if nothing does.
+
+        Steps of the whole batch are compared, or of the largest part of it for which memory
+        suffices. If they draw random numbers, steps of a part with other numbers are compared, too.
+        """
+        count, inputs = batch_of(self._inputs), self._inputs
+        difference = None
+        while difference is None:
+            try:
+                difference, most = self._difference(inputs, self._plan.division, 0)
+            except STEP_ERRORS as error:
+                size = batch_of(inputs)
+                if not is_out_of_memory(error):
+                    return Comparison(0.0, 0.0), f"a step by the plan fails ({first_line(error)})"
+                if size <= _LEAST:
+                    raise
+                inputs = self._part(size // 2)
+        found = [(difference, most)]
+        if difference.draws and difference.largest <= most:
+            found.append(self._difference(self._part(count // 4 + 1), self._plan.division, 1))
+        worst, most = max(found, key=lambda one: one[0].largest / max(one[1], 1e-300))
+        reason = f"{worst.where} differs from torch's by {_percent(worst.largest)}"
+        is_same = all(one.largest <= limit for one, limit in found)
+        compared = Comparison(
+            deviation=min(worst.largest, 1e9),
+            tolerance=most,
+            parameters=difference.parameters,
+            samples=batch_of(inputs),
+            states=len(found),
+        )
+        return compared, "" if is_same else reason
+
+    def causes(self, reason: str) -> dict[Segment, str]:
+        """The segments by which, each alone, a step is not torch's, and how it differs.
+
+        If there is none, these are the segments without each of which a step is torch's; or else
+        all segments.
+
+        Args:
+            reason: how steps with all segments differ.
+        """
+        segments = self._plan.segments
+        found = {one: self._reason(StepDivision((one,))) for one in segments}
+        found = {one: why for one, why in found.items() if why}
+        for one in () if found else segments:
+            others = tuple(each for each in segments if each is not one)
+            if not self._reason(self._plan.division._replace(segments=others)):
+                found[one] = f"beside other segments, {reason}"
+        return found or dict.fromkeys(segments, reason)
+
+    def _reason(self, division: StepDivision) -> str:
+        try:
+            for state in (0, 1):
+                difference, most = self._difference(self._inputs, division, state)
+                if difference.largest > most:
+                    where = difference.where
+                    return f"{where} differs from torch's by {_percent(difference.largest)}"
+                if not difference.draws:
+                    break
+        except STEP_ERRORS as error:
+            return f"a step with it fails ({first_line(error)})"
+        return ""
+
+    def _part(self, size: int) -> Any:
+        """The first samples of the inputs: an odd number, so that the last part is uneven."""
+        size = max(_LEAST, size) | 1
+        return next(parts_of(self._inputs, min(batch_of(self._inputs), size)))
+
+    def _difference(
+        self, inputs: Any, division: StepDivision, state: int
+    ) -> tuple[Difference, float]:
+        """The difference of two steps, and the most that rounding explains."""
+        division = _within(division, batch_of(inputs))
+        truth = self._step(inputs, WHOLE, state)
+        found = self._step(inputs, division, state)
+        difference = _between(truth, found)
+        if difference.largest > self._eps**_POWER and self._is_unaligned and truth.draws:
+            # Only the same micro-batches, with everything kept, draw the same random numbers.
+            truth, found = (
+                self._step(inputs, one, state, same=False) for one in (_kept(division), division)
+            )
+            difference = _between(truth, found)
+        usual = self._eps**_POWER
+        if difference.largest <= usual:
+            return difference, usual
+        del found
+        nudged = _between(truth, self._step(inputs, WHOLE, state, nudge=self._eps))
+        return difference, max(usual, min(_MOST, _MOST_TIMES * nudged.largest))
+
+    def _step(
+        self,
+        inputs: Any,
+        division: StepDivision,
+        state: int,
+        *,
+        nudge: float = 0.0,
+        same: bool = True,
+    ) -> _Outcome:
+        is_plan = division != WHOLE
+        layout = self._plan.memory_format if is_plan else "keep"
+        steps = Steps(self._model, inputs, self._is_training, layout)
+        model, (own,) = steps.model, steps.inputs
+        if nudge:
+            nudge_(model, nudge)
+        segment_(model, division.segments)
+        outcome = _Outcome()
+        numbers = SameForSamples(state) if same else nullcontext()
+        kind = self._plan.device.type
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(model))
+            stack.enter_context(gradient_mode(self._is_training))
+            stack.enter_context(Remembered(model, "the model", updates=False))
+            received = stack.enter_context(_received(model))
+            torch.manual_seed(state), random.seed(state), np.random.seed(state)
+            before = random.getstate(), np.random.get_state()[1].copy()
+            if is_plan:
+                stack.enter_context(Installation(kind, self._runner))
+            with numbers:
+                for part in parts_of(own, division.micro_batch):
+                    outputs, leaves = run_with_leaves(model, part, self._is_training)
+                    outcome.results.append([_copy(one) for one in take_apart(outputs)[0]])
+                    outcome.inputs.append([one.grad for one in leaves])
+                    del outputs
+            outcome.draws = bool(same and numbers.drawn) or not (
+                before[0] == random.getstate()
+                and np.array_equal(before[1], np.random.get_state()[1])
+            )
+            outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
+            outcome.left = {
+                f"the buffer {k!r}": [v.detach().clone()] for k, v in model.named_buffers()
+            }
+            for name, module in model.named_modules():
+                outcome.left |= left_by(module, name)
+            outcome.left |= {f"what hooks of {k!r} received": v for k, v in received.items()}
+        return outcome
+
+
+def _within(division: StepDivision, count: int) -> StepDivision:
+    """The division of a smaller batch, in which as many segments as possible have parts."""
+    most = max(1, (count + 1) // 2)
+
+    def smaller(one: Segment) -> Segment:
+        size = one.micro_batch
+        return (
+            one if size is None or size < count else replace(one, micro_batch=max(one.least, most))
+        )
+
+    size = division.micro_batch
+    size = size if size is None or size < count else most
+    return StepDivision(tuple(map(smaller, division.segments)), size)
+
+
+def _kept(division: StepDivision) -> StepDivision:
+    """The same micro-batches, all of which keep what backward needs."""
+    divided = (one for one in division.segments if one.micro_batch is not None)
+    plain = (replace(one, recompute=False, kept=0, selective=False) for one in divided)
+    return StepDivision(tuple(plain), division.micro_batch)
+
+
+@contextmanager
+def _received(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
+    """Context that notes the results of those modules that have hooks, as the last hook."""
+    received: dict[str, list[Any]] = {}
+
+    def note(name: str, module: nn.Module, args: Any, result: Any) -> None:
+        del module, args
+        received.setdefault(name, []).extend(_copy(one) for one in tensors_of(result))
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if any(hooks_of(module)):
+                stack.callback(module.register_forward_hook(partial(note, name)).remove)
+        yield received
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _between(truth: _Outcome, found: _Outcome) -> Difference:
+    """The largest difference of two steps."""
+    gradients = [one for one in truth.gradients.values() if one is not None]
+    scale = max(map(_size, gradients), default=0.0)
+    compared: list[tuple[str, Callable[[], float]]] = [
+        ("its result", partial(_of_lists, _joined(truth.results), _joined(found.results))),
+        (
+            "the gradient of its inputs",
+            partial(_of_lists, _joined(truth.inputs), _joined(found.inputs)),
+        ),
+    ]
+    for name, one in truth.gradients.items():
+        other = found.gradients.get(name)
+        compared.append((f"the gradient of {name!r}", partial(_relative, one, other, scale)))
+    for name, values in truth.left.items():
+        compared.append((name, partial(_of_lists, values, found.left.get(name, []))))
+    worst, where = 0.0, ""
+    for name, measure in compared:
+        difference = measure()
+        if not difference <= worst:  # NaN is the worst
+            worst, where = difference if difference == difference else inf, name
+    return Difference(worst, where, len(gradients), truth.draws)
+
+
+def _joined(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """Values of the whole batch from those of its parts."""
+    if len(parts) == 1:
+        return [*parts[0]]
+    return [
+        torch.cat(column) if all(isinstance(x, Tensor) and x.dim() for x in column) else column[0]
+        for column in map(list, zip(*parts, strict=True))
+    ]
+
+
+def _of_lists(ones: Sequence[Any], others: Sequence[Any]) -> float:
+    if len(ones) != len(others):
+        return inf
+    pairs = zip(ones, others, strict=True)
+    return max((_relative(one, other, 0.0) for one, other in pairs), default=0.0)
+
+
+def _relative(one: Any, other: Any, scale: float) -> float:
+    """Norm of the difference over the norm of the first value.
+
+    A gradient that is far smaller than others, such as that of a bias before a norm, is nothing but
+    rounding. So the norm counts as at least a thousandth of `scale`.
+    """
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        if one is None and isinstance(other, Tensor):
+            one = torch.zeros_like(other)
+        elif other is None and isinstance(one, Tensor):
+            other = torch.zeros_like(one)
+        else:
+            is_plain = isinstance(one, (int, float, complex, str))
+            return inf if is_plain and one != other and one == one else 0.0
+    if one.shape != other.shape:
+        return inf
+    if not (one.is_floating_point() or one.is_complex()):
+        return 0.0 if torch.equal(one, other) else inf
+    # Where both are not finite, they are the same.
+    a, b = (tensor.double().nan_to_num(0.0, 0.0, 0.0) for tensor in (_dense(one), _dense(other)))
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return inf
+    difference, size = _size(a - b), max(_size(a), scale / 1000)
+    return 0.0 if difference == 0 else difference / size if size else inf
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _size(tensor: Tensor) -> float:
+    """Root of the mean square."""
+    dense = _dense(tensor).double()
+    return float(dense.square().mean().sqrt()) if dense.numel() else 0.0
+
+
+def _percent(ratio: float) -> str:
+    return "all of it" if ratio == inf else f"{100 * ratio:.2g} %"
