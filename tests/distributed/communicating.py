@@ -346,7 +346,7 @@ def advised_badly(folder: Path, rank: int) -> dict[str, Any]:
     return {}
 
 
-def elastic(folder: Path, rank: int, period: int) -> dict[str, Any]:
+def elastic(folder: Path, rank: int, period: int, is_last: bool = False) -> dict[str, Any]:
     """Elastic averaging beside the same by numbers alone, with a restart in the middle."""
     ranks, alpha, beta = dist.get_world_size(), 0.3, 0.8
     models = [training.network(dtype=torch.float64) for _ in range(ranks)]
@@ -354,6 +354,8 @@ def elastic(folder: Path, rank: int, period: int) -> dict[str, Any]:
         n: one.clone() for n, one in models[0].state_dict().items() if one.is_floating_point()
     }
     own = copy.deepcopy(models[0])
+    if is_last and rank == 1:
+        own.to(memory_format=torch.channels_last)
     averager = distributed.ElasticAverager(own, period, alpha, beta, timeout_s=100)
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
     for step in range(7):

@@ -29,7 +29,8 @@ class ElasticAverager:
     Call `step` after each step of the optimizer, on all ranks. Every `period` steps a rank moves
     its parameters by `alpha` of the way to the centre, and the centre moves by `beta` of the way to
     the mean of all ranks. Buffers of floating point, such as those of BatchNorm, move likewise; the
-    state of the optimizer stays on its rank.
+    state of the optimizer stays on its rank. The model may get other dtypes, devices and layouts at
+    any time, on all ranks.
 
     Synchronous elastic averaging SGD: Zhang, Choromanska, LeCun, NeurIPS 2015.
 
@@ -87,9 +88,12 @@ class ElasticAverager:
         self._period, self._beta = period, beta
         self._alpha = beta / dist.get_world_size() if alpha is None else alpha
         self._steps = 0
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self._tensors = {name: one.detach() for name, one in named if one.is_floating_point()}
-        self.centre = {name: one.clone() for name, one in self._tensors.items()}
+        self._model = model
+        # Contiguous, because a broadcast copies memory, and each rank may have a layout of its own.
+        self.centre = {
+            name: one.clone(memory_format=torch.contiguous_format)
+            for name, one in _tensors(model).items()
+        }
         # On all ranks, the centre starts with the tensors of rank 0.
         for one in self.centre.values():
             dist.broadcast(one, 0)
@@ -100,26 +104,44 @@ class ElasticAverager:
         self._steps += 1
         if self._steps % self._period:
             return
-        for dtype in dict.fromkeys(one.dtype for one in self._tensors.values()):
-            names = [name for name, one in self._tensors.items() if one.dtype == dtype]
-            mean = torch.cat([self._tensors[name].flatten() for name in names])
+        tensors = self._followed()
+        first_names = _first_names(tensors)
+        for dtype in dict.fromkeys(one.dtype for one in tensors.values()):
+            names = [n for n in dict.fromkeys(first_names.values()) if tensors[n].dtype == dtype]
+            mean = torch.cat([tensors[name].flatten() for name in names])
             dist.all_reduce(mean)
-            parts = mean.div_(dist.get_world_size()).split(
-                [self._tensors[n].numel() for n in names]
-            )
+            parts = mean.div_(dist.get_world_size()).split([tensors[n].numel() for n in names])
             for name, part in zip(names, parts, strict=True):
-                own, centre = self._tensors[name], self.centre[name]
+                own, centre = tensors[name], self.centre[name]
                 own.lerp_(centre, self._alpha)
-                centre.lerp_(part.view_as(centre), self._beta)
+                self.centre[name] = centre.lerp(part.view_as(centre), self._beta)
+        self.centre = {name: self.centre[first] for name, first in first_names.items()}
 
     @torch.no_grad()
     def finish(self) -> None:
         """After the last step, copy the centre, which is what was trained, into the model."""
-        for name, one in self._tensors.items():
+        for name, one in self._followed().items():
             one.copy_(self.centre[name])
+
+    def _followed(self) -> dict[str, Tensor]:
+        """The model's tensors as they are now, after the centre took over their dtypes and devices.
+
+        Raises:
+            ConfigError: names or shapes of the model have changed.
+        """
+        tensors = _tensors(self._model)
+        if changed := _different(tensors, self.centre):
+            raise ConfigError(
+                f"the model has changed since the averager was made: names or shapes differ in "
+                f"{changed}; make a new averager"
+            )
+        for name, one in tensors.items():
+            self.centre[name] = self.centre[name].to(one)
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """State that a restart needs; each rank must also save the state of its model."""
+        self._followed()
         return {"steps": self._steps, "centre": dict(self.centre)}
 
     @torch.no_grad()
@@ -132,15 +154,43 @@ class ElasticAverager:
         Raises:
             ConfigError: the state is of another model; nothing is changed.
         """
-        shapes = [{n: one.shape for n, one in c.items()} for c in (state["centre"], self.centre)]
-        if shapes[0] != shapes[1]:
-            raise ConfigError(
-                f"the state is of another model: names or shapes differ in "
-                f"{quoted(sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}))}"
-            )
+        tensors = self._followed()
+        if changed := _different(state["centre"], tensors):
+            raise ConfigError(f"the state is of another model: names or shapes differ in {changed}")
         self._steps = state["steps"]
-        for name, one in self.centre.items():
-            one.copy_(state["centre"][name])
+        # In the dtypes of the state: the model may get them later, and a detour would lose digits.
+        self.centre = {
+            name: state["centre"][name].to(
+                one.device, copy=True, memory_format=torch.contiguous_format
+            )
+            for name, one in tensors.items()
+        }
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of floating point; a shared one under each of its names."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: one.detach() for name, one in named if one.is_floating_point()}
+
+
+def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name, the first name of a tensor with the same memory."""
+    # `load_state_dict(assign=True)` may make two tensors of a shared one, with one memory or two.
+    firsts: dict[Any, str] = {}
+    return {
+        name: firsts.setdefault((one.data_ptr(), one.shape, one.stride()), name)
+        for name, one in tensors.items()
+    }
+
+
+def _different(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
+    """Names that only one of both has, or that have two shapes, quoted; empty if there are none."""
+    shapes = [{name: one.shape for name, one in named.items()} for named in (some, others)]
+    names = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
+    return quoted(sorted(names)) if names else ""
 
 
 def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 300.0) -> None:
