@@ -14,6 +14,8 @@ from ucudnn.distributed import ElasticAverager, delay
 from ucudnn.errors import ConfigError
 
 ROUNDING = 1e-12
+# How DDP may hold the gradients of parameters that a step leaves out.
+WAYS = [{}, {"gradient_as_bucket_view": True, "to_none": False, "bucket_cap_mb": 0.0001}]
 
 
 def _assign(model: nn.Module) -> None:
@@ -44,6 +46,34 @@ def test_gradients_are_late_by_the_steps_that_are_asked_for(launch, late):
     for one in launch("delayed", 2, late=late).end():
         assert one["weights"] < ROUNDING
         assert one["replicated"]
+
+
+def test_late_gradients_of_a_static_graph_with_parameters_of_two_dtypes(launch):
+    for one in launch("delayed", 2, late=1, dtypes=2, static_graph=True).end():
+        assert one["weights"] < 1e-6
+        assert one["replicated"]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_late_gradients_wait_for_a_step_that_uses_their_parameter(launch, late, options):
+    for one in launch("unused", 2, late=late, **options).end():
+        assert one["apart"] < ROUNDING
+        assert one["replicated"]
+
+
+def test_gradients_that_are_not_zeroed_are_late_once(alone):
+    """Of a step that does not use a parameter, DDP leaves the gradient as it is."""
+    layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+    layers.forward = lambda x, which: sum(layers[n](x) for n in which)
+    replica = DistributedDataParallel(layers, find_unused_parameters=True)
+    delay(replica)
+    found = []
+    for value, which in ((5.0, [0, 1]), (7.0, [0, 1]), (1.0, [0]), (1.0, [0]), (2.0, [0, 1])):
+        replica(torch.full((1, 1), value), which).sum().backward()
+        found.append(layers[1].weight.grad.item())
+    # The second step sends 0 + 7, and gets 5; the last one gets the 7 and sends 5 + 2.
+    assert found == [0, 5, 5, 5, 7]
 
 
 def test_local_sgd_by_torch_with_converted_layers(launch):

@@ -7,7 +7,7 @@ this kind is local SGD, which torch implements as `PeriodicModelAverager`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -197,9 +197,11 @@ def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 3
     """Apply gradients some steps late, so that their exchange runs during these steps.
 
     Call it on all ranks before the first step. The first gradients are zeros, and the last ones are
-    never applied. A parameter server whose gradients are always as stale as allowed does the same:
-    Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
-    NeurIPS 2013. If a `GradScaler` is used, its scale must not change.
+    never applied. A gradient that arrives in a step in which no rank uses its parameter waits for
+    the next step that uses it. If a `GradScaler` is used, its scale must not change.
+
+    A parameter server whose gradients are always as stale as allowed does the same: Ho et al.,
+    "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
 
     >>> from torch.distributed import HashStore
     >>> dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -229,15 +231,18 @@ def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 3
         )
     with Rendezvous("delay", replica.process_group, timeout_s) as rendezvous:
         require_equal(rendezvous.exchange("steps", {"steps of delay": str(steps)}))
-    register(replica, _Delayed(replica, steps))
+    register(replica, _Delayed(replica, steps), keeps_unused=steps > 0)
 
 
 class _Delayed:
-    """State of the hook: for each of the last `steps` steps, a list of the buckets in exchange."""
+    """State of the hook: buckets in exchange, and gradients that have arrived but must wait."""
 
     def __init__(self, replica: DistributedDataParallel, steps: int) -> None:
         self._group, self._steps = replica.process_group, steps
+        # For each of the last `steps` steps, and this one.
         self._sent: deque[list[tuple[Any, Tensor, list[Tensor]]]] = deque([[]])
+        self._unused: deque[Set[int]] = deque()
+        self._waiting: dict[int, Tensor] = {}
         self._buckets: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
@@ -247,21 +252,37 @@ class _Delayed:
         self._sent[-1].append((work, copy, bucket.parameters()))
         self._buckets.append((bucket, future))
 
-    def finish(self) -> None:
-        """Wait for the exchanges begun `steps` steps ago, and give their gradients to DDP."""
-        arrived: dict[int, Tensor] = {}
+    def finish(self, unused: Set[int]) -> None:
+        """Wait for the exchanges begun `steps` steps ago, and give their gradients to DDP.
+
+        Args:
+            unused: ids of the parameters that no rank has used in this step.
+        """
+        self._unused.append(unused)
         if len(self._sent) > self._steps:
+            # The gradient of a parameter that was not used then is an older one, which stayed.
+            old = self._unused.popleft()
             for work, copy, parameters in self._sent.popleft():
                 work.wait()
-                parts = copy.split([one.numel() for one in parameters])
-                arrived |= {id(one): part for one, part in zip(parameters, parts, strict=True)}
+                for one, part in _parts(copy, parameters):
+                    if id(one) in old:
+                        continue
+                    # A copy, so that what waits long does not keep the memory of its bucket.
+                    late = part.clone() if id(one) in unused else part
+                    waiting = self._waiting.get(id(one))
+                    self._waiting[id(one)] = late if waiting is None else waiting + late
         for bucket, future in self._buckets:
             # DDP changes its buckets after the first step. So the gradient of a parameter may have
             # been sent in another bucket than the one in which DDP expects it now.
-            parameters = bucket.parameters()
-            parts = bucket.buffer().split([one.numel() for one in parameters])
-            for one, part in zip(parameters, parts, strict=True):
-                part.copy_(arrived[id(one)]) if arrived else part.zero_()
+            for one, part in _parts(bucket.buffer(), bucket.parameters()):
+                if id(one) not in unused:
+                    waiting = self._waiting.pop(id(one), None)
+                    part.zero_() if waiting is None else part.copy_(waiting)
             future.set_result(bucket.buffer())
         self._buckets.clear()
         self._sent.append([])
+
+
+def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter with its part of a bucket."""
+    return zip(parameters, flat.split([one.numel() for one in parameters]), strict=True)
