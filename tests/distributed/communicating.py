@@ -70,7 +70,7 @@ class AllRanks:
         flat = gradient.flatten().clone()
         if name in self.left[rank]:
             flat += self.left[rank][name]
-        if self.codec.size_bytes(len(flat), 8) >= flat.nbytes:
+        if self.codec.size_bytes(len(flat), flat.itemsize) >= flat.nbytes:
             return flat.view_as(gradient)
         chance = torch.Generator().manual_seed(seed)
         sent = self.codec.decode(self.codec.encode(flat, chance), flat)
@@ -98,11 +98,11 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: 
 
 
 def compressed(
-    folder: Path, rank: int, codec: str, micro: int = 1, **options: Any
+    folder: Path, rank: int, codec: str, micro: int = 1, dtypes: int = 1, **options: Any
 ) -> dict[str, Any]:
     """Train with compressed gradients, and beside it without any message."""
     ranks, steps = dist.get_world_size(), 12
-    model = network()
+    model = network() if dtypes == 1 else TwoDtypes()
     expected = AllRanks(model, CODECS[codec])
     replica = DistributedDataParallel(model, **options)
     compression = distributed.compress(replica, CODECS[codec], timeout_s=100)
@@ -120,8 +120,8 @@ def compressed(
         is_replicated = is_replicated and training.is_replicated(replica.module)
     left = compression.state_dict()["left"]
     apart = [float((left[n].flatten() - one).abs().max()) for n, one in expected.left[rank].items()]
-    sizes = [one.numel() for one in model.parameters()]
-    coded = sum(min(CODECS[codec].size_bytes(n, 8), 8 * n) for n in sizes)
+    sizes = [(one.numel(), one.itemsize) for one in model.parameters()]
+    coded = sum(min(CODECS[codec].size_bytes(n, size), n * size + 7 & ~7) for n, size in sizes)
     return {
         "weights": training.difference(replica.module, expected.model),
         "left": max(apart, default=0.0),
@@ -130,7 +130,7 @@ def compressed(
         "dense": compression.is_dense,
         "sent": compression.sent_bytes,
         "coded": steps * coded * (ranks - 1),
-        "whole": steps * 16 * sum(sizes) * (ranks - 1) // ranks,
+        "whole": steps * 2 * sum(n * size for n, size in sizes) * (ranks - 1) // ranks,
     }
 
 
@@ -154,42 +154,85 @@ def joined(folder: Path, rank: int, codec: str) -> dict[str, Any]:
     }
 
 
-def unused(folder: Path, rank: int) -> dict[str, Any]:
-    """Each rank leaves another layer out in every other step."""
+class Switched(nn.Module):
+    """Layers side by side, of which a call uses some."""
 
-    class Switched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(nn.Linear(40, 1).double() for _ in range(2))
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(40, 1).double() for _ in range(2))
 
-        def forward(self, x: Tensor, which: Sequence[int]) -> Tensor:
-            return sum(self.layers[n](x) for n in which)
+    def forward(self, x: Tensor, which: Sequence[int]) -> Tensor:
+        return sum(self.layers[n](x) for n in which)
 
-    def which(step: int, rank: int) -> list[int]:
-        return [0, 1] if step % 2 else [rank % 2]
 
-    model, codec = Switched(), CODECS["top-k"]
+def uses(step: int, rank: int) -> list[list[int]]:
+    """The layers of each micro-step: of all, of one rank, of none, and only before the last."""
+    kinds = ([[0, 1]], [[rank % 2]], [[0]], [[0, 1], [0]], [[0]], [[1]])
+    return kinds[step % len(kinds)]
+
+
+def unused(
+    folder: Path, rank: int, late: int | None = None, to_none: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Layers that ranks leave out in some steps: compressed by top-k, or `late` by some steps."""
+    model, codec, ranks = Switched(), CODECS["top-k"], dist.get_world_size()
     weights = [layer.weight.detach().clone() for layer in model.layers]
-    left = torch.zeros(dist.get_world_size(), 2, 40, dtype=torch.float64)
-    replica = DistributedDataParallel(model, find_unused_parameters=True)
-    distributed.compress(replica, codec, timeout_s=100)
+    left = torch.zeros(ranks, 2, 40, dtype=torch.float64)
+    waiting, sent = torch.zeros(2, 40, dtype=torch.float64), []
+    replica = DistributedDataParallel(model, find_unused_parameters=True, **options)
+    if late is None:
+        compression = distributed.compress(replica, codec, timeout_s=100)
+    else:
+        distributed.delay(replica, late, timeout_s=100)
     optimizer = torch.optim.SGD(replica.parameters(), lr=RATE)
-    x = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    for step in range(6):
-        optimizer.zero_grad()
-        replica(x, which(step, rank)).sum().backward()
+    data = torch.randn(14, ranks, 3, 40, dtype=torch.float64, generator=torch.Generator())
+    apart = 0.0
+    for step, xs in enumerate(data):
+        optimizer.zero_grad(set_to_none=to_none)
+        *first, last = uses(step, rank)
+        for which in first:
+            with replica.no_sync():
+                replica(xs[rank], which).sum().backward()
+        replica(xs[rank], last).sum().backward()
         optimizer.step()
+        counts = [
+            [sum(part.count(n) for part in uses(step, r)) for n in range(2)] for r in range(ranks)
+        ]
+        gradients = torch.tensor(counts, dtype=torch.float64)[..., None] * xs.sum(1)[:, None]
+        sent.append(gradients.mean(0))
+        if late is not None and step >= late:
+            waiting += sent.pop(0)
         for n in range(2):
-            mean = torch.zeros(40, dtype=torch.float64)
-            for r in range(len(left)):
-                left[r, n] += x.sum(0) if n in which(step, r) else 0
-                sent = codec.decode(codec.encode(left[r, n]), left[r, n])
-                left[r, n] -= sent
-                mean += sent / len(left)
-            weights[n] -= RATE * mean
-    pairs = zip(weights, model.layers, strict=True)
-    return {"weights": max(float((a - b.weight).abs().max()) for a, b in pairs)}
+            if not any(row[n] for row in counts):
+                continue
+            if late is not None:
+                weights[n] -= RATE * waiting[n]
+                waiting[n] = 0
+                continue
+            for r in range(ranks):
+                left[r, n] += gradients[r, n]
+                message = codec.decode(codec.encode(left[r, n]), left[r, n])
+                left[r, n] -= message
+                weights[n] -= RATE * message / ranks
+        pairs = zip(weights, model.layers, strict=True)
+        apart = max(apart, *(float((a - b.weight).abs().max()) for a, b in pairs))
+    if late is None:
+        kept = compression.state_dict()["left"]
+        pairs = ((left[rank, n], kept[f"layers.{n}.weight"]) for n in range(2))
+        apart = max(apart, *(float((a - b).abs().max()) for a, b in pairs))
+    return {"apart": apart, "replicated": training.is_replicated(model)}
+
+
+class TwoDtypes(nn.Module):
+    """A network in float64 whose last layer is in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = network(), nn.Linear(5, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.first(images).float())
 
 
 def resumed(folder: Path, rank: int, codec: str) -> dict[str, Any]:
@@ -346,7 +389,7 @@ def advised_badly(folder: Path, rank: int) -> dict[str, Any]:
     return {}
 
 
-def elastic(folder: Path, rank: int, period: int) -> dict[str, Any]:
+def elastic(folder: Path, rank: int, period: int, is_last: bool = False) -> dict[str, Any]:
     """Elastic averaging beside the same by numbers alone, with a restart in the middle."""
     ranks, alpha, beta = dist.get_world_size(), 0.3, 0.8
     models = [training.network(dtype=torch.float64) for _ in range(ranks)]
@@ -354,6 +397,8 @@ def elastic(folder: Path, rank: int, period: int) -> dict[str, Any]:
         n: one.clone() for n, one in models[0].state_dict().items() if one.is_floating_point()
     }
     own = copy.deepcopy(models[0])
+    if is_last and rank == 1:
+        own.to(memory_format=torch.channels_last)
     averager = distributed.ElasticAverager(own, period, alpha, beta, timeout_s=100)
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
     for step in range(7):
@@ -383,12 +428,12 @@ def elastic(folder: Path, rank: int, period: int) -> dict[str, Any]:
     }
 
 
-def delayed(folder: Path, rank: int, late: int) -> dict[str, Any]:
+def delayed(folder: Path, rank: int, late: int, dtypes: int = 1, **options: Any) -> dict[str, Any]:
     """Gradients that are late beside those of one process that knows the data of all."""
     ranks = dist.get_world_size()
-    model = network()
+    model = network() if dtypes == 1 else TwoDtypes()
     expected, waiting = copy.deepcopy(model), []
-    replica = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.002, **options)
     distributed.delay(replica, late, timeout_s=100)
     optimizer = torch.optim.SGD(replica.parameters(), lr=RATE)
     for step in range(8):

@@ -17,6 +17,13 @@ from ucudnn.distributed import OneBit, TopK, compress
 from ucudnn.errors import ConfigError
 
 ROUNDING = 1e-12
+# How DDP may hold the gradients of parameters that a step leaves out.
+WAYS = [
+    {},
+    {"to_none": False, "bucket_cap_mb": 0.0001},
+    {"gradient_as_bucket_view": True},
+    {"gradient_as_bucket_view": True, "to_none": False},
+]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +63,36 @@ def test_ranks_with_different_numbers_of_batches(launch, codec):
         assert one["replicated"]
 
 
-def test_parameters_that_some_ranks_do_not_use(launch):
-    for one in launch("unused", 2).end():
-        assert one["weights"] < ROUNDING
+@pytest.mark.parametrize("codec", ["top-k", "all"])
+def test_a_static_graph_with_parameters_of_two_dtypes(launch, codec):
+    """In its first step DDP says of no bucket that it is the last one."""
+    for one in launch("compressed", 2, codec=codec, dtypes=2, static_graph=True).end():
+        assert one["weights"] < 1e-6
+        assert one["left"] < 1e-6
+        assert one["names"]
+        assert one["replicated"]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_parameters_that_some_ranks_or_no_rank_use(launch, options):
+    for one in launch("unused", 2, **options).end():
+        assert one["apart"] < ROUNDING
+        assert one["replicated"]
+
+
+def test_buckets_that_ddp_leaves_out(alone):
+    """DDP calls no hook for the last bucket, whose parameters are not used."""
+    layers = nn.ModuleDict({"unused": nn.Linear(40, 40), "used": nn.Linear(40, 40)})
+    layers.forward = layers["used"].forward
+    replica = DistributedDataParallel(
+        layers, find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.001
+    )
+    compress(replica, TopK(0.5))
+    for _ in range(2):
+        replica.zero_grad()
+        replica(torch.ones(2, 40)).sum().backward()
+        assert (layers["used"].weight.grad == 2).all()
+        assert layers["unused"].weight.grad is None
 
 
 @pytest.mark.parametrize("codec", ["top-k", "one bit", "ternary"])

@@ -7,7 +7,7 @@ this kind is local SGD, which torch implements as `PeriodicModelAverager`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class ElasticAverager:
     Call `step` after each step of the optimizer, on all ranks. Every `period` steps a rank moves
     its parameters by `alpha` of the way to the centre, and the centre moves by `beta` of the way to
     the mean of all ranks. Buffers of floating point, such as those of BatchNorm, move likewise; the
-    state of the optimizer stays on its rank.
+    state of the optimizer stays on its rank. The model may get other dtypes, devices and layouts at
+    any time, on all ranks.
 
     Synchronous elastic averaging SGD: Zhang, Choromanska, LeCun, NeurIPS 2015.
 
@@ -87,9 +88,12 @@ class ElasticAverager:
         self._period, self._beta = period, beta
         self._alpha = beta / dist.get_world_size() if alpha is None else alpha
         self._steps = 0
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self._tensors = {name: one.detach() for name, one in named if one.is_floating_point()}
-        self.centre = {name: one.clone() for name, one in self._tensors.items()}
+        self._model = model
+        # Contiguous, because a broadcast copies memory, and each rank may have a layout of its own.
+        self.centre = {
+            name: one.clone(memory_format=torch.contiguous_format)
+            for name, one in _tensors(model).items()
+        }
         # On all ranks, the centre starts with the tensors of rank 0.
         for one in self.centre.values():
             dist.broadcast(one, 0)
@@ -100,26 +104,44 @@ class ElasticAverager:
         self._steps += 1
         if self._steps % self._period:
             return
-        for dtype in dict.fromkeys(one.dtype for one in self._tensors.values()):
-            names = [name for name, one in self._tensors.items() if one.dtype == dtype]
-            mean = torch.cat([self._tensors[name].flatten() for name in names])
+        tensors = self._followed()
+        first_names = _first_names(tensors)
+        for dtype in dict.fromkeys(one.dtype for one in tensors.values()):
+            names = [n for n in dict.fromkeys(first_names.values()) if tensors[n].dtype == dtype]
+            mean = torch.cat([tensors[name].flatten() for name in names])
             dist.all_reduce(mean)
-            parts = mean.div_(dist.get_world_size()).split(
-                [self._tensors[n].numel() for n in names]
-            )
+            parts = mean.div_(dist.get_world_size()).split([tensors[n].numel() for n in names])
             for name, part in zip(names, parts, strict=True):
-                own, centre = self._tensors[name], self.centre[name]
+                own, centre = tensors[name], self.centre[name]
                 own.lerp_(centre, self._alpha)
-                centre.lerp_(part.view_as(centre), self._beta)
+                self.centre[name] = centre.lerp(part.view_as(centre), self._beta)
+        self.centre = {name: self.centre[first] for name, first in first_names.items()}
 
     @torch.no_grad()
     def finish(self) -> None:
         """After the last step, copy the centre, which is what was trained, into the model."""
-        for name, one in self._tensors.items():
+        for name, one in self._followed().items():
             one.copy_(self.centre[name])
+
+    def _followed(self) -> dict[str, Tensor]:
+        """The model's tensors as they are now, after the centre took over their dtypes and devices.
+
+        Raises:
+            ConfigError: names or shapes of the model have changed.
+        """
+        tensors = _tensors(self._model)
+        if changed := _different(tensors, self.centre):
+            raise ConfigError(
+                f"the model has changed since the averager was made: names or shapes differ in "
+                f"{changed}; make a new averager"
+            )
+        for name, one in tensors.items():
+            self.centre[name] = self.centre[name].to(one)
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """State that a restart needs; each rank must also save the state of its model."""
+        self._followed()
         return {"steps": self._steps, "centre": dict(self.centre)}
 
     @torch.no_grad()
@@ -132,24 +154,54 @@ class ElasticAverager:
         Raises:
             ConfigError: the state is of another model; nothing is changed.
         """
-        shapes = [{n: one.shape for n, one in c.items()} for c in (state["centre"], self.centre)]
-        if shapes[0] != shapes[1]:
-            raise ConfigError(
-                f"the state is of another model: names or shapes differ in "
-                f"{quoted(sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}))}"
-            )
+        tensors = self._followed()
+        if changed := _different(state["centre"], tensors):
+            raise ConfigError(f"the state is of another model: names or shapes differ in {changed}")
         self._steps = state["steps"]
-        for name, one in self.centre.items():
-            one.copy_(state["centre"][name])
+        # In the dtypes of the state: the model may get them later, and a detour would lose digits.
+        self.centre = {
+            name: state["centre"][name].to(
+                one.device, copy=True, memory_format=torch.contiguous_format
+            )
+            for name, one in tensors.items()
+        }
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of floating point; a shared one under each of its names."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: one.detach() for name, one in named if one.is_floating_point()}
+
+
+def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name, the first name of a tensor with the same memory."""
+    # `load_state_dict(assign=True)` may make two tensors of a shared one, with one memory or two.
+    firsts: dict[Any, str] = {}
+    return {
+        name: firsts.setdefault((one.data_ptr(), one.shape, one.stride()), name)
+        for name, one in tensors.items()
+    }
+
+
+def _different(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
+    """Names that only one of both has, or that have two shapes, quoted; empty if there are none."""
+    shapes = [{name: one.shape for name, one in named.items()} for named in (some, others)]
+    names = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
+    return quoted(sorted(names)) if names else ""
 
 
 def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 300.0) -> None:
     """Apply gradients some steps late, so that their exchange runs during these steps.
 
     Call it on all ranks before the first step. The first gradients are zeros, and the last ones are
-    never applied. A parameter server whose gradients are always as stale as allowed does the same:
-    Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
-    NeurIPS 2013. If a `GradScaler` is used, its scale must not change.
+    never applied. A gradient that arrives in a step in which no rank uses its parameter waits for
+    the next step that uses it. If a `GradScaler` is used, its scale must not change.
+
+    A parameter server whose gradients are always as stale as allowed does the same: Ho et al.,
+    "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
 
     >>> from torch.distributed import HashStore
     >>> dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -179,15 +231,18 @@ def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 3
         )
     with Rendezvous("delay", replica.process_group, timeout_s) as rendezvous:
         require_equal(rendezvous.exchange("steps", {"steps of delay": str(steps)}))
-    register(replica, _Delayed(replica, steps))
+    register(replica, _Delayed(replica, steps), keeps_unused=steps > 0)
 
 
 class _Delayed:
-    """State of the hook: for each of the last `steps` steps, a list of the buckets in exchange."""
+    """State of the hook: buckets in exchange, and gradients that have arrived but must wait."""
 
     def __init__(self, replica: DistributedDataParallel, steps: int) -> None:
         self._group, self._steps = replica.process_group, steps
+        # For each of the last `steps` steps, and this one.
         self._sent: deque[list[tuple[Any, Tensor, list[Tensor]]]] = deque([[]])
+        self._unused: deque[Set[int]] = deque()
+        self._waiting: dict[int, Tensor] = {}
         self._buckets: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
@@ -197,21 +252,37 @@ class _Delayed:
         self._sent[-1].append((work, copy, bucket.parameters()))
         self._buckets.append((bucket, future))
 
-    def finish(self) -> None:
-        """Wait for the exchanges begun `steps` steps ago, and give their gradients to DDP."""
-        arrived: dict[int, Tensor] = {}
+    def finish(self, unused: Set[int]) -> None:
+        """Wait for the exchanges begun `steps` steps ago, and give their gradients to DDP.
+
+        Args:
+            unused: ids of the parameters that no rank has used in this step.
+        """
+        self._unused.append(unused)
         if len(self._sent) > self._steps:
+            # The gradient of a parameter that was not used then is an older one, which stayed.
+            old = self._unused.popleft()
             for work, copy, parameters in self._sent.popleft():
                 work.wait()
-                parts = copy.split([one.numel() for one in parameters])
-                arrived |= {id(one): part for one, part in zip(parameters, parts, strict=True)}
+                for one, part in _parts(copy, parameters):
+                    if id(one) in old:
+                        continue
+                    # A copy, so that what waits long does not keep the memory of its bucket.
+                    late = part.clone() if id(one) in unused else part
+                    waiting = self._waiting.get(id(one))
+                    self._waiting[id(one)] = late if waiting is None else waiting + late
         for bucket, future in self._buckets:
             # DDP changes its buckets after the first step. So the gradient of a parameter may have
             # been sent in another bucket than the one in which DDP expects it now.
-            parameters = bucket.parameters()
-            parts = bucket.buffer().split([one.numel() for one in parameters])
-            for one, part in zip(parameters, parts, strict=True):
-                part.copy_(arrived[id(one)]) if arrived else part.zero_()
+            for one, part in _parts(bucket.buffer(), bucket.parameters()):
+                if id(one) not in unused:
+                    waiting = self._waiting.pop(id(one), None)
+                    part.zero_() if waiting is None else part.copy_(waiting)
             future.set_result(bucket.buffer())
         self._buckets.clear()
         self._sent.append([])
+
+
+def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter with its part of a bucket."""
+    return zip(parameters, flat.split([one.numel() for one in parameters]), strict=True)

@@ -2,13 +2,13 @@
 
 The hook encodes the gradient of each parameter by itself, so results do not depend on buckets,
 which DDP arranges anew after its first step. The hook starts one exchange per bucket while backward
-goes on. When it is called for the last bucket, it waits for all exchanges, because DDP itself waits
+goes on. When all buckets of a step have come, it waits for all exchanges, because DDP itself waits
 only then. It adds no Python callbacks to futures of gloo, which must not hold any (pytorch#179291).
 
 `from __future__ import annotations` is left out: DDP compares a hook's annotations with classes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn.distributed.agreement import require_equal
@@ -32,9 +33,10 @@ def compress(
 ) -> "Compression":
     """Send compressed gradients in place of whole ones; call it on all ranks before the first step.
 
-    What a message leaves out is added to the next gradient of the same rank. Each message goes to
-    all ranks, so compression saves most in jobs of few ranks. If a rank would not send fewer bytes
-    by messages than by whole gradients, whole gradients are sent (`is_dense`).
+    What a message leaves out is added to the next gradient of the same rank. If no rank uses a
+    parameter in a step, what was left out before stays for a step that uses it. Each message goes
+    to all ranks, so compression saves most in jobs of few ranks. If a rank would not send fewer
+    bytes by messages than by whole gradients, whole gradients are sent (`is_dense`).
 
     >>> from torch.distributed import HashStore
     >>> from ucudnn.distributed import TopK
@@ -68,7 +70,7 @@ def compress(
         facts = {"codec": str(codec), "use of a scaler": str(scaler is not None)}
         require_equal(rendezvous.exchange("codec", facts))
     compression = Compression(replica, codec, scaler)
-    register(replica, compression)
+    register(replica, compression, keeps_unused=not compression.is_dense)
     return compression
 
 
@@ -112,7 +114,7 @@ class Compression:
     Attributes:
         is_dense: True if gradients are all-reduced without a codec: for `Half`, in a job of one
             rank, or because a rank would not send fewer bytes by messages.
-        sent_bytes: bytes that this rank has sent so far, without headers.
+        sent_bytes: bytes of gradients that this rank has sent so far, without headers.
 
     Args:
         replica: the wrapped model.
@@ -232,34 +234,38 @@ class Compression:
         self._pending.append(_Pending(bucket, future, work, messages, buffer, left))
         self.sent_bytes += (self._ranks - 1) * len(message)
 
-    def finish(self) -> None:
-        """Wait for the exchanges of all buckets, and average the gradients."""
+    def finish(self, unused: Set[int]) -> None:
+        """Wait for the exchanges of all buckets, and average the gradients.
+
+        Args:
+            unused: ids of the parameters that no rank has used in this step.
+        """
+        unused_names = {self._names[one] for one in unused}
         is_finite: list[Tensor] = []
         left: dict[str, Tensor] = {}
         for one in self._pending:
             one.work.wait()
             buffer = one.bucket.buffer()
             if one.messages:
-                self._add_up(one)
-            elif one.summed is not buffer:
-                buffer.copy_(one.summed)
-            buffer.div_(self._ranks)
+                self._average(one, unused_names)
+            else:
+                buffer.copy_(one.summed).div_(self._ranks)
             is_finite.append(buffer.isfinite().all())
-            left.update(one.left)
+            left |= {name: part for name, part in one.left.items() if name not in unused_names}
         # All ranks have the same averages. If one is not finite, as when a scaled loss overflows,
         # GradScaler skips this step. Then this step's messages have no effect, and `_left` must
         # stay as it was before the step.
         if left and torch.stack(is_finite).all():
-            self._left.update(left)
+            self._left |= left
         for one in self._pending:
             one.future.set_result(one.bucket.buffer())
         self._pending.clear()
         self._steps += 1
 
-    def _add_up(self, pending: _Pending) -> None:
-        """Write the sum of all messages into the buffer, in the order of the ranks."""
+    def _average(self, pending: _Pending, unused_names: Set[str]) -> None:
+        """Write the mean of all messages into the buffer, adding up in the order of the ranks."""
         place = 0
-        for _, part in self._parts(pending.bucket):
+        for name, part in self._parts(pending.bucket):
             total = torch.zeros_like(part, dtype=_precise(part.dtype))
             size = self._size_bytes(len(total), total.dtype)
             for message in pending.messages:
@@ -268,8 +274,10 @@ class Compression:
                     self._codec.add_(coded, total)
                 else:
                     total += coded[: total.nbytes].view(total.dtype)
-            part.copy_(total.mul_(self._scale))
             place += size
+            # A gradient may be a view of the buffer. That of an unused parameter must not change.
+            if name not in unused_names:
+                part.copy_(total.mul_(self._scale)).div_(self._ranks)
 
     def _parts(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:
         """Name and flat gradient of each parameter of a bucket, in the order of its buffer."""
@@ -289,26 +297,92 @@ class Exchange(Protocol):
     def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Start the exchange of a bucket; the future gives DDP the result."""
 
-    def finish(self) -> None:
-        """Set the futures of all buckets of a step."""
+    def finish(self, unused: Set[int]) -> None:
+        """Set the futures of all buckets of a step.
+
+        Args:
+            unused: ids of the parameters that no rank has used in this step, whose gradients DDP
+                does not write. Empty if `register` was not asked for them.
+        """
 
 
-def register(replica: DistributedDataParallel, exchange: Exchange) -> None:
+def register(replica: DistributedDataParallel, exchange: Exchange, *, keeps_unused: bool) -> None:
     """Make DDP exchange the gradients of a replica by `exchange`.
+
+    Args:
+        replica: the wrapped model.
+        exchange: what exchanges the gradients.
+        keeps_unused: True if `exchange` must know which parameters no rank has used in a step.
 
     Raises:
         ConfigError: the replica has a communication hook already.
     """
+    step = _Step(replica, exchange)
     try:
-        replica.register_comm_hook(exchange, _exchanged)
+        replica.register_comm_hook(step, _exchanged)
     except RuntimeError as error:
         raise ConfigError(
             "this replica has a communication hook already; make a new DistributedDataParallel"
         ) from error
+    # In a static graph, a parameter that is not used in the first step is never used.
+    if keeps_unused and replica.find_unused_parameters and not replica.static_graph:
+        step.watch(replica.module)
 
 
-def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start the exchange of a bucket, and finish all exchanges if it is the last bucket of a step.
+class _Step:
+    """State of the hook: which buckets of a step have come, and which parameters are not used.
+
+    Args:
+        replica: the wrapped model.
+        exchange: what exchanges the gradients.
+    """
+
+    def __init__(self, replica: DistributedDataParallel, exchange: Exchange) -> None:
+        self._exchange, self._group = exchange, replica.process_group
+        self._may_skip = replica.skip_all_reduce_unused_params
+        # `GradBucket.is_last` does not tell when a step ends: in the first step of a static graph,
+        # DDP gives every bucket the number 0.
+        self._count = replica._get_ddp_logging_data()["num_parameter_tensors"]
+        self._came: list[Tensor] = []
+        self._watched: frozenset[int] = frozenset()
+        # Those of the watched parameters that this rank has not used since the last exchange.
+        self._idle: set[int] = set()
+
+    def watch(self, model: nn.Module) -> None:
+        """Note from now on which parameters of a model are used, also in `no_sync`, as DDP does."""
+        idle, trained = self._idle, [one for one in model.parameters() if one.requires_grad]
+        for one in trained:
+            one.register_post_accumulate_grad_hook(lambda used: idle.discard(id(used)))
+        self._watched = frozenset(map(id, trained))
+        idle.update(self._watched)
+
+    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Start the exchange of a bucket, and finish all if it is the last one to come."""
+        if self._may_skip and not self._came:
+            # DDP calls no hook for a bucket of unused parameters. It waits after this callback.
+            Variable._execution_engine.queue_callback(self._finish)
+        self._exchange.start(bucket, future)
+        self._came += bucket.parameters()
+        if len(self._came) == self._count:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._came:
+            self._exchange.finish(self._unused() if self._watched else frozenset())
+            self._came.clear()
+
+    def _unused(self) -> Set[int]:
+        """Ids of the parameters that no rank has used; all ranks find the same ones."""
+        used = [id(one) not in self._idle for one in self._came]
+        counts = torch.tensor(used, dtype=torch.int32, device=self._came[0].device)
+        dist.all_reduce(counts, group=self._group)
+        self._idle.update(self._watched)
+        pairs = zip(self._came, counts.tolist(), strict=True)
+        return {id(one) for one, count in pairs if count == 0}
+
+
+def _exchanged(state: _Step, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start the exchange of a bucket; at the end of a step, finish all exchanges.
 
     DDP requires that the second parameter has the name `bucket`.
     """
@@ -317,8 +391,6 @@ def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torc
         devices=[device] if device.type == "cuda" else None
     )
     state.start(bucket, future)
-    if bucket.is_last():
-        state.finish()
     return future
 
 
