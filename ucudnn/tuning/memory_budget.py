@@ -24,7 +24,7 @@ from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.tracing import Traced
 from ucudnn.tuning.segmenting import CLEARLY, Seen, SegmentSearch, half_of
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
-from ucudnn.units import format_bytes
+from ucudnn.units import format_bytes, format_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ class Limits:
             return next(error for problem, error in errors.items() if problem not in needs)
         worst = max(needs, key=lambda problem: needs[problem])
         names = shorten(", ".join(dict.fromkeys(layers[worst])), 80, placeholder=" ...")
+        need, live, excess = needs[worst], self.live(worst), needs[worst] - self.budget_bytes
+        budget, least, live_text, missing = format_sizes(self.budget_bytes, need, live, excess)
         return PlanError(
-            f"no plan fits memory_budget={format_bytes(self.budget_bytes)}: "
-            f"{format_bytes(needs[worst] - self.budget_bytes)} are missing at {worst} "
-            f"({names}), where {format_bytes(self.live(worst))} are allocated "
-            f"beside its workspace and {errors[worst]}; raise the budget to "
-            f"{format_bytes(needs[worst])}",
-            needs[worst],
+            f"no plan fits memory_budget={budget}: {missing} are missing at {worst} ({names}), "
+            f"where {live_text} are allocated beside its workspace and {errors[worst]}; raise the "
+            f"budget to {least}",
+            need,
         )
 
 
@@ -430,14 +430,14 @@ def _too_small(memory: StepMemory, loop: bool) -> PlanError:
     budget = memory.budget_bytes
     ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
     ways = tuple(way for way in ways if not way.is_estimated)
+    limit, *peaks = format_sizes(budget, *(way.peak_bytes for way in ways))
     least = min((w for w in ways if loop or w.kind != "loop"), key=lambda way: way.peak_bytes)
     more = "" if least.time_ns else " plus the workspace that kernels need"
     helps = any(way.kind == "loop" and way.peak_bytes <= budget for way in ways)
     remedy = "set loop=True, by which it is kept" if helps and not loop else "lower the batch"
-    rows = "".join(f"\n  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways)
+    rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
     return PlanError(
-        f"memory_budget={format_bytes(budget)} is too small: the smallest peak of a step that was "
-        f"found is {format_bytes(least.peak_bytes)}; raise the budget to it{more}, or {remedy}. "
-        f"Peaks:{rows}",
+        f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
+        f"{peaks[ways.index(least)]}; raise the budget to it{more}, or {remedy}. Peaks:{rows}",
         least.peak_bytes,
     )
