@@ -116,7 +116,9 @@ class _Tuning:
                 self.model, self.inputs, traced, self.config, self.began
             )
             return self._tuned_and_judged(self._divided(traced))
-        self.budget = budget = MemoryBudget(self.model, self.inputs, self.config, self.began)
+        self.budget = budget = MemoryBudget(
+            self.model, self.inputs, self.config, self.began, traced
+        )
         self.config = budget.config
         errors: list[PlanError] = []
         for _ in range(_MOST_PASSES):
@@ -238,6 +240,9 @@ class _Tuning:
         """A plan for one layout, before it is judged."""
         races = reserved_steps if self.config.step_race else 0
         budget = self.budget
+        if budget is not None and not budget.has_seen(memory_format, traced):
+            self.how = {**self.how, "real": True}
+            traced = self._traced(memory_format)
         plan = tune_problems(
             traced.layers,
             self.config,
@@ -245,7 +250,7 @@ class _Tuning:
             biased=traced.biased,
             reserved_steps=races,
             remeasure=self.remeasure,
-            limits=None if budget is None else budget.limits(memory_format, traced),
+            limits=None if budget is None else budget.limits(memory_format),
             budget_s=budget_s,
         )
         segments, micro_batch = self.division
