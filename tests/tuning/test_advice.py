@@ -213,7 +213,10 @@ def test_kernels_that_were_not_timed_are_counted():
 def test_the_largest_batch_in_a_budget():
     loop = replace(way("loop of 4", 200, 1.0), division=StepDivision((), 4))
     found = advice(
-        replace(way("segments", 500, 1.2), largest=Largest(40, 790 * MIB, 400 * MS, False)),
+        replace(
+            way("segments", 500, 1.2, division=SEGMENTS),
+            largest=Largest(40, 790 * MIB, 400 * MS, False),
+        ),
         replace(loop, largest=Largest(90, 800 * MIB, 900 * MS)),
         budget_bytes=800 * MIB,
     )

@@ -398,10 +398,10 @@ class Advice:
         assert way.largest is not None
         most = way.largest
         size, peak = format_sizes(budget, most.peak_bytes)
-        # The share in `how` is of the peak at the batch that was given, not at the largest batch.
+        # A share in `how` is of the peak at the batch that was given, not at the largest batch. By
+        # the budget itself, `tune` divides steps of any batch.
         looped = "loop=True and " if way.is_loop else ""
-        is_tuned = way.is_loop or way.name.startswith("segments")
-        how = f"tune it with {looped}{_setting(budget)}" if is_tuned else way.how
+        how = f"tune it with {looped}{_setting(budget)}" if way.division != WHOLE else way.how
         said = (
             f"the largest batch within {size} is {most}: {how}; {peak} and "
             f"{format_ns(most.sample_ns)} per sample, "
