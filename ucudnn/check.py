@@ -15,7 +15,7 @@ from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.execution.validity import Finding, device_is_missing, findings_without_running
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
 from ucudnn.tuning.session import Session
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import format_bytes, format_ns, format_sizes
 
 __all__ = ["Finding", "check"]
 
@@ -123,10 +123,11 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
             about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
         )
     limit = _limit_of(plan, kernel)
-    size = format_bytes(ours.workspace_bytes)
     if limit is not None and ours.workspace_bytes > limit:
-        said = f"{kernel.problem} needs {size} of workspace, over {format_bytes(limit)}; tune again"
+        size, most = format_sizes(ours.workspace_bytes, limit)
+        said = f"{kernel.problem} needs {size} of workspace, over {most}; tune again"
         return Finding(about, False, said)
+    size = format_bytes(ours.workspace_bytes)
     said = f"{kernel.problem} takes {format_ns(median_ns(ours.result.samples))} in {size}"
     if len(wholes) == 1 or wholes[1].result.failure:
         return Finding(about, True, f"{said}, and torch's own convolution cannot be timed")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ucudnn.errors import PlanError
-from ucudnn.units import Count, Ratio, format_bytes, format_ns
+from ucudnn.units import Count, Ratio, format_bytes, format_ns, format_sizes
 
 Deviation = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # no nan, no infinity
 MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
@@ -116,10 +116,9 @@ class StepRace:
             f"by torch's own: {format_ns(self.plan_ns)} against {format_ns(self.torch_ns)}"
         )
         if self.plan_peak_bytes:
-            planned, default = format_bytes(self.plan_peak_bytes), self.torch_peak_bytes
+            planned, default = format_sizes(self.plan_peak_bytes, self.torch_peak_bytes)
             text += (
-                f", and its peak is {planned} above what was allocated before it, against "
-                f"{format_bytes(default)}"
+                f", and its peak is {planned} above what was allocated before it, against {default}"
             )
         if self.inside is not None:
             ratio, low, high = self.inside
@@ -417,10 +416,10 @@ class StepMemory:
     def __str__(self) -> str:
         parts = [f"{format_bytes(size)} of {purpose}" for purpose, size in self.causes if size]
         kind = "a training step" if self.is_training else "an inference"
-        text = (
-            f"{kind} by torch has at most {format_bytes(self.torch_peak_bytes)} allocated "
-            f"({', '.join(parts) or 'nothing'})"
+        torchs, planned, budget = format_sizes(
+            self.torch_peak_bytes, self.plan_peak_bytes, self.budget_bytes
         )
+        text = f"{kind} by torch has at most {torchs} allocated ({', '.join(parts) or 'nothing'})"
         if self.plan_peak_bytes:
-            text += f", by the plan {format_bytes(self.plan_peak_bytes)}"
-        return f"{text}; the budget is {format_bytes(self.budget_bytes)}"
+            text += f", by the plan {planned}"
+        return f"{text}; the budget is {budget}"

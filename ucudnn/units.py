@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from typing import Annotated
 
 from msgspec import Meta
@@ -53,12 +54,40 @@ def format_bytes(count: int) -> str:
     >>> format_bytes(9 << 20), format_bytes(1537), format_bytes(0)
     ('9 MiB', '1.6 KiB', '0 B')
     """
+    (text,) = format_sizes(count)
+    return text
+
+
+def format_sizes(*counts: int) -> tuple[str, ...]:
+    """Write the sizes that one sentence compares, like `format_bytes`; different sizes differ.
+
+    Where one digit after the point is too few to tell sizes apart, they get more, or all bytes.
+
+    >>> format_sizes(7_440_000, 7_438_000, 1 << 20)
+    ('7.096 MiB', '7.094 MiB', '1 MiB')
+    """
+    texts = {count: f"{count} B" for count in counts}
+    unclear = set(counts)
+    for digits in (1, 2, 3):
+        rounded = {count: _rounded(count, 10**digits) for count in unclear}
+        read = Counter(number * factor for number, factor, _ in rounded.values())
+        for count, (number, factor, unit) in rounded.items():
+            if read[number * factor] == 1:
+                texts[count] = f"{number // 10**digits}.{number % 10**digits:0{digits}}".rstrip("0")
+                texts[count] = f"{texts[count].removesuffix('.')} {unit}"
+                unclear.remove(count)
+    return tuple(texts[count] for count in counts)
+
+
+def _rounded(count: int, parts: int) -> tuple[int, int, str]:
+    """A size, rounded up to a whole number of `1 / parts` of its unit; the unit in bytes; its name.
+
+    The number is computed in integers, because with floats a limit could be rounded down.
+    """
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= factor:
-            # The number is computed in integers, because with floats a limit could be rounded down.
-            tenths = -(-10 * count // factor)
-            return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + f" {unit}"
-    return f"{count} B"
+            return -(-parts * count // factor), factor, unit
+    return parts * count, 1, "B"
 
 
 def format_ns(time_ns: float) -> str:

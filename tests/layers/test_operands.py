@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import ucudnn
+from ucudnn.backends.torch_cpu.operators import chosen_kernel
+from ucudnn.problem import Problem
 
 ALGORITHMS = ("torch_default", "onednn", "onednn_nhwc", "slow_conv2d", "im2col_gemm", "fft")
 X, W = torch.randn(5, 4, 9, 8), torch.randn(6, 4, 3, 3)
@@ -241,3 +245,60 @@ def test_planned_layers_are_leaves_of_torch_fx(plan_by_hand, make):
     traced = torch.fx.symbolic_trace(planned)
     torch.testing.assert_close(traced(x), functional.relu(model[0](x)), rtol=1e-4, atol=1e-4)
     assert vars(ucudnn.revert_(planned)[0]).keys() == vars(model[0]).keys()
+
+
+@contextmanager
+def onednn(enabled):
+    """As `torch.backends.mkldnn.flags`, without its warning about another setting."""
+    was = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled)
+    yield
+    torch._C._set_mkldnn_enabled(was)
+
+
+@pytest.mark.parametrize("before", [None, True, False])
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("algorithm", ["onednn", "onednn_nhwc"])
+def test_no_plan_runs_onednn_while_it_is_switched_off(
+    plan_by_hand, computed, algorithm, flags, before
+):
+    forward, backward = flags
+    layer, x = (
+        nn.Conv2d(24, 24, 3, stride=2, groups=24),
+        torch.randn(3, 24, 9, 9, requires_grad=True),
+    )
+    plan = plan_by_hand(layer, x, 3, algorithm)
+    planned = {one.problem.op for one in plan.kernels if set(one.algorithms) == {algorithm}}
+    assert {"fprop", "wgrad"} & planned
+
+    def step(layer, forward, backward):
+        x.grad = None
+        layer.zero_grad()
+        with onednn(enabled=forward):
+            y = layer(x)
+        with onednn(enabled=backward):
+            y.square().sum().backward()
+        return y, x.grad, layer.weight.grad
+
+    truth = step(copy.deepcopy(layer), False, False)
+    layer = ucudnn.convert_(layer, plan).model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if before is not None:
+            step(layer, before, before)
+        computed.clear()
+        found = step(layer, forward, backward)
+    # A call of which torch computes every pass is torch's in backward, too.
+    assert set(computed) == (planned & {"fprop"} if forward else set())
+    assert ["mkldnn.enabled is False" in str(one.message) for one in caught] == [True]
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_torchs_kernel_is_known_with_onednn_and_without():
+    problem = Problem("fprop", 2, 16, 16, (9, 9), (3, 3))
+    seen = []
+    for enabled in (False, True):
+        with onednn(enabled=enabled):
+            seen.append(chosen_kernel(problem) == "onednn")
+    assert seen == [False, True]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucudnn.errors import ConfigError, quoted
-from ucudnn.units import format_bytes, format_ns, parse_bytes
+from ucudnn.units import format_bytes, format_ns, format_sizes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,23 @@ def test_printed_bytes_suffice_and_are_read_back_within_rounding(count: int) -> 
 )
 def test_prints_bytes_in_the_largest_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@given(st.lists(st.integers(0, 2**45) | st.integers(2**30 - 3000, 2**30 + 3000), min_size=2))
+def test_sizes_in_one_sentence_differ_and_keep_their_order(counts: list[int]) -> None:
+    written = dict(zip(counts, format_sizes(*counts), strict=True))
+    ordered = sorted(written)
+    read = [parse_bytes(written[count]) for count in ordered]
+    assert read == sorted(read)
+    assert len(set(written.values())) == len(written)
+    assert all(given - 1 <= found for given, found in zip(ordered, read, strict=True))
+
+
+def test_only_sizes_that_would_read_alike_get_more_digits() -> None:
+    mib = 1 << 20
+    assert format_sizes(7 * mib + 1, 7 * mib + 99, 9 * mib) == ("7340033 B", "7340131 B", "9 MiB")
+    assert format_sizes(mib - 1, mib) == ("1048575 B", "1048576 B")
+    assert format_sizes(mib, mib) == ("1 MiB", "1 MiB")
 
 
 @given(st.integers(1, 10**15))

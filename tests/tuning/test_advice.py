@@ -213,16 +213,22 @@ def test_kernels_that_were_not_timed_are_counted():
 def test_the_largest_batch_in_a_budget():
     loop = replace(way("loop of 4", 200, 1.0), division=StepDivision((), 4))
     found = advice(
-        replace(way("segments", 500, 1.2), largest=Largest(40, 790 * MIB, 400 * MS, False)),
+        replace(
+            way("segments", 500, 1.2, division=SEGMENTS),
+            largest=Largest(40, 790 * MIB, 400 * MS, False),
+        ),
         replace(loop, largest=Largest(90, 800 * MIB, 900 * MS)),
         budget_bytes=800 * MIB,
     )
     own = replace(OWN, largest=Largest(12, 800 * MIB, 60 * MS))
     found = replace(found, ways=(own, *found.ways[1:]))
     assert found.verdict == (
-        "the largest batch within 800 MiB is 40: use segments; 790 MiB and 10.0 ms per sample, "
-        "seen in a step. As it is, ~12 fit at 5.00 ms per sample. By a loop of 4 ~90 fit at "
-        "10.0 ms per sample."
+        "the largest batch within 800 MiB is 40: tune it with memory_budget='800MiB'; 790 MiB and "
+        "10.0 ms per sample, seen in a step. As it is, ~12 fit at 5.00 ms per sample. By a loop of "
+        "4 ~90 fit at 10.0 ms per sample."
+    )
+    assert "is ~90: tune it with loop=True and memory_budget='800MiB'; 800 MiB and" in (
+        replace(found, ways=found.ways[2:]).verdict
     )
     none = replace(found, ways=(replace(own, largest=Largest(0, 900 * MIB, 0)),))
     assert none.verdict == (

@@ -8,12 +8,13 @@ import runpy
 import threading
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from by_hand import chunks_of, front, least_ns, random_costs
+from by_hand import chunks_of, front, in_chunks, least_ns, random_costs, where_it_can
 from torch import nn
 
 import ucudnn
@@ -210,7 +211,7 @@ def test_a_budget_is_kept_or_refused_with_what_suffices(tmp_path):
     with pytest.raises(PlanError, match=r"are missing at fprop conv2d\(16->16.*beside its") as info:
         tuned(model, x, memory.budget_bytes - 1, **settings)
     assert info.value.smallest_bytes == memory.budget_bytes
-    with pytest.raises(PlanError, match="smallest peak .* is 81 KiB; raise the budget") as info:
+    with pytest.raises(PlanError, match="smallest peak .* is 82944 B; raise the budget") as info:
         tuned(model, x, memory.own_peak_bytes - 1, **settings)
     assert info.value.smallest_bytes == memory.own_peak_bytes
 
@@ -259,8 +260,7 @@ def test_what_has_no_plan_and_does_not_fit_is_refused(monkeypatch):
     model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
     config = Config(memory_budget="1GiB")
     budget = memory_budget.MemoryBudget(model, x, config)
-    traced = ucudnn.tracing.trace_layers(model, x)
-    budget.limits("keep", traced)
+    budget.limits("keep")
     backend = open_backend("torch_cpu")
     plan = Plan((), backend.device(), backend.software(), backend.conditions(), config)
     assert budget.checked(budget.noted(plan)).memory.plan_peak_bytes > 0
@@ -364,6 +364,82 @@ def test_a_model_that_follows_a_plan_is_refused(random_plan):
         ucudnn.tune(model, x, Config(memory_budget="1GiB"))
 
 
+def tuned_briefly(model, x, budget):
+    return tuned(model, x, budget, policy="undivided", time_budget_s=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "remedy"),
+    [
+        ([(4, SIDE), (4, 8)], 40_000, "tune the largest input size alone: with several sizes"),
+        ([(1, SIDE)], 8_000, "use smaller inputs: a single sample exceeds it by every way tried"),
+        ([(4, SIDE)], 8_000, "use smaller inputs: a single sample exceeds it by every way tried"),
+        ([(4, SIDE)], 60_000, "lower the batch"),
+        ([(4, SIDE)], 2_000, "optimisers take 2.3 KiB"),
+    ],
+)
+def test_a_refusal_names_what_helps(sizes, budget, remedy, monkeypatch):
+    monkeypatch.setattr(memory_budget.MemoryBudget, "_divided", lambda *_: None)
+    inputs = [torch.randn(batch, 3, side, side) for batch, side in sizes]
+    with pytest.raises(PlanError, match="is too small") as caught:
+        memory_budget.MemoryBudget(small(), inputs, Config(memory_budget=budget))
+    text = str(caught.value)
+    assert remedy in text
+    assert ("lower the batch" in text) == (remedy == "lower the batch")
+
+
+class Parted(nn.Module):
+    """One convolution by a module, and a larger one by a function, which nothing can swap."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.weight = nn.Parameter(torch.randn(5, 8, 3, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        return nn.functional.conv2d(self.conv(x).double(), self.weight)
+
+
+def test_what_cannot_be_swapped_counts_with_torchs_workspace(monkeypatch):
+    monkeypatch.setattr(memory_budget.MemoryBudget, "_divided", lambda *_: None)
+    model, x = Parted(), torch.randn(4, 3, 24, 24)
+    traced, backend = ucudnn.tracing.trace_layers(model, x), open_backend("torch_cpu")
+    # torch computes float64 by way of columns, which take much workspace
+    peak = profile(model, x).peak_bytes
+    with pytest.raises(PlanError, match="torch's workspace in the model itself, which") as caught:
+        memory_budget.MemoryBudget(model, x, Config(memory_budget=peak - 1), traced=traced)
+    assert caught.value.smallest_bytes == peak
+    config = Config(memory_budget=2 * peak)
+    plan = in_chunks(backend, traced.layers, 1, where_it_can(backend, "im2col_gemm", 1), config)
+    assert profile(model, x, plan=plan).peak_bytes < peak
+    for known, counts in ((traced, True), (ucudnn.tracing.Traced([]), False)):
+        budget = memory_budget.MemoryBudget(model, x, config, traced=known)
+        budget.limits("keep")
+        checked = budget.checked(budget.noted(plan))
+        assert (checked.memory.plan_peak_bytes >= peak) == counts
+
+
+class Mix(nn.Module):
+    """Mixes channels of each position; the result for one sample has strides of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        tokens = self.line(x.flatten(2).transpose(1, 2))
+        return tokens.transpose(1, 2).reshape(x.shape) + x
+
+
+def test_a_real_step_is_planned_where_fake_tensors_have_other_layouts():
+    conv = partial(nn.Conv2d, kernel_size=3, padding=1)
+    model = nn.Sequential(conv(3, 8), Mix(), Mix(), nn.GroupNorm(2, 8), conv(8, 4))
+    x = torch.randn(1, 3, 8, 8)
+    real = set(ucudnn.trace(model, x, real=True))
+    assert set(ucudnn.trace(model, x)) != real
+    assert {kernel.problem for kernel in tuned_briefly(model, x, "100%").kernels} == real
+
+
 class InThread(nn.Module):
     """A convolution in a thread of its own."""
 
@@ -382,9 +458,8 @@ class InThread(nn.Module):
 def test_threads_whose_memory_cannot_be_seen_are_refused():
     model, x = InThread(), torch.randn(1, 3, 9, 9)
     config = Config(memory_budget="1GiB", ops="fprop")
-    traced = ucudnn.tracing.trace_layers(nn.Conv2d(3, 4, 3), x, config.ops)
     with pytest.raises(PlanError, match="its convolutions run in several threads"):
-        memory_budget.MemoryBudget(model, x, config).limits("keep", traced)
+        memory_budget.MemoryBudget(model, x, config).limits("keep")
 
 
 N = 8

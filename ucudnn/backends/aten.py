@@ -100,6 +100,15 @@ def tf32_allowed() -> bool:
     return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
 
 
+def setting_of(tensor: Tensor) -> bool:
+    """The setting of torch that decides which convolutions of a tensor a plan may compute now.
+
+    On a GPU it is whether TF32 is allowed, on a CPU whether oneDNN is switched on.
+    """
+    # Both are read in C++, because this is read at every call of a planned convolution.
+    return tf32_allowed() if tensor.is_cuda else torch._C._get_mkldnn_enabled()
+
+
 def _boxed(name: str, dispatch_key: str) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(name, dispatch_key)
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))

@@ -23,7 +23,7 @@ from ucudnn.execution.execute import Call, Slices, empty_result, places
 from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
-from ucudnn.units import format_bytes
+from ucudnn.units import format_sizes
 
 # This number is part of every key in the cache. Raise it if a change of this module makes new times
 # incomparable with stored ones.
@@ -101,10 +101,12 @@ class Ring:
         samples = ring_samples(problem, backend.cache_bytes())
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
-        if needed > backend.memory_bytes():
+        room = backend.memory_bytes()
+        if needed > room:
+            need, half = format_sizes(needed, room)
             raise UnsupportedError(
-                f"{problem} needs {format_bytes(needed)} of operands to be measured, and half of "
-                f"the free memory is {format_bytes(backend.memory_bytes())}; use a smaller batch"
+                f"{problem} needs {need} of operands to be measured, and half of the free memory "
+                f"is {half}; use a smaller batch"
             )
         a, b = backend.operands(problem, samples)
         total = empty_total(problem, a).zero_() if problem.op == "wgrad" else None

@@ -84,14 +84,14 @@ class AbstractRunner(ABC):
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
         """The `Bound` for operands like x and w (shape, strides, dtype); made at the first call."""
         # The key consists of attributes of the tensors. A Problem would do as well, but to build
-        # one at each call would take longer than to launch a small GPU kernel. The key also says
-        # whether TF32 is allowed, which is the only setting of torch that a problem depends on.
-        tf32 = x.is_cuda and aten.tf32_allowed()
-        key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
+        # one at each call would take longer than to launch a small GPU kernel. The key also has
+        # the only setting of torch on which a problem or its algorithms depend.
+        flag = aten.setting_of(x)
+        key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, flag)
         try:
             return self._bounds[key]
         except KeyError:
-            bound = Bound(self, geometry, self.problems(x, w, geometry), x, w)
+            bound = Bound(self, geometry, self.problems(x, w, geometry), x, w, flag)
         # The Bound was made outside the lock. If two threads have made a Bound for the same key,
         # `setdefault` returns the first Bound to both of them, so that they share the calls that
         # are looked up later.
@@ -112,7 +112,10 @@ class AbstractRunner(ABC):
 class Bound:
     """A convolution of operands of fixed shapes, with the plan's calls for its passes."""
 
-    __slots__ = ("_bias", "_dy", "_is_last", "_passes", "_runner", "geometry", "problems")
+    __slots__ = (
+        *("_bias", "_dy", "_is_last", "_passes", "_runner", "_setting"),
+        *("geometry", "problems"),
+    )
 
     def __init__(
         self,
@@ -121,8 +124,10 @@ class Bound:
         problems: dict[str, Problem],
         x: Tensor,
         w: Tensor,
+        setting: bool,
     ) -> None:
         self._runner = runner
+        self._setting = setting
         self.geometry = geometry
         self.problems = problems
         # The plan's calls for the passes that were looked up so far; None means that torch computes
@@ -137,6 +142,11 @@ class Bound:
         self._bias = (output_shape[1:2], x.dtype, x.device)
         self._dy = (output_shape, x.dtype, x.device)
         self._is_last = uses_channels_last(x, w, geometry, x.device.type)
+
+    def now(self, x: Tensor, w: Tensor) -> Bound:
+        """The `Bound` of the same operands by torch's present setting, mostly this one."""
+        is_same = self._setting == aten.setting_of(x)
+        return self if is_same else self._runner.bound(x, w, self.geometry)
 
     def planned(self, which: str, has_bias: bool = False) -> Pass | None:
         """The plan's call for a pass, looked up at first use; None if torch computes the pass."""
@@ -368,7 +378,8 @@ class _Convolution(torch.autograd.Function):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default
             return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask), None
-        return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask), None
+        bound = ctx.bound.now(x, w)
+        return None, *bound.backward(dy, x, w, ctx.bias_sizes, mask), None
 
 
 # Both functions call the `apply` of the base class and bypass `Function.apply`. What

@@ -170,7 +170,7 @@ class Runner(AbstractRunner):
             self._backend = open_backend(self.plan.backend)
         try:
             return build(self._backend, problem, split)
-        except UnsupportedError as error:  # threads or versions differ from those of the plan
+        except UnsupportedError as error:  # threads, versions or settings differ from the plan's
             self._decline(problem, f"{error}: torch's own convolution computes it; tune again")
             return None
 

@@ -17,7 +17,7 @@ from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import format_bytes, format_ns, format_sizes, parse_bytes
 
 # A kernel is on a cliff if torch takes at least this many times as long as the roofline gives for a
 # direct convolution. Good kernels do not reach the roofline either, so the factor is large.
@@ -316,9 +316,10 @@ class Advice:
         # Another layout, micro-batches and segments change what kernels compute. So if such a way
         # is faster, the verdict does not mention cliffs, which are of the step as it is.
         if best is not None:
+            size, own = format_sizes(best.peak_bytes, self.step_peak_bytes)
             yield (
                 f"{best.how}: a step then takes {best.price(self.step_ns)} times as long and "
-                f"{format_bytes(best.peak_bytes)} instead of {format_bytes(self.step_peak_bytes)}"
+                f"{size} instead of {own}"
             )
             return
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff()]
@@ -360,10 +361,10 @@ class Advice:
         if small is None or (best is not None and best.peak_bytes <= small.peak_bytes):
             return
         about = "about " if small.rounds < LEAST_ROUNDS else ""
+        size, own = format_sizes(small.peak_bytes, self.step_peak_bytes)
         yield (
-            f"if memory is short, {small.how}: {format_bytes(small.peak_bytes)} instead of "
-            f"{format_bytes(self.step_peak_bytes)} at {about}{small.price(self.step_ns)} times the "
-            f"time"
+            f"if memory is short, {small.how}: {size} instead of {own} at "
+            f"{about}{small.price(self.step_ns)} times the time"
         )
 
     @property
@@ -386,20 +387,24 @@ class Advice:
     def _on_budget(self, budget: int) -> str:
         """The verdict on a budget: the largest batch that fits, its way and its time per sample."""
         found = [(way, way.largest) for way in self.ways if way.largest is not None]
-        size = format_bytes(budget)
         if not any(largest.batch for _, largest in found):
-            least = min(way.peak_bytes for way, _ in found)
+            size, least = format_sizes(budget, min(way.peak_bytes for way, _ in found))
             return (
                 f"not even one sample fits {size} by any way that was tried; the smallest peak at "
-                f"batch {self.batch} is {format_bytes(least)}."
+                f"batch {self.batch} is {least}."
             )
         way = self.roomiest
         assert way is not None
         assert way.largest is not None
         most = way.largest
+        size, peak = format_sizes(budget, most.peak_bytes)
+        # A share in `how` is of the peak at the batch that was given, not at the largest batch. By
+        # the budget itself, `tune` divides steps of any batch.
+        looped = "loop=True and " if way.is_loop else ""
+        how = f"tune it with {looped}{_setting(budget)}" if way.division != WHOLE else way.how
         said = (
-            f"the largest batch within {size} is {most}: {way.how}; {format_bytes(most.peak_bytes)}"
-            f" and {format_ns(most.sample_ns)} per sample, "
+            f"the largest batch within {size} is {most}: {how}; {peak} and "
+            f"{format_ns(most.sample_ns)} per sample, "
             f"{'estimated' if most.is_estimated else 'seen in a step'}."
         )
         own, at_own = found[0]
@@ -514,6 +519,16 @@ def _room(way: WayAdvice) -> tuple[int, int]:
     """Sort key, greater for a larger batch, and at equal batches for less time per sample."""
     assert way.largest is not None
     return way.largest.batch, -way.largest.sample_ns
+
+
+def _setting(budget: int) -> str:
+    """The setting of a memory budget, as a size that is not rounded.
+
+    >>> _setting(4 << 20), _setting(1025)
+    ("memory_budget='4MiB'", "memory_budget='1025B'")
+    """
+    text = format_bytes(budget).replace(" ", "")
+    return f"memory_budget='{text if parse_bytes(text) == budget else f'{budget}B'}'"
 
 
 def _limit_for(known: Iterable[tuple[int, int]]) -> int:

@@ -18,7 +18,7 @@ from ucudnn.backends import Cost, Roofline
 from ucudnn.problem import Problem
 from ucudnn.system.processes import cached_property
 from ucudnn.tuning.items import held_bytes
-from ucudnn.units import format_bytes
+from ucudnn.units import format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.benchmark.bench import Arm
@@ -251,16 +251,12 @@ class Elimination:
         least = min((cost.workspace_bytes if cost else 0 for cost in costs), default=0)
         most = self.workspaces.most_bytes
         if least > most:
-            return (
-                f"it needs {format_bytes(least)} at least, more than the {format_bytes(most)} that "
-                f"a candidate may take here"
-            )
+            need, room = format_sizes(least, most)
+            return f"it needs {need} at least, more than the {room} that a candidate may take here"
         limit = self.workspaces.limit
         if self.is_active and limit is not None and least > limit:
-            return (
-                f"it needs {format_bytes(least)} at least, and the workspace limit is "
-                f"{format_bytes(limit)}"
-            )
+            need, room = format_sizes(least, limit)
+            return f"it needs {need} at least, and the workspace limit is {room}"
         return ""
 
     def _best_ns(self) -> float | None:

@@ -15,16 +15,30 @@ from torch import nn
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, first_line
-from ucudnn.execution.compiling import is_compiled
-from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps, undisturbed
-from ucudnn.outcomes import StepMemory, Way
+from ucudnn.execution.compiling import is_compiled, original_of
+from ucudnn.execution.runner import Layer
+from ucudnn.execution.stepping import (
+    STEP_ERRORS,
+    batch_of,
+    parts_of,
+    reason_against_steps,
+    undisturbed,
+)
+from ucudnn.outcomes import Way
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.tracing import Traced
 from ucudnn.tuning.segmenting import CLEARLY, Seen, SegmentSearch, half_of
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
-from ucudnn.units import format_bytes
+from ucudnn.units import format_bytes, format_sizes
+
+# Only modules of exactly these classes are swapped by `convert_`.
+_SWAPPABLE = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_NOTHING = Traced([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +104,13 @@ class Limits:
             return next(error for problem, error in errors.items() if problem not in needs)
         worst = max(needs, key=lambda problem: needs[problem])
         names = shorten(", ".join(dict.fromkeys(layers[worst])), 80, placeholder=" ...")
+        need, live, excess = needs[worst], self.live(worst), needs[worst] - self.budget_bytes
+        budget, least, live_text, missing = format_sizes(self.budget_bytes, need, live, excess)
         return PlanError(
-            f"no plan fits memory_budget={format_bytes(self.budget_bytes)}: "
-            f"{format_bytes(needs[worst] - self.budget_bytes)} are missing at {worst} "
-            f"({names}), where {format_bytes(self.live(worst))} are allocated "
-            f"beside its workspace and {errors[worst]}; raise the budget to "
-            f"{format_bytes(needs[worst])}",
-            needs[worst],
+            f"no plan fits memory_budget={budget}: {missing} are missing at {worst} ({names}), "
+            f"where {live_text} are allocated beside its workspace and {errors[worst]}; raise the "
+            f"budget to {least}",
+            need,
         )
 
 
@@ -121,6 +135,7 @@ class MemoryBudget:
         inputs: example inputs.
         config: settings with a memory budget.
         began: the `time.monotonic` from which the time budget counts; None: now.
+        traced: the convolutions of the undivided step.
 
     Raises:
         ConfigError: no step can be run here, or the model is compiled.
@@ -128,7 +143,12 @@ class MemoryBudget:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Any, config: Config, began: float | None = None
+        self,
+        model: nn.Module,
+        inputs: Any,
+        config: Config,
+        began: float | None = None,
+        traced: Traced = _NOTHING,
     ) -> None:
         if config.is_replayed:
             raise ConfigError(
@@ -142,10 +162,14 @@ class MemoryBudget:
                 "instead"
             )
         self._model = model
-        self._inputs = inputs
+        # A list with one element is one size of inputs; a longer list stays a list.
+        self._inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
         self._is_training = config.ops != ("fprop",)
         self._layouts: dict[str, _Layout] = {}
         self._backend: AbstractBackend = open_backend(config.backend)
+        # Layers that a converted model leaves to torch's own convolution, and the modules that
+        # compute them. Inside `installed` they follow the plan.
+        self._torchs, self._unswappable = _unswappable(model, traced)
         reason = reason_against_steps(model, inputs, self._backend.device().type)
         if reason:
             raise ConfigError(f"memory_budget is of a step, and none can be run: {reason}")
@@ -174,7 +198,7 @@ class MemoryBudget:
             return
         divided = _computed(partial(self._divided, budget))
         if divided is None:
-            raise _too_small(self._memory, self.config.loop)
+            raise self._too_small()
         self.division = divided
 
     def divides_anew(self, error: PlanError) -> bool:
@@ -218,7 +242,7 @@ class MemoryBudget:
         self._layouts.clear()
         divided = _computed(partial(self._divided, budget))
         if divided is None:
-            raise _too_small(self._memory, self.config.loop)
+            raise self._too_small()
         self.division = divided
 
     @property
@@ -243,9 +267,7 @@ class MemoryBudget:
     def _divided(self, budget: int) -> StepDivision | None:
         """A division by which a step stays within the budget; None if none is found."""
         if isinstance(self._inputs, list):
-            if len(self._inputs) > 1:
-                return None
-            (self._inputs,) = self._inputs
+            return None
         limit = budget - self._held.total - self._spared
         with undisturbed(self._model):
             search = self._search = self._search or SegmentSearch(
@@ -326,23 +348,48 @@ class MemoryBudget:
 
     def _profiler(self, memory_format: str, division: StepDivision) -> StepProfiler:
         return StepProfiler(
-            self._model, self._inputs, self._backend, self._is_training, memory_format, division
+            self._model,
+            self._inputs,
+            self._backend,
+            self._is_training,
+            memory_format,
+            division,
+            self._torchs,
         )
 
-    def limits(self, memory_format: str, traced: Traced) -> Limits:
-        """The workspace that each kernel may use; the first call for a layout runs a step.
+    def has_seen(self, memory_format: str, traced: Traced) -> bool:
+        """True if a real step computes just the convolutions that were traced on fake tensors.
+
+        For a single sample, for example, some operators return another layout on fake tensors.
 
         Args:
-            memory_format: layout of the model, as for `Steps`.
+            memory_format: layout of the model, as for `Steps`; the first call for it runs a step.
             traced: the convolutions of divided steps in this layout.
 
         Raises:
             PlanError: a step cannot be computed, needs more than the budget even without workspace,
                 or the model was converted and follows another plan.
         """
-        if memory_format not in self._layouts:
-            self._layouts[memory_format] = self._profiled(memory_format, traced)
-        layout, config = self._layouts[memory_format], self.config
+        seen = self._layout(memory_format).live_bytes.keys()
+        is_converted = any("_ucudnn_runner" in vars(one) for one in self._model.modules())
+        for name, problem in traced.layers:
+            if is_converted and problem not in seen:
+                raise PlanError(
+                    f"memory_budget needs all convolutions of a step to be torch's own, and "
+                    f"{problem} ({name}) was not; call ucudnn.revert_(model) first"
+                )
+        return seen == {problem for _, problem in traced.layers}
+
+    def limits(self, memory_format: str) -> Limits:
+        """The workspace that each kernel may use; the first call for a layout runs a step.
+
+        Args:
+            memory_format: layout of the model, as for `Steps`.
+
+        Raises:
+            PlanError: a step cannot be computed, or needs more than the budget without workspace.
+        """
+        layout, config = self._layout(memory_format), self.config
         # Beside what is held, a training step allocates gradients as large as the parameters. In a
         # divided step, what is live beside a micro-batch may not shrink with the micro-batch at
         # all.
@@ -351,20 +398,16 @@ class MemoryBudget:
             fixed = max(layout.live_bytes.values(), default=0)
         return Limits(config.limit_bytes, config.budget_bytes, layout.live_bytes, fixed)
 
-    def _profiled(self, memory_format: str, traced: Traced) -> _Layout:
-        profiler = self._profiler(memory_format, self.division)
-        profile = _computed(profiler.profile)
-        for name, problem in traced.layers:
-            if problem not in profile.live_bytes:
-                raise PlanError(
-                    f"memory_budget needs all convolutions of a step to be torch's own, and "
-                    f"{problem} ({name}) was not; call ucudnn.revert_(model) first"
-                )
-        budget = self.config.budget_bytes
-        assert budget is not None
-        if budget < profile.own_peak_bytes:
-            raise _too_small(self._memory, self.config.loop)
-        return _Layout(profiler, profile.held, dict(profile.live_bytes))
+    def _layout(self, memory_format: str) -> _Layout:
+        if memory_format not in self._layouts:
+            profiler = self._profiler(memory_format, self.division)
+            profile = _computed(profiler.profile)
+            budget = self.config.budget_bytes
+            assert budget is not None
+            if budget < profile.own_peak_bytes:
+                raise self._too_small()
+            self._layouts[memory_format] = _Layout(profiler, profile.held, dict(profile.live_bytes))
+        return self._layouts[memory_format]
 
     def noted(self, plan: Plan) -> Plan:
         """The plan with what is known of a step's memory and the bytes live at each kernel."""
@@ -388,6 +431,11 @@ class MemoryBudget:
         assert memory is not None
         assert budget is not None
         profile = layout.profiler.profile(plan)
+        # The plan is also kept to the budget as a converted model follows it.
+        swapped = [one for one in plan.kernels if Layer.of(one.problem) not in self._torchs]
+        if len(swapped) < len(plan.kernels):
+            converted = layout.profiler.profile(replace(plan, kernels=tuple(swapped)))
+            profile = max(profile, converted, key=lambda one: one.peak_bytes)
         fits = profile.peak_bytes <= budget
         if self._faster is not None and self._fitting is not None:
             slowed_ns = self._faster.time_ns * (1 + _lost(plan))
@@ -421,6 +469,65 @@ class MemoryBudget:
             f"steps by every plan that was tried exceed memory_budget={budget}, by workspace that "
             f"kernels need in a step and not when they run alone; raise the budget"
         )
+
+    def _too_small(self) -> PlanError:
+        """The error for a budget that is too small; it lists the ways to run a step, with peaks."""
+        memory, loop, budget = self._memory, self.config.loop, self._memory.budget_bytes
+        fixed = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
+        ways = tuple(way for way in ways if not way.is_estimated)
+        limit, held, *peaks = format_sizes(budget, fixed, *(way.peak_bytes for way in ways))
+        least = min((w for w in ways if loop or w.kind != "loop"), key=lambda way: way.peak_bytes)
+        more = "" if least.time_ns else " plus the workspace that kernels need"
+        if any(way.kind == "loop" and way.peak_bytes <= budget for way in ways):
+            remedy = ", or set loop=True, by which it is kept"
+        elif fixed > budget:
+            remedy = f" (parameters, gradients and the state of optimisers take {held})"
+        elif isinstance(self._inputs, list):
+            remedy = (
+                ", or tune the largest input size alone: with several sizes no segments are looked "
+                "for, and the segments of a plan run at every size"
+            )
+        elif self._may_fit_alone():
+            remedy = ", or lower the batch"
+        else:
+            remedy = ", or use smaller inputs: a single sample exceeds it by every way tried"
+        names = shorten(", ".join(self._unswappable), 80, placeholder=" ...")
+        torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
+        rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
+        return PlanError(
+            f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
+            f"{peaks[ways.index(least)]}; raise the budget to it{more}{remedy}."
+            f"{torchs if names else ''} Peaks:{rows}",
+            least.peak_bytes,
+        )
+
+    def _may_fit_alone(self) -> bool:
+        """True unless a step of a single sample exceeds the budget, divided or not."""
+        if batch_of(self._inputs) <= 1:
+            return False
+        sample = next(parts_of(self._inputs, 1))
+        smallest = min(self._least, key=lambda one: self._least[one].peak_bytes, default=WHOLE)
+        budget = self._memory.budget_bytes
+        try:
+            return any(
+                replace(self._profiler("keep", one), inputs=sample).profile().own_peak_bytes
+                <= budget
+                for one in (WHOLE, smallest)
+            )
+        except STEP_ERRORS:  # batch norm, for example, may need several samples
+            return True
+
+
+def _unswappable(model: nn.Module, traced: Traced) -> tuple[frozenset[Layer], tuple[str, ...]]:
+    """Layers that some modules compute which `convert_` cannot swap, and the names of these."""
+    modules = dict(original_of(model).named_modules())
+    found = [
+        (name or "the model itself", Layer.of(problem))
+        for name, problem in traced.layers
+        if type(modules[name]) not in _SWAPPABLE
+    ]
+    return frozenset(layer for _, layer in found), tuple(dict.fromkeys(name for name, _ in found))
 
 
 def _lost(plan: Plan) -> float:
@@ -459,21 +566,3 @@ def _computed(run: Callable[[], Result]) -> Result:
         raise PlanError(
             f"memory_budget is of a step, and none could be computed ({first_line(error)})"
         ) from error
-
-
-def _too_small(memory: StepMemory, loop: bool) -> PlanError:
-    """The error for a budget that is too small; it lists the ways to run a step and their peaks."""
-    budget = memory.budget_bytes
-    ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
-    ways = tuple(way for way in ways if not way.is_estimated)
-    least = min((w for w in ways if loop or w.kind != "loop"), key=lambda way: way.peak_bytes)
-    more = "" if least.time_ns else " plus the workspace that kernels need"
-    helps = any(way.kind == "loop" and way.peak_bytes <= budget for way in ways)
-    remedy = "set loop=True, by which it is kept" if helps and not loop else "lower the batch"
-    rows = "".join(f"\n  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways)
-    return PlanError(
-        f"memory_budget={format_bytes(budget)} is too small: the smallest peak of a step that was "
-        f"found is {format_bytes(least.peak_bytes)}; raise the budget to it{more}, or {remedy}. "
-        f"Peaks:{rows}",
-        least.peak_bytes,
-    )

@@ -119,7 +119,7 @@ class _Tuning:
             )
             plan = self._tuned_and_judged(self._divided(traced))
         else:
-            self.budget = MemoryBudget(self.model, self.inputs, self.config, self.began)
+            self.budget = MemoryBudget(self.model, self.inputs, self.config, self.began, traced)
             self.config = self.budget.config
             plan = self._within_budget(self.budget, traced)
         while self.division != WHOLE:
@@ -278,6 +278,9 @@ class _Tuning:
         """A plan for one layout, before it is judged."""
         races = reserved_steps if self.config.step_race else 0
         budget = self.budget
+        if budget is not None and not budget.has_seen(memory_format, traced):
+            self.how = {**self.how, "real": True}
+            traced = self._traced(memory_format)
         plan = tune_problems(
             traced.layers,
             self.config,
@@ -285,7 +288,7 @@ class _Tuning:
             biased=traced.biased,
             reserved_steps=races,
             remeasure=self.remeasure,
-            limits=None if budget is None else budget.limits(memory_format, traced),
+            limits=None if budget is None else budget.limits(memory_format),
             budget_s=budget_s,
         )
         segments, micro_batch = self.division

@@ -14,7 +14,7 @@ from ucudnn.errors import PlanError
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.tuning.confirmation import PLANNED_CALL_NS, Finalist, choose
 from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
-from ucudnn.units import format_bytes
+from ucudnn.units import format_bytes, format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
@@ -212,15 +212,17 @@ class KernelPlanner:
             return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
         total, calls = config.total_bytes, len(source.kernel.layers)
         if total is None or limit == config.limit_bytes:
+            most, need = format_sizes(limit, least)
             return PlanError(
-                f"no plan for {problem} fits workspace_limit={format_bytes(limit)}; the smallest "
-                f"needs {format_bytes(least)} ({what}); raise the limit{more}",
+                f"no plan for {problem} fits workspace_limit={most}; the smallest needs {need} "
+                f"({what}); raise the limit{more}",
                 least,
             )
-        together = f", {format_bytes(calls * least)} for its {calls} calls" if calls > 1 else ""
+        pool, need, needs = format_sizes(total, least, calls * least)
+        together = f", {needs} for its {calls} calls" if calls > 1 else ""
         return PlanError(
-            f"no plan for {problem} fits its part of total_workspace={format_bytes(total)}; the "
-            f"smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
+            f"no plan for {problem} fits its part of total_workspace={pool}; the smallest needs "
+            f"{need} ({what}){together}; raise it{more}",
             calls * least,
         )
 

@@ -25,7 +25,7 @@ from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource
 from ucudnn.tuning.splits import Front, Point, pareto
-from ucudnn.units import format_bytes
+from ucudnn.units import format_sizes
 
 # A better division is not searched for if it could save no more than this fraction of the time.
 _TOLERANCE = 0.005
@@ -97,10 +97,10 @@ def divided(
         # Only the error for a pool that is too small is replaced; any other is raised as it is.
         if error.smallest_bytes is None:
             raise
+        total, least = format_sizes(total_bytes, error.smallest_bytes)
         raise PlanError(
-            f"no plans of these {len(named)} kernels fit total_workspace="
-            f"{format_bytes(total_bytes)} together; the smallest need "
-            f"{format_bytes(error.smallest_bytes)}; raise it, or set workspace_limit instead if "
+            f"no plans of these {len(named)} kernels fit total_workspace={total} together; the "
+            f"smallest need {least}; raise it, or set workspace_limit instead if "
             f"the kernels run one after the other",
             error.smallest_bytes,
         ) from error

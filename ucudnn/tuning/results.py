@@ -11,7 +11,7 @@ from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.split import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.splits import PlanDraft, batches_like_whole
-from ucudnn.units import format_bytes
+from ucudnn.units import format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
@@ -279,12 +279,12 @@ def _all_over_limit(
     needs = [(error.smallest_bytes or 0, str(problem)) for problem, error in refused.items()]
     # The kernel that needs most comes first: a limit as large as its workspace fits all of them.
     needs.sort(reverse=True)
-    listed = ", ".join(f"{format_bytes(need)} for {name}" for need, name in needs)
-    most = format_bytes(needs[0][0])
+    most, *sizes = format_sizes(limit, *(need for need, _ in needs))
+    listed = ", ".join(f"{size} for {name}" for size, (_, name) in zip(sizes, needs, strict=True))
     fits = f"fits all but {unknown} that there was no time for" if unknown else "fits all"
     return PlanError(
         f"no plan for {len(refused)} kernel{'s' * (len(refused) > 1)} fits "
-        f"workspace_limit={format_bytes(limit)}; the "
-        f"smallest needs {listed}; raise the limit to {most}, which {fits}{remedy}",
+        f"workspace_limit={most}; the "
+        f"smallest needs {listed}; raise the limit to {sizes[0]}, which {fits}{remedy}",
         needs[0][0],
     )

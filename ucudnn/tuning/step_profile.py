@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.execution.channels_last import optimizer_states
 from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
-from ucudnn.execution.runner import Runner
+from ucudnn.execution.runner import Layer, Runner
 from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
 from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
@@ -82,6 +82,8 @@ class StepProfiler:
     is_training: bool
     memory_format: str = "keep"
     division: StepDivision = WHOLE
+    # Layers that may be computed by torch's own convolution, whatever a plan says.
+    torchs: Collection[Layer] = ()
 
     def profile(self, plan: Plan | None = None) -> StepProfile:
         """Profile a step by a plan, or by torch's own convolutions."""
@@ -104,7 +106,7 @@ class StepProfiler:
                 # A first step leaves memory allocated, such as the workspace of cuBLAS.
                 before += self.backend.allocated_bytes() - copied
                 watcher, spans = self._spans(step, runner)
-        return _profile(self._held(before), watcher, spans)
+        return _profile(self._held(before), watcher, spans, self.torchs)
 
     def _spans(self, step: Steps, runner: Runner | None) -> tuple[Watcher, list[Span]]:
         watchers: list[Watcher] = []
@@ -134,7 +136,9 @@ class StepProfiler:
         return replace(named, others=named.others + max(0, allocated - named.total))
 
 
-def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
+def _profile(
+    held: Held, watcher: Watcher, spans: list[Span], torchs: Collection[Layer]
+) -> StepProfile:
     live: dict[Problem, int] = {}
     call_peaks: dict[Problem, int] = {}
     calls: list[tuple[Problem, int]] = []
@@ -153,9 +157,9 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
         peak_bytes = max(span.peak_bytes for span in spans[began + 1 : ended + 1])
         end_bytes = spans[ended].end_bytes
         peak = max(peak, peak_bytes)
-        # If no plan can be made for a call, its workspace cannot be limited, so it counts as part
-        # of the rest of the step.
-        if not copied:
+        # If no plan can be made for a call, or none may act on it, its workspace cannot be limited,
+        # so it counts as part of the rest of the step.
+        if not copied or any(Layer.of(problem) in torchs for problem in copied):
             own_peak = max(own_peak, peak_bytes)
         for problem, copied_bytes in copied.items():
             # At the end of a call the results of all its kernels are allocated. If there are two

@@ -59,8 +59,8 @@ _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
 
 @lru_cache(maxsize=4096)
-def _chosen_kernel(problem: Problem, threads: int) -> str:
-    del threads  # an argument only for the cache: aten's choice depends on it
+def _chosen_kernel(problem: Problem, threads: int, has_onednn: bool) -> str:
+    del threads, has_onednn  # arguments only for the cache: aten's choice depends on them
     # aten itself chooses by this function, which reads shapes, dtypes and layouts, but no values.
     backend = torch._C._select_conv_backend(
         phantom(problem, problem.x_shape),
@@ -77,14 +77,15 @@ def _chosen_kernel(problem: Problem, threads: int) -> str:
 
 
 def chosen_kernel(problem: Problem) -> str:
-    """Name of the kernel that aten picks for a problem with the current number of threads.
+    """Name of the kernel that aten picks for a problem with the current threads and settings.
 
     >>> chosen_kernel(Problem("fprop", 8, 4, 4, (9, 9), (3, 3), dtype="float64"))
     'slow_conv2d'
     """
     # aten never gets different padding at both ends: `padded` makes the surplus a part of the input
     # first.
-    return _chosen_kernel(symmetric(problem), torch.get_num_threads())
+    has_onednn = torch._C._get_mkldnn_enabled()
+    return _chosen_kernel(symmetric(problem), torch.get_num_threads(), has_onednn)
 
 
 class TorchDefault(AbstractAlgorithm):
@@ -258,6 +259,8 @@ def onednn_refusal(problem: Problem) -> str | None:
     """Reason why oneDNN does not compute a problem on this machine; None if it does."""
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
+    if not torch._C._get_mkldnn_enabled():
+        return "torch.backends.mkldnn.enabled is False"
     if problem.dtype == "float64":
         return "oneDNN has no float64 convolution"
     kernel = chosen_kernel(problem)
