@@ -11,7 +11,7 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -89,8 +89,12 @@ def _drop_gradients(model: nn.Module, strays: set[int]) -> None:
     for one in chain(model.parameters(), gc.get_objects()):
         # `issubclass` is used, because `isinstance` would read the attribute `__class__`, which
         # lazy proxies among these objects may implement.
-        if issubclass(type(one), Tensor) and one.is_leaf and id(one.grad) in strays:
-            one.grad = None
+        if not issubclass(type(one), Tensor):
+            continue
+        # torch raises an error for one of several views if another has been written to since.
+        with suppress(RuntimeError):
+            if one.is_leaf and id(one.grad) in strays:
+                one.grad = None
 
 
 class _Names(NamedTuple):

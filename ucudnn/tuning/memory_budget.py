@@ -495,6 +495,9 @@ class MemoryBudget:
         names = shorten(", ".join(self._unswappable), 80, placeholder=" ...")
         torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
         rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
+        if self.reasons:
+            rows += "\nModules that are not divided or not recomputed:"
+            rows += "".join(f"\n  {name or 'the model'}: {why}" for name, why in self.reasons)
         return PlanError(
             f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
             f"{peaks[ways.index(least)]}; raise the budget to it{more}{remedy}."

@@ -59,6 +59,8 @@ _LEAST_STEPS = 6
 _SHOWN = 16
 # Largest number of divisions into segments that are tried for one limit.
 _MOST_TRIALS = 8
+# The reason against micro-batches of one sample, as by InstanceNorm in channels_last (torch 2.13).
+_OF_ONE = "a micro-batch of one sample has other gradients than in the batch"
 # Of the steps that fit a limit, so many are timed again, in so many rounds.
 _FASTEST, _ROUNDS = 3, 2
 
@@ -174,6 +176,7 @@ class SegmentSearch:
     def reasons(self) -> tuple[tuple[str, str], ...]:
         """Modules that cannot run in micro-batches or be recomputed, each with the reason."""
         found = [(name, one.reason) for name, one in self.findings.items() if one.reason]
+        found += [(name, _OF_ONE) for name, one in self.findings.items() if one.least > 1]
         return (*found, *self._unselective.items())
 
     def exclude(self, one: Segment, reason: str) -> None:
@@ -399,7 +402,7 @@ class SegmentSearch:
             within = (one for one in inner if one.module)
             return StepDivision((self._described(outer), *within))
 
-        size = 1
+        size = self.findings[""].least
         while self._is_training and size < self._steps.batch:
             if (outer := self.try_(division(size, ()))) is None:
                 break
@@ -462,7 +465,7 @@ class SegmentSearch:
         if found.reason:
             return f"of this model {found.reason}"
         if found.least > 1:
-            return "one sample alone computes other gradients"
+            return f"of this model {_OF_ONE}"
         return "" if found.samples == batch else "its samples are not those of its first tensor"
 
     def faster(self, loop: bool = False) -> StepDivision:
