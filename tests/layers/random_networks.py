@@ -282,7 +282,7 @@ class Branches(nn.Module):
         x = functional.leaky_relu(x, 0.1)
         a, b = self.first(x), self.second(x)
         if self.how == "gate":
-            return a * b.sigmoid()
+            return self.last(a * b.sigmoid())
         if self.how == "join":
             return self.last(torch.cat([a, b]).view(2, *x.shape).prod(0))
         return self.last(a + b)
@@ -691,20 +691,24 @@ class Checkpointed(nn.Module):
         self.inner, self.is_reentrant = inner, is_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        # torch's checkpoints repeat nothing but torch's random numbers.
-        is_apart = any(getattr(one, "draws_apart", False) for one in self.inner.modules())
-        if is_apart or not (self.training and torch.is_grad_enabled() and x.requires_grad):
+        # torch's own checkpoints change buffers again, draw other numbers than torch's generator
+        # drew, and give wrong gradients of RReLU: such a network would be no truth.
+        is_odd = any(True for _ in self.inner.buffers()) or any(
+            isinstance(one, nn.RReLU) or getattr(one, "draws_apart", False)
+            for one in self.inner.modules()
+        )
+        if is_odd or not (self.training and torch.is_grad_enabled() and x.requires_grad):
             return self._run(x)
         return checkpoint(self._run, x, use_reentrant=self.is_reentrant)
 
     def _run(self, x: Tensor) -> Tensor:
-        y = functional.group_norm(x.unsqueeze(1), 1)[:, 0]
+        y = functional.layer_norm(x, x.shape[1:])
         return self.inner(y) + y.sin() + self.inner(functional.leaky_relu(y, 0.1))
 
 
 def checkpointed(make: Maker) -> nn.Module:
     is_reentrant = make.is_drawn("reentrant", 0.2)
-    return Checkpointed(make.inner(), is_reentrant)
+    return Checkpointed(make.make("checkpointed", {"plain": plain, "random": chancy}), is_reentrant)
 
 
 class Tokens(nn.Module):
