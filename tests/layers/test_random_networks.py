@@ -13,11 +13,11 @@ from segment_trials import trials
 LEAST = {
     "tried": 0.7,
     "compared": 0.7,
-    "divided": 0.4,
-    "divided at random": 0.02,
-    "recomputed as a whole": 0.4,
-    "recomputed in parts": 0.3,
-    "selective": 0.3,
+    "divided": 0.5,
+    "divided at random": 0.03,
+    "recomputed as a whole": 0.5,
+    "recomputed in parts": 0.4,
+    "selective": 0.5,
 }
 ON_PUSH = [range(start, start + 30) for start in range(0, 300, 30)]
 NIGHTLY = [range(start, start + 100) for start in range(300, 3300, 100)]
