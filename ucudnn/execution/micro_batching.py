@@ -247,7 +247,7 @@ class _Repeatable:
 @untraced
 def _fills(result: Any) -> bool:
     """True if a result comes from RReLU, which draws random numbers into a tensor saved before."""
-    level = [one.grad_fn for one in take_apart(result)[0] if isinstance(one, Tensor)]
+    level: list[Any] = [one.grad_fn for one in take_apart(result)[0] if isinstance(one, Tensor)]
     seen = set[Any]()
     while level and len(seen) < _MOST_NODES:
         level = [one for one in level if one is not None and one not in seen]

@@ -118,19 +118,19 @@ class _Global(NamedTuple):
 
 
 @lru_cache(4096)
-def _is_followed(kind: type) -> bool:
+def _is_followed(kind: Any) -> bool:
     return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 @lru_cache(4096)
-def _methods(kind: type) -> tuple[FunctionType, ...]:
+def _methods(kind: Any) -> tuple[FunctionType, ...]:
     """The methods of a class that are no library's."""
     own = [cls for cls in kind.__mro__ if _is_followed(cls)]
     return tuple(one for cls in own for one in vars(cls).values() if type(one) is FunctionType)
 
 
 @lru_cache(4096)
-def _class_values(kind: type) -> tuple[Any, ...]:
+def _class_values(kind: Any) -> tuple[Any, ...]:
     """Containers that are attributes of a class that is no library's."""
     own = [cls for cls in kind.__mro__ if _is_followed(cls)]
     return tuple(one for cls in own for one in vars(cls).values() if type(one) in _CONTAINERS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,7 @@ class PlanComparer:
             nudge_(model, nudge)
         segment_(model, division.segments)
         outcome = _Outcome()
-        numbers = SameForSamples(state) if same else nullcontext()
+        numbers = SameForSamples(state)
         kind = self._plan.device.type
         with ExitStack() as stack:
             stack.enter_context(undisturbed(model))
@@ -222,19 +222,17 @@ class PlanComparer:
             stack.enter_context(Remembered(model, "the model", updates=False))
             received = stack.enter_context(_received(model))
             torch.manual_seed(state), random.seed(state), np.random.seed(state)
-            before = random.getstate(), np.random.get_state()[1].copy()
+            before = random.getstate(), np.random.get_state(legacy=False)
             if is_plan:
                 stack.enter_context(Installation(kind, self._runner))
-            with numbers:
+            with numbers if same else nullcontext():
                 for part in parts_of(own, division.micro_batch):
                     outputs, leaves = run_with_leaves(model, part, self._is_training)
                     outcome.results.append([_copy(one) for one in take_apart(outputs)[0]])
                     outcome.inputs.append([one.grad for one in leaves])
                     del outputs
-            outcome.draws = bool(same and numbers.drawn) or not (
-                before[0] == random.getstate()
-                and np.array_equal(before[1], np.random.get_state()[1])
-            )
+            now = random.getstate(), np.random.get_state(legacy=False)
+            outcome.draws = not same or bool(numbers.drawn) or not _are_equal(before, now)
             outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
             outcome.left = {
                 f"the buffer {k!r}": [v.detach().clone()] for k, v in model.named_buffers()
@@ -283,6 +281,13 @@ def _received(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
         yield received
 
 
+def _are_equal(one: Any, other: Any) -> bool:
+    """True if the states of Python's and NumPy's generators are the same."""
+    numpys = one[1]["state"], other[1]["state"]
+    is_same = numpys[0]["pos"] == numpys[1]["pos"]
+    return one[0] == other[0] and is_same and np.array_equal(numpys[0]["key"], numpys[1]["key"])
+
+
 def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
@@ -307,7 +312,7 @@ def _between(truth: _Outcome, found: _Outcome) -> Difference:
     for name, measure in compared:
         difference = measure()
         if not difference <= worst:  # NaN is the worst
-            worst, where = difference if difference == difference else inf, name
+            worst, where = inf if isnan(difference) else difference, name
     return Difference(worst, where, len(gradients), truth.draws)
 
 
@@ -340,8 +345,9 @@ def _relative(one: Any, other: Any, scale: float) -> float:
         elif other is None and isinstance(one, Tensor):
             other = torch.zeros_like(one)
         else:
-            is_plain = isinstance(one, (int, float, complex, str))
-            return inf if is_plain and one != other and one == one else 0.0
+            is_number = isinstance(one, float) and isinstance(other, float)
+            is_same = one == other or (is_number and isnan(one) and isnan(other))
+            return inf if isinstance(one, (int, float, complex, str)) and not is_same else 0.0
     if one.shape != other.shape:
         return inf
     if not (one.is_floating_point() or one.is_complex()):

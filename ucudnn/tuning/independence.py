@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import cut_up, has_samples, reason_of_hooks, training_modules
@@ -109,12 +110,12 @@ def examined(
         except STEP_ERRORS:  # a model that cannot be evaluated on these inputs
             pass
         for name, other in in_evaluation.items():
-            one = found[name]
-            is_alike = (one.shared, one.lists) == (other.shared, other.lists)
+            own = found[name]
+            is_alike = (own.shared, own.lists) == (other.shared, other.lists)
             found[name] = replace(
-                one,
-                divides_in=one.divides_in + (other.divides_in if is_alike else ()),
-                repeats_in=one.repeats_in + other.repeats_in,
+                own,
+                divides_in=own.divides_in + (other.divides_in if is_alike else ()),
+                repeats_in=own.repeats_in + other.repeats_in,
             )
     return found
 
@@ -168,7 +169,11 @@ class _Probe:
 
     def _finding(self, forward: Callable[..., Any], arguments: Any) -> Independence:
         is_training = self.with_backward and torch.is_grad_enabled()
-        with torch.set_grad_enabled(is_training), same_random_states():
+        # Inside a checkpoint of the model's own, the trial must save nothing that this checkpoint
+        # would count.
+        is_inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        apart = saved_tensors_hooks(Tensor.detach, _same) if is_inside else nullcontext()
+        with torch.set_grad_enabled(is_training), same_random_states(), apart:
             trial = _Trial(self.module, forward, arguments, is_training)
             try:
                 found = trial.finding(self.size)
@@ -539,6 +544,10 @@ class _Trial:
         return max(
             torch.finfo(one).eps for one in dtypes if one.is_floating_point or one.is_complex
         )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _sizes(size: int, count: int) -> list[int]:

@@ -412,15 +412,14 @@ class SegmentSearch:
             room = limit - max(0, peak - inner.seen[0].peak_bytes)
             for is_first in (True, False, False):
                 segments = inner.within(max(0, room)).division.segments
-                if (last := self.try_(division(size, segments))) is None:
-                    return
-                if last.peak_bytes <= limit or room <= 0:
+                last = self.try_(division(size, segments))
+                if last is None or last.peak_bytes <= limit or room <= 0:
                     break
                 # Beside the current micro-batch, the step may hold more memory than estimated. So
                 # the second attempt leaves more room for that. The third and last attempt takes the
                 # segments with the smallest peak.
                 room = room - 2 * (last.peak_bytes - limit) if is_first else 0
-            if last.peak_bytes > limit or self.is_over(2):
+            if last is None or last.peak_bytes > limit or self.is_over(2):
                 break
             size *= 2
 
@@ -563,7 +562,7 @@ class SegmentSearch:
 
     def _exclude_the_cause(self, division: StepDivision, error: BaseException) -> None:
         """Exclude the segments by which, each alone, a step fails; or else the innermost one."""
-        causes = {}
+        causes: dict[Segment, BaseException] = {}
         for one in division.segments if len(division.segments) > 1 else ():
             try:
                 self._steps.divide(StepDivision((one,)))
