@@ -156,6 +156,7 @@ def _is_rewritten() -> bool:
         torch.compiler.is_exporting()
         or torch._C._is_tracing()
         or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 
