@@ -197,9 +197,9 @@ class Selective(TorchFunctionMode):
     def _pack(self, tensor: Tensor) -> _Saved:
         view, found = None, self._found(tensor)
         whole = tensor._base
-        # Strides do not describe other views, as `view_as_complex` and `conj`.
-        is_strided = not (tensor.is_conj() or tensor.is_neg())
-        if found is None and whole is not None and whole.dtype == tensor.dtype and is_strided:
+        # Strides do not describe a conjugate, or a view of another type.
+        is_alike = whole is not None and whole.dtype == tensor.dtype and not tensor.is_conj()
+        if found is None and whole is not None and is_alike:
             found = self._found(whole)
             view = (whole.stride(), tensor.shape, tensor.stride(), tensor.storage_offset())
         if found is None:
