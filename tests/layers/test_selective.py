@@ -455,7 +455,7 @@ def test_higher_and_forward_derivatives_are_torchs(
     model = nn.Sequential(nn.Conv2d(3, 4, 3), inner, copy.deepcopy(activation), nn.Conv2d(4, 2, 1))
     x = torch.randn(3, 3, 5, 5, dtype=torch.float64)
     assert_close(model.double(), segments, x, derived)
-    if norm is not group_norm and segments == [WHOLE]:
+    if norm is not group_norm:  # of which torch has no tangents in backward
         assert_close(model, segments, x, transforms_of_backward)
 
 

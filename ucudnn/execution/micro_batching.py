@@ -155,8 +155,8 @@ def _is_rewritten() -> bool:
     return (
         torch.compiler.is_exporting()
         or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+        # Backward of a graph from outside a transform repeats what has not been transformed.
+        or (torch._C._are_functorch_transforms_active() and torch._C._current_graph_task_id() == -1)
     )
 
 

@@ -112,8 +112,7 @@ class _Rectified(torch.autograd.Function):
         memory = result.untyped_storage()
         is_alone = torch._C._storage_Use_Count(memory._cdata) == 2 and not (
             torch.is_grad_enabled()
-            or forward_ad._current_level >= 0
-            or torch._C._are_functorch_transforms_active()
+            or _is_transformed()
             or torch._C._functorch.is_legacy_batchedtensor(gradient)
         )
         place = {"grad_input": result} if is_alone else {}
@@ -257,11 +256,15 @@ def _require_unmodified(versions: tuple[int, ...], *tensors: Tensor) -> None:
         )
 
 
+def _is_transformed() -> bool:
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 def _is_rectified(func: Any, input_: Tensor, kwargs: dict[str, Any]) -> bool:
     """True for ReLU, and for leaky ReLU if its result has the sign of its input."""
     # After a change of a view, backward of a function of ours would run twice if it has a graph:
     # for the view and for its base. A checkpoint gives back what is saved only once.
-    if kwargs.get("inplace") and input_._base is not None:
+    if (kwargs.get("inplace") and input_._base is not None) or _is_transformed():
         return False
     slope = kwargs.get("negative_slope", 0)
     return func is functional.relu or (func is functional.leaky_relu and slope > 0)
