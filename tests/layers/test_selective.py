@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -363,3 +364,391 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
     model.compile(backend="aot_eager")
     for a, b in zip(exact, gradients(model, x), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def penalised(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gradients of a loss that contains gradients, as those of WGAN-GP and R1 do."""
+    x = x.clone().requires_grad_()
+    y = model(x * 1)
+    (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+    loss = y.mean() + slope.flatten(1).norm(dim=1).square().mean() + again.square().mean()
+    return [*torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True), slope, again]
+
+
+def hessian_products(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [*torch.autograd.functional.hvp(lambda one: model(one * 1).sin().sum(), x, x.cos())]
+
+
+def jacobian(model: nn.Module, x: Tensor) -> list[Tensor]:
+    def sums(one: Tensor) -> Tensor:
+        return model(one * 1).square().flatten(1).sum(1)
+
+    return [torch.autograd.functional.jacobian(sums, x, vectorize=True)]
+
+
+def several_at_once(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x.clone().requires_grad_() * 1)
+    losses = torch.stack([y.detach().cos(), y.detach().sin()])
+    return [*torch.autograd.grad(y, [*model.parameters()], losses, is_grads_batched=True)]
+
+
+def twice(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    y = model(x.clone().requires_grad_() * 1)
+    y.sum().backward(retain_graph=True)
+    first = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    y.square().sum().backward()
+    return [*first, *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+def tangents(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with forward_ad.dual_level():
+        return [*forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()) * 1))]
+
+
+def transforms(model: nn.Module, x: Tensor) -> list[Tensor]:
+    def loss(one: Tensor) -> Tensor:
+        return model(one * 1).sin().sum()
+
+    return [*torch.func.jvp(loss, (x,), (x,)), torch.func.hessian(loss)(x[:1])]
+
+
+def transforms_of_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The graph is made before there are tangents and axes of `vmap`; gradients get them."""
+    x = x.clone().requires_grad_()
+    y = model(x * 1)
+
+    def slope(way: Tensor) -> Tensor:
+        return torch.autograd.grad(y, x, way, retain_graph=True)[0]
+
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(slope(forward_ad.make_dual(y.detach(), y.detach().cos())))
+    return [*dual, torch.func.vmap(slope)(torch.stack([y.detach(), y.detach().cos()]))]
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [WHOLE],
+        [Segment("", None, selective=True)],
+        [Segment("", 2, selective=True)],
+        [Segment("", None), replace(WHOLE, module="1")],
+        [WHOLE, Segment("1", None, selective=True)],
+    ],
+    ids=lambda segments: ", ".join(map(repr, map(str, segments))),
+)
+@pytest.mark.parametrize(
+    "derived",
+    [*(penalised, hessian_products, jacobian, several_at_once, twice), *(tangents, transforms)],
+)
+@pytest.mark.parametrize(
+    "norm", [group_norm, lambda width: nn.InstanceNorm2d(width, affine=True)], ids=["group", "view"]
+)
+@pytest.mark.parametrize("activation", [*RECTIFIED[1:], nn.ELU(inplace=True)], ids=repr)
+# Torch's own, when it first needs a decomposition.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_higher_and_forward_derivatives_are_torchs(
+    activation: nn.Module, norm: Any, derived: Any, segments: list[Segment]
+) -> None:
+    inner = nn.Sequential(norm(4), activation, nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), inner, copy.deepcopy(activation), nn.Conv2d(4, 2, 1))
+    x = torch.randn(3, 3, 5, 5, dtype=torch.float64)
+    assert_close(model.double(), segments, x, derived)
+    if norm is not group_norm:  # of which torch has no tangents in backward
+        assert_close(model, segments, x, transforms_of_backward)
+
+
+def assert_close(
+    model: nn.Module, segments: list[Segment], x: Tensor, derived: Any = gradients
+) -> None:
+    twin = copy.deepcopy(model)
+    segment_(twin, segments)
+    for a, b in zip(derived(model, x), derived(twin, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class Within(nn.Module):
+    """Calls a module in a context of the model's own."""
+
+    def __init__(self, inner: nn.Module, manner: str) -> None:
+        super().__init__()
+        self.inner, self.manner = inner, manner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.manner.startswith("checkpoint"):
+            return checkpoint(self.inner, x, use_reentrant=self.manner.endswith("reentrant"))
+        if self.manner == "offload":
+            with save_on_cpu():
+                return self.inner(x)
+        if self.manner == "hooks":
+            with saved_tensors_hooks(lambda one: one.detach(), lambda one: one):
+                return self.inner(x)
+        return self.inner(x)
+
+
+class Beside(nn.Module):
+    """The result of a normalisation goes into a rectifier, and into a layer beside it."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.activation = nn.GroupNorm(2, 4), activation
+        self.first, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.first(y) + self.last(self.activation(y))
+
+
+MANNERS = ["checkpoint", "checkpoint, reentrant", "offload", "hooks", "none"]
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [WHOLE],
+        [Segment("", None, selective=True)],
+        [WHOLE, Segment("1.inner", None)],
+        [WHOLE, Segment("1.inner", 2)],
+        [WHOLE, Segment("1.inner.last", None), replace(WHOLE, module="1.inner")],
+        [Segment("1.inner", None), replace(WHOLE, module="1")],
+    ],
+    ids=lambda segments: ", ".join(map(repr, map(str, segments))),
+)
+@pytest.mark.parametrize("derived", [gradients, twice])
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1)], ids=repr)
+def test_contexts_of_the_models_own_inside_it(
+    activation: nn.Module, manner: str, derived: Any, segments: list[Segment]
+) -> None:
+    blocks = (Within(Beside(copy.deepcopy(activation)), manner) for _ in range(2))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), *blocks, nn.GroupNorm(2, 4), activation).double()
+    model.append(nn.Conv2d(4, 2, 1, dtype=torch.float64))
+    assert_close(model, segments, torch.randn(3, 3, 7, 7, dtype=torch.float64), derived)
+
+
+@pytest.mark.parametrize("manner", ["checkpoint", "offload", "hooks", "none"])
+def test_a_function_that_changes_its_argument_in_such_a_context(manner: str) -> None:
+    class Both(nn.Module):
+        def __init__(self, manner: str) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)
+            inner = nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Conv2d(4, 4, 1))
+            self.within, self.is_exact = Within(inner, manner), not manner
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return self.conv(y) + self.within(y.clone() if self.is_exact else y)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Both(manner)).double()
+    exact = nn.Sequential(nn.Conv2d(3, 4, 3), Both("")).double()
+    exact.load_state_dict(model.state_dict())
+    segment_(model, [WHOLE])
+    x = torch.randn(3, 3, 7, 7, dtype=torch.float64)
+    for a, b in zip(gradients(exact, x), gradients(model, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1), nn.SiLU()], ids=repr)
+def test_hooks_inside_it_get_what_torch_saves(activation: nn.Module) -> None:
+    saved: list[Tensor] = []
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.GroupNorm(2, 4), activation, nn.Conv2d(4, 4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+                return self.inner(x)
+
+    assert_same(nn.Sequential(nn.Conv2d(3, 4, 3), Noting()), torch.randn(2, 3, 5, 5))
+    for a, b in zip(saved[: len(saved) // 2], saved[len(saved) // 2 :], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_inside_another_keeps_no_more() -> None:
+    model = nn.Sequential(*(block(group_norm, nn.ReLU()) for _ in range(2)))
+    for one in model:
+        one.append(nn.Conv2d(2, 3, 1))
+        one.insert(0, nn.GroupNorm(3, 3))
+    x = torch.randn(4, 3, 32, 32)
+    whole, nested = copy.deepcopy(model), copy.deepcopy(model)
+    segment_(whole, [WHOLE])
+    segment_(nested, [WHOLE, *(replace(WHOLE, module=f"{n}.{m}") for n in "01" for m in "147")])
+    assert peak(nested, x) <= peak(whole, x)
+
+
+@pytest.mark.parametrize("activation", RECTIFIED, ids=repr)
+def test_a_tensor_that_someone_got_in_backward_is_not_overwritten(activation: nn.Module) -> None:
+    got: list[Tensor] = []
+
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            ctx.save_for_backward(y)
+            return y * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            got.extend(ctx.saved_tensors)
+            return gradient * 2
+
+    class Last(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            return Keeping.apply(y)
+
+    x = torch.randn(5, 6)
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), activation, Last())
+    assert_same(model, x)
+    assert torch.equal(*got)
+
+
+class Changing(nn.Module):
+    """Changes in place what the backward of a normalisation needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.conv(y) + x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [replace(WHOLE, module="1")],
+        [WHOLE],
+        [Segment("", None), replace(WHOLE, module="1")],
+        [Segment("", None, selective=True)],
+        [replace(WHOLE, offload=True)],
+    ],
+    ids=lambda segments: ", ".join(map(repr, map(str, segments))),
+)
+@pytest.mark.parametrize("around", ["checkpoint", "checkpoint, reentrant", "offload", "none"])
+def test_a_change_in_place_is_an_error_in_every_context(
+    around: str, segments: list[Segment]
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Changing(), nn.Conv2d(4, 2, 1))
+    segment_(model, segments)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(Within(model, around), torch.randn(2, 3, 5, 5, requires_grad=True))
+
+
+def test_a_context_that_copies_may_be_followed_by_a_change() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Changing(), nn.Conv2d(4, 2, 1)).double()
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+
+    def copied(one: Tensor) -> Tensor:
+        return torch.empty(one.shape, dtype=one.dtype).copy_(one)
+
+    with saved_tensors_hooks(copied, lambda one: one):
+        assert_close(model, [WHOLE], x)
+
+
+def test_a_change_before_the_result_is_saved() -> None:
+    """Nothing has been saved of what is frozen, so torch allows to change its argument."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.GroupNorm(1, 3), nn.Conv2d(3, 4, 1)
+            self.norm.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            y = self.norm(x)
+            x.mul_(-3)
+            return self.conv(functional.relu(y))
+
+    assert_same(Frozen(), torch.randn(2, 3, 5, 5))
+
+
+def test_a_weight_that_is_changed_before_backward_is_an_error() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1))
+    segment_(model, [WHOLE])
+    loss = model(torch.randn(2, 3, 5, 5)).sum()
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, model[2].weight)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_statistics_that_are_updated_before_backward(norm: Any) -> None:
+    """As by a loss that compares the results in evaluation and in training mode."""
+
+    def both(model: nn.Module, x: Tensor) -> list[Tensor]:
+        loss = model.eval()(x).square().mean() + model.train()(2 * x + 1).square().mean()
+        return [*torch.autograd.grad(loss, model[2].weight)]
+
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), norm(4, track_running_stats=True), nn.Conv2d(4, 2, 1)
+    ).double()
+    assert_close(model, [WHOLE], torch.randn(4, 3, 5, 5, dtype=torch.float64), both)
+
+
+@pytest.mark.parametrize("activation", RECTIFIED, ids=repr)
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [WHOLE],
+        [replace(WHOLE, module="2")],
+        [Segment("", None), replace(WHOLE, module="2")],
+        [Segment("", 2), replace(WHOLE, module="2")],
+        [Segment("", None, selective=True)],
+    ],
+    ids=lambda segments: ", ".join(map(repr, map(str, segments))),
+)
+def test_evaluation_mode_in_which_an_argument_is_changed(
+    activation: nn.Module, segments: list[Segment]
+) -> None:
+    inner = nn.Sequential(nn.Dropout(), activation, nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), inner, nn.GELU()).double()
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    for derived in (gradients, penalised):
+        assert_close(model.eval(), segments, x, derived)
+
+
+def test_an_argument_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.randn(5, 6)
+    assert_same(nn.Sequential(nn.GELU(), nn.Linear(6, 6)), x)
+
+
+def test_views_of_another_type() -> None:
+    """Rotary embeddings multiply a normalised query as complex numbers."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(6, 6), nn.RMSNorm(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.first(x))
+            y = torch.view_as_complex(x.view(*x.shape[:-1], 3, 2))
+            z = functional.rms_norm(y, [3])
+            return torch.view_as_real(y * z * z.conj())
+
+    assert_same(Rotary(), torch.randn(4, 5, 6))
+
+
+def test_hooks_that_give_back_another_layout() -> None:
+    """As `save_on_cpu` with pinned memory does."""
+
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.transpose(2, 3)
+            return y * y.sigmoid()
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), Turned(), nn.Conv2d(4, 2, 1))
+    model = model.double().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+
+    def packed(one: Tensor) -> Tensor:
+        return torch.empty(one.shape, dtype=one.dtype).copy_(one)
+
+    with saved_tensors_hooks(packed, lambda one: one):
+        assert_close(model, [WHOLE], x)

@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as every_module
 from torch.utils.checkpoint import checkpoint
@@ -357,8 +356,8 @@ def _is_rewritten() -> bool:
     return (
         torch.compiler.is_exporting()
         or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        # Backward of a graph from outside a transform repeats what has not been transformed.
+        or (torch._C._are_functorch_transforms_active() and torch._C._current_graph_task_id() == -1)
     )
 
 

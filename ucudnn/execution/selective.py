@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 # Functions whose backward needs their input.
@@ -52,28 +53,24 @@ class _Call:
         self.source = source
         self.uses = 0
         self._run = run
-        self._result: Tensor | None = None
+        self._stored: tuple[Tensor, int] | None = None
 
     def result(self, base: Tensor) -> Tensor:
         """The result, which is stored as long as other operations need it, too."""
-        result = self._result
-        if result is None:
+        result, version = self._stored or (None, 0)
+        # A checkpoint inside the segment may have given the result to code that changed it.
+        if result is None or result._version != version:
             result = self._run(base if self.source is None else self.source.result(base))
-        self._result = result if self.uses > 0 else None
+        self._stored = (result, result._version) if self.uses > 0 else None
         return result
-
-    @property
-    def is_stored(self) -> bool:
-        """True if the result that was computed last is stored for other operations."""
-        return self._result is not None
 
 
 class _Repeatable(NamedTuple):
-    """A result that can be computed again from a base, and its version when it was computed."""
+    """A result that can be computed again from a base, and the versions of both at that time."""
 
     call: _Call
     base: Tensor
-    version: int
+    versions: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -83,39 +80,39 @@ class _Saved:
     Args:
         base: the tensor, or that from which it can be computed again.
         call: whose result is needed; None: the base.
-        view: shape, strides and offset in this result; None: all of it.
-        version: of the base, when it was saved.
+        view: strides of this result, and shape, strides and offset in it; None: all of it.
     """
 
     base: Any
     call: _Call | None = None
-    view: tuple[Any, Any, Any] | None = None
-    version: int = 0
+    view: tuple[Any, Any, Any, Any] | None = None
 
 
 class _Rectified(torch.autograd.Function):
     """ReLU or leaky ReLU, whose backward needs one tensor less than torch's own.
 
-    The result is computed again for backward. If no other operation needs it then, the gradient of
-    the input is written into it.
+    The result is computed again for backward. If no other tensor has its memory then, the gradient
+    of the input is written into it.
     """
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, func: Any, kwargs: dict[str, Any], call: _Call) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, func: Any, kwargs: dict[str, Any]) -> Tensor:
         result: Tensor = func(input_, **kwargs)
         if kwargs["inplace"]:
             ctx.mark_dirty(input_)
         ctx.save_for_backward(result)
-        ctx.slope, ctx.call = kwargs.get("negative_slope", 0), call
+        ctx.slope = kwargs.get("negative_slope", 0)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (result,) = ctx.saved_tensors
-        # No operation writes several gradients at once, of `is_grads_batched`, into one tensor.
-        is_alone = not (
-            ctx.call.is_stored
-            or torch.is_grad_enabled()
+        # Beside `result` only this name counts as a user of the memory, if no one else has it. No
+        # operation writes a gradient that has a graph, a tangent or an axis of `vmap` into it.
+        memory = result.untyped_storage()
+        is_alone = torch._C._storage_Use_Count(memory._cdata) == 2 and not (
+            torch.is_grad_enabled()
+            or _is_transformed()
             or torch._C._functorch.is_legacy_batchedtensor(gradient)
         )
         place = {"grad_input": result} if is_alone else {}
@@ -123,14 +120,15 @@ class _Rectified(torch.autograd.Function):
             found = torch.ops.aten.leaky_relu_backward(gradient, result, ctx.slope, True, **place)
         else:
             found = torch.ops.aten.threshold_backward(gradient, result, 0, **place)
-        return found, None, None, None
+        return found, None, None
 
 
 class Selective(TorchFunctionMode):
     """In this context, no results of normalisations and activation functions are kept for backward.
 
     The gradients are the same, bit for bit. What is still kept, is kept as the context around this
-    one says, which may be a checkpoint or `save_on_cpu`.
+    one says, which may be a checkpoint or `save_on_cpu`. Inside such a context that is entered
+    later, and inside another `Selective`, this one does nothing.
     """
 
     def __init__(self) -> None:
@@ -140,15 +138,18 @@ class Selective(TorchFunctionMode):
         self._pending: list[_Saved] | None = None
 
     def __enter__(self) -> Selective:
-        self._around = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._hooks.__enter__()
+        self._around = _innermost_hooks()
+        is_inner = isinstance(getattr(self._around[0], "__self__", None), Selective)
+        self._hooks = None if is_inner else saved_tensors_hooks(self._pack, self._unpack)
+        if self._hooks:
+            self._hooks.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._hooks.__exit__(*error)
+        if self._hooks:
+            self._hooks.__exit__(*error)
         # The hooks refer to this object, which may refer to tensors. Without a cycle, these are
         # freed as soon as backward is done with them.
         del self._hooks
@@ -160,7 +161,10 @@ class Selective(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         is_cheap = func in _KEEP_INPUT or func in _KEEP_RESULT
-        if not (is_cheap and args and torch.is_grad_enabled()):
+        # What is saved for other hooks must not depend on this context: a checkpoint calls its
+        # function again outside of it.
+        is_own = is_cheap and _innermost_hooks()[0] == self._pack
+        if not (is_own and args and torch.is_grad_enabled()):
             return func(*args, **kwargs)
         found = self._found(args[0])
         # If the input is not kept anyway, and cannot be computed again, the result is kept.
@@ -168,8 +172,8 @@ class Selective(TorchFunctionMode):
             return func(*args, **kwargs)
         call = _Call(found and found.call, _repetition(func, args[1:], kwargs, args[0].device))
         base = args[0] if found is None else found.base
-        if found is not None and _is_rectified(func, kwargs):
-            run = partial(_Rectified.apply, args[0], func, kwargs, call)
+        if found is not None and _is_rectified(func, args[0], kwargs):
+            run = partial(_Rectified.apply, args[0], func, kwargs)
         else:
             run = partial(func, *args, **kwargs)
         self._pending = pending = list[_Saved]()
@@ -182,18 +186,21 @@ class Selective(TorchFunctionMode):
                 call.uses += 1
                 one.call, one.base = call, base
             self._keep(one)
-        self._repeatable[result] = _Repeatable(call, base, result._version)
+        self._repeatable[result] = _Repeatable(call, base, _versions(result, base))
         return result
 
     def _found(self, tensor: Tensor) -> _Repeatable | None:
         found: _Repeatable | None = self._repeatable.get(tensor)
-        return found if found and found.version == tensor._version else None
+        return found if found and found.versions == _versions(tensor, found.base) else None
 
     def _pack(self, tensor: Tensor) -> _Saved:
         view, found = None, self._found(tensor)
-        if found is None and tensor._base is not None:
-            found = self._found(tensor._base)
-            view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        whole = tensor._base
+        # Strides do not describe a conjugate, or a view of another type.
+        is_alike = whole is not None and whole.dtype == tensor.dtype and not tensor.is_conj()
+        if found is None and whole is not None and is_alike:
+            found = self._found(whole)
+            view = (whole.stride(), tensor.shape, tensor.stride(), tensor.storage_offset())
         if found is None:
             saved = _Saved(tensor)
         else:
@@ -207,30 +214,58 @@ class Selective(TorchFunctionMode):
 
     def _keep(self, saved: _Saved) -> None:
         """Keep the base, which is still the tensor itself, as the context around this one says."""
-        tensor, saved.version = saved.base, saved.base._version
-        if self._around:
-            saved.base = self._around[0](tensor)
         # The result of an operation would keep the operation alive, and that its result.
-        elif tensor.grad_fn is not None or not tensor.requires_grad:
-            saved.base = tensor.detach()
+        kept: Any = saved.base.detach()
+        # A context around this one may give back the same tensor, one from a repeated forward,
+        # which has this attribute as well, or a copy, which has not.
+        kept.saved_versions = _versions(kept)
+        saved.base = self._around[0](kept) if self._around[0] else kept
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        base: Tensor = self._around[1](saved.base) if self._around else saved.base
-        if not self._around and base._version != saved.version:
-            raise RuntimeError(
-                "a tensor that backward needs has been modified by an inplace operation; leave its "
-                "module out of the plan's segments"
-            )
+        base: Tensor = self._around[1](saved.base) if self._around[1] else saved.base
+        _require_unmodified(getattr(base, "saved_versions", _versions(base)), base)
         if saved.call is None:
             return base
         saved.call.uses -= 1
         with torch.no_grad():
             result = saved.call.result(base).detach()
-        return result if saved.view is None else result.as_strided(*saved.view)
+        if saved.view is None:
+            return result
+        strides, *view = saved.view
+        # Hooks around this context may have given back the base in another memory layout.
+        if result.stride() != strides:
+            result = result.new_empty_strided(result.shape, strides).copy_(result)
+        return result.as_strided(*view)
 
 
-def _is_rectified(func: Any, kwargs: dict[str, Any]) -> bool:
+def _innermost_hooks() -> tuple[Any, Any]:
+    """The hooks that pack and unpack what is saved now, or None and None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or (None, None)
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    # Tensors of inference mode have no version.
+    return tuple(0 if one.is_inference() else one._version for one in tensors)
+
+
+def _require_unmodified(versions: tuple[int, ...], *tensors: Tensor) -> None:
+    if versions != _versions(*tensors):
+        raise RuntimeError(
+            "a tensor that backward needs has been modified by an inplace operation; leave its "
+            "module out of the plan's segments"
+        )
+
+
+def _is_transformed() -> bool:
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _is_rectified(func: Any, input_: Tensor, kwargs: dict[str, Any]) -> bool:
     """True for ReLU, and for leaky ReLU if its result has the sign of its input."""
+    # After a change of a view, backward of a function of ours would run twice if it has a graph:
+    # for the view and for its base. A checkpoint gives back what is saved only once.
+    if (kwargs.get("inplace") and input_._base is not None) or _is_transformed():
+        return False
     slope = kwargs.get("negative_slope", 0)
     return func is functional.relu or (func is functional.leaky_relu and slope > 0)
 
@@ -249,10 +284,17 @@ def _repetition(
         args, kwargs = (), {k: v for k, v in bound.arguments.items() if k != "input"}
         if kwargs[_UPDATING[func]]:
             kwargs |= {"running_mean": None, "running_var": None}
+        else:
+            # Updates of the statistics do not change their version.
+            statistics = {k: v for k, v in kwargs.items() if k.startswith("running")}
+            kwargs |= tree_map_only(Tensor, torch.clone, statistics)
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
     args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    others = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    versions = _versions(*others)
 
     def run(first: Tensor) -> Tensor:
+        _require_unmodified(versions, *others)
         with autocast:
             result: Tensor = func(first, *args, **kwargs)
         return result
