@@ -91,8 +91,8 @@ class Segment:
         >>> Segment("", 2).sizes(5), Segment("", 2, least=2).sizes(5), Segment("", None).sizes(5)
         ([2, 2, 1], [2, 3], [5])
         """
-        size = self.micro_batch
-        if size is None or count <= size:
+        size = count if self.micro_batch is None else max(self.micro_batch, self.least)
+        if count <= size:
             return [count]
         sizes = [size] * (count // size)
         if rest := count % size:

@@ -34,6 +34,9 @@ _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
 _POWER = 0.25
 # Values of these types are compared as they are.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
+# If parts of one sample compute something else, parts of at least so many may not.
+_LEAST = 2
+_OTHER = "part of a batch gives other results"
 # If more lists than these are as long as the batch, all of them belong to samples, or none does.
 _MOST_LISTS = 3
 
@@ -238,18 +241,20 @@ class _Trial:
         """Find out whether the module may run in micro-batches of this size."""
         if reason := reason_of_hooks(self._module):
             return Independence(reason)
-        whole = self._run(self._arguments)
+        with torch.no_grad():
+            once = self._run(self._arguments)
         is_random = any(map(_differ, self._random, _random_states()))
         self._draws_outside = not _are_equal(
             self._numbers, (random.getstate(), np.random.get_state())
         )
-        if any(map(_is_written, self._leaves, whole.given)):
+        if any(map(_is_written, self._leaves, once.given)):
             return Independence("it writes to its arguments")
-        if not tensors_of(whole.results):
+        if not tensors_of(once.results):
             return Independence("its results are no tensors")
-        with torch.no_grad():
-            if _are_other(whole.results, self._run(self._arguments).results):
-                return Independence("it computes something else again")
+        whole = self._run(self._arguments)
+        if _are_other(once.results, whole.results):
+            return Independence("it computes something else again")
+        del once
         self.repeats = True
         least, lists = 1, dict[str, bool]()
         reason = self._reason_of_state(whole) or self._reason_of_containers(whole)
@@ -342,37 +347,32 @@ class _Trial:
         self, size: int, whole: _Run, gradients: list[Any], is_random: bool
     ) -> tuple[str, int]:
         """Why parts compute something else, and the least samples of a part."""
-        only_sizes = False
-        if is_random:
+        # The first part is a single sample, as the last one of a batch may be.
+        sizes, same = [1, *_sizes(size, self._count - 1)], is_random
+        if same:
             with SameForSamples():
-                same = self._run(self._arguments)
-                same_gradients = self._gradients(same)
-            if not self._other_in_parts(
-                [1, *_sizes(size, self._count - 1)], same, same_gradients, True
-            ):
-                return "", 1
+                of_same = self._run(self._arguments)
+                of_same = of_same, self._gradients(of_same)
+        truth = of_same if same else (whole, gradients)
+        reason = self._other_in_parts(sizes, *truth, same)
+        if reason == _OTHER and same:
             # Numbers that are drawn with the samples elsewhere than in the first axis differ. Then
             # only sizes can be compared, and what a call leaves cannot be compared at all.
-            only_sizes = self._is_unaligned = True
+            self._is_unaligned, same, truth = True, False, (whole, gradients)
             if changed := _changed(self._initial, whole.left):
                 return f"{changed} is that of the batch", 1
-        # The first part is a single sample, as the last one of a batch may be.
-        sizes = [1, *_sizes(size, self._count - 1)]
-        reason = self._other_in_parts(sizes, whole, gradients, False, only_sizes)
-        if not reason or self._count < 3:
+            reason = self._other_in_parts(sizes, *truth, same)
+        if not reason or self._count < 2 * _LEAST:
             return reason, 1
-        again = Segment("", max(2, min(size, self._count - 1)), least=2).sizes(self._count)
-        return self._other_in_parts(again, whole, gradients, False, only_sizes), 2
+        size = max(_LEAST, min(size, self._count - _LEAST))
+        again = Segment("", size, least=_LEAST).sizes(self._count)
+        return self._other_in_parts(again, *truth, same), _LEAST
 
     def _other_in_parts(
-        self,
-        sizes: Sequence[int],
-        whole: _Run,
-        gradients: list[Any],
-        same_numbers: bool,
-        only_sizes: bool = False,
+        self, sizes: Sequence[int], whole: _Run, gradients: list[Any], same_numbers: bool
     ) -> str:
         """Why parts of these sizes are not as the whole; "" if they are."""
+        only_sizes = self._is_unaligned
         total: list[Any] = [None] * len(gradients)
         columns: list[list[Any]] = [[] for _ in whole.leaves]
         start = 0
@@ -383,7 +383,7 @@ class _Trial:
                 if part.nest != whole.nest or _are_other(
                     _at(where, whole.results), part.results, only_sizes=only_sizes
                 ):
-                    return "part of a batch gives other results"
+                    return _OTHER
                 if not only_sizes and (changed := _changed(whole.left, part.left)):
                     return f"{changed} is that of the batch"
                 weights = [one if one is None else one[where] for one in self._weights]
@@ -504,9 +504,9 @@ class _Trial:
         base = bases.get(id(leaf))
         if base is None:
             base = bases[id(leaf)] = leaf.detach().clone()
-            if self._is_training and torch.is_grad_enabled():
-                base.requires_grad_(leaf.requires_grad)
-        # A module may write to its argument, which it must not if this is a leaf with a gradient.
+            if self._is_training and torch.is_grad_enabled() and _is_real(base):
+                base.requires_grad_()
+        # What is no leaf for the module, stays none.
         return base if leaf.is_leaf or not base.requires_grad else base.clone()
 
     def _gradients(self, run: _Run, weights: Sequence[Tensor | None] | None = None) -> list[Any]:
