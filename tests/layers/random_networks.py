@@ -508,7 +508,7 @@ class Hooked(nn.Module):
         }[how]
         register(getattr(self, f"_{how}"))
         if couples:
-            target.couples = couples
+            target.hook_couples = couples
 
     def forward(self, x: Tensor) -> Tensor:
         self.penalties.clear()

@@ -469,7 +469,10 @@ def draws(module: nn.Module) -> bool:
 def couples(module: nn.Module, is_step: bool) -> str:
     """The type of a module inside whose samples must stay together now; "" if there is none."""
     for one in module.modules():
-        when = getattr(one, "couples", "")
+        # The hooks of the module itself get the whole batch.
+        when = getattr(one, "couples", "") or (
+            one is not module and getattr(one, "hook_couples", "")
+        )
         is_norm = isinstance(one, _NormBase) and (
             one.training if one.track_running_stats else _is_batch_norm(one)
         )

@@ -182,7 +182,7 @@ def nests():
     return {
         "tuple": lambda x: (x, (x * 2, None)),
         "dict": lambda x: {"a": x, "n": 3, "kind": "text", "b": [x.sum(1)]},
-        "dataclass": lambda x: Holder(x),
+        "dataclass": Holder,
         "dataclass beside": lambda x: (x, {"held": Holder((x, None))}),
         "output": lambda x: outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(x, x * 3)),
     }

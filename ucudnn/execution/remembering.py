@@ -10,9 +10,10 @@ from __future__ import annotations
 import dis
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
+from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -52,42 +53,50 @@ def holders(root: nn.Module, others: Sequence[Any] = ()) -> Iterator[Any]:
     stack: list[tuple[Any, int]] = [(one, 0) for one in (root, *others)]
     while stack:
         value, depth = stack.pop()
-        kind = type(value)
-        if kind in _PLAIN or id(value) in seen:
+        if type(value) in _PLAIN or id(value) in seen:
             continue
         seen[id(value)] = value
-        found: Any = ()
-        if isinstance(value, nn.Module):
-            yield (attributes := vars(value))
-            for name, one in attributes.items():
-                if name in _READ:
-                    yield one
-                    found = (*found, *one.values())
-                elif name not in OF_ANY_MODULE:
-                    found = (*found, one)
-            depth = -1
-            for function in _methods(kind):
-                yield from _outside(function)
-                found = (*found, *_read_by(function))
-            found = (*found, *_class_values(kind))
-        elif kind in _CONTAINERS:
-            if len(value) <= _MOST_VALUES:
-                yield value
-                found = value.values() if isinstance(value, dict) else value
-        elif isinstance(value, tuple):
-            found = value
-        elif kind is FunctionType:
-            yield from _outside(value)
-            found = _read_by(value)
-        elif kind is MethodType:
-            found = (value.__self__, value.__func__)
-        elif kind is partial:
-            found = (value.func, value.args, value.keywords)
-        elif _is_followed(kind) and hasattr(value, "__dict__"):
-            yield (attributes := vars(value))
-            found = [one for one in attributes.values() if not isinstance(one, nn.Module)]
-        if depth < _DEEPEST:
-            stack += [(one, depth + 1) for one in found]
+        own, values = _opened(value)
+        yield from own
+        depth = 0 if isinstance(value, nn.Module) else depth + 1
+        if depth <= _DEEPEST:
+            stack += [(one, depth) for one in values]
+
+
+def _opened(value: Any) -> tuple[list[Any], Iterable[Any]]:
+    """The holders that an object is or has, and the values to be opened next."""
+    kind: Any = type(value)
+    if isinstance(value, nn.Module):
+        return _opened_module(value)
+    if kind in _CONTAINERS:
+        return ([value], _values(value)) if len(value) <= _MOST_VALUES else ([], ())
+    if kind is FunctionType:
+        return [*_outside(value)], _read_by(value)
+    if isinstance(value, tuple):
+        return [], value
+    if kind in (MethodType, partial):
+        names = ("__self__", "__func__") if kind is MethodType else ("func", "args", "keywords")
+        return [], [getattr(value, one) for one in names]
+    has_own = _is_followed(kind) and hasattr(value, "__dict__")
+    attributes = vars(value) if has_own else {}
+    # An object may refer to any module of a program, for example to the one around it.
+    return [attributes], [one for one in attributes.values() if not isinstance(one, nn.Module)]
+
+
+def _opened_module(module: nn.Module) -> tuple[list[Any], list[Any]]:
+    kind: Any = type(module)
+    own: list[Any] = [vars(module)]
+    values = [*_class_values(kind)]
+    for name, one in vars(module).items():
+        if name in _READ:
+            own.append(one)
+            values += one.values()
+        elif name not in OF_ANY_MODULE:
+            values.append(one)
+    for function in _methods(kind):
+        own += _outside(function)
+        values += _read_by(function)
+    return own, values
 
 
 class _State(NamedTuple):
@@ -182,10 +191,10 @@ def _is_same(one: Any, other: Any) -> bool:
     """True if two copies of a holder hold the same objects."""
     if len(one) != len(other):
         return False
-    if isinstance(one, dict) and one.keys() != other.keys():
+    if isinstance(one, dict) and [*one] != [*other]:
         return False
-    pairs = ((one[k], other[k]) for k in one) if isinstance(one, dict) else zip(one, other)  # noqa: B905 - as long
-    return all(a is b for a, b in pairs)
+    ones, others = (x.values() if isinstance(x, dict) else x for x in (one, other))
+    return all(map(is_, ones, others))
 
 
 def _put_back(holder: Any, content: Any) -> None:
@@ -204,25 +213,17 @@ def _put_back(holder: Any, content: Any) -> None:
 
 def values_in(value: Any) -> list[Any]:
     """Copies of the tensors and plain values that an object holds, without those of modules."""
-    found, seen, stack = list[Any](), set[int](), [(value, 0)]
+    found, seen, stack = list[Any](), dict[int, Any](), [(value, 0)]
     while stack:
         one, depth = stack.pop()
-        kind = type(one)
         if isinstance(one, Tensor):
             found.append(one.detach().clone())
         elif isinstance(one, (bool, int, float, complex, str, type(None))):
             found.append(one)
-        elif id(one) not in seen and kind not in _PLAIN and not isinstance(one, nn.Module):
-            seen.add(id(one))
-            inner: Any = ()
-            if kind in _CONTAINERS and len(one) <= _MOST_VALUES:
-                inner = _values(one)
-            elif isinstance(one, tuple):
-                inner = one
-            elif _is_followed(kind) and hasattr(one, "__dict__") and kind is not FunctionType:
-                inner = vars(one).values()
-            if depth < _DEEPEST:
-                stack += [(each, depth + 1) for each in inner]
+        elif not (id(one) in seen or type(one) in _PLAIN or isinstance(one, nn.Module)):
+            seen[id(one)] = one
+            inner = () if type(one) is FunctionType or depth == _DEEPEST else _opened(one)[1]
+            stack += [(each, depth + 1) for each in inner]
     return found
 
 
@@ -237,16 +238,15 @@ def left_by(module: nn.Module, name: str) -> dict[str, list[Any]]:
         for key, value in vars(module).items()
         if key not in OF_ANY_MODULE and not isinstance(value, nn.Parameter)
     }
-    functions = [*_methods(type(module))]
+    kind: Any = type(module)
+    functions = [*_methods(kind)]
     functions += [one for one in vars(module).values() if type(one) is FunctionType]
     for function in functions:
         for key, holder in zip(_outside_names(function), _outside(function), strict=True):
             found[f"the variable {key!r}"] = [x for one in _values(holder) for x in values_in(one)]
-    for kind in type(module).__mro__:
-        if _is_followed(kind):
-            for key, value in vars(kind).items():
-                if type(value) in _CONTAINERS:
-                    found[f"{key!r} of its class"] = values_in(value)
+    for cls in filter(_is_followed, kind.__mro__):
+        containers = ((key, one) for key, one in vars(cls).items() if type(one) in _CONTAINERS)
+        found |= {f"{key!r} of its class": values_in(one) for key, one in containers}
     return found
 
 
@@ -356,9 +356,8 @@ def _sample(tensor: Tensor) -> float | None:
         return None
     if tensor.layout is not torch.strided or not tensor.is_floating_point():
         return None
-    middle = sum(
-        (size // 2) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    middle = sum(size // 2 * stride for size, stride in pairs)
     one = tensor.detach().as_strided((), (), tensor.storage_offset() + middle)
     return float(one)
 

@@ -233,6 +233,8 @@ class _Trial:
         self._cut: dict[int, Any] = {}
         self._weights: list[Tensor | None] = []
         self._is_updating = self._draws_outside = self._is_unaligned = False
+        # True: gradients are computed of arguments that have none, too, to see more.
+        self._forces = True
         self._initial = self._left()
         # True once it is known that a repeated call gives the same results.
         self.repeats = False
@@ -251,7 +253,12 @@ class _Trial:
             return Independence("it writes to its arguments")
         if not tensors_of(once.results):
             return Independence("its results are no tensors")
-        whole = self._run(self._arguments)
+        try:
+            whole = self._run(self._arguments)
+        # Some models set `requires_grad` of what they compute from arguments without gradients.
+        except STEP_ERRORS:
+            self._forces = False
+            whole = self._run(self._arguments)
         if _are_other(once.results, whole.results):
             return Independence("it computes something else again")
         del once
@@ -348,12 +355,11 @@ class _Trial:
     ) -> tuple[str, int]:
         """Why parts compute something else, and the least samples of a part."""
         # The first part is a single sample, as the last one of a batch may be.
-        sizes, same = [1, *_sizes(size, self._count - 1)], is_random
+        sizes, same, truth = [1, *_sizes(size, self._count - 1)], is_random, (whole, gradients)
         if same:
             with SameForSamples():
-                of_same = self._run(self._arguments)
-                of_same = of_same, self._gradients(of_same)
-        truth = of_same if same else (whole, gradients)
+                whole_of_same = self._run(self._arguments)
+                truth = whole_of_same, self._gradients(whole_of_same)
         reason = self._other_in_parts(sizes, *truth, same)
         if reason == _OTHER and same:
             # Numbers that are drawn with the samples elsewhere than in the first axis differ. Then
@@ -505,7 +511,7 @@ class _Trial:
         if base is None:
             base = bases[id(leaf)] = leaf.detach().clone()
             if self._is_training and torch.is_grad_enabled() and _is_real(base):
-                base.requires_grad_()
+                base.requires_grad_(self._forces or leaf.requires_grad)
         # What is no leaf for the module, stays none.
         return base if leaf.is_leaf or not base.requires_grad else base.clone()
 

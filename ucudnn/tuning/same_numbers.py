@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -68,45 +69,46 @@ class SameForSamples(TorchDispatchMode):
         return result
 
     def _by_rows(self, func: Any, args: Any, kwargs: Any, seed: int, one_seed: int) -> Any:
-        name, mutable = func._schema.name.partition("::")[2], func._schema.is_mutable
-        tensors = [one for one in args if isinstance(one, Tensor)]
         names = [one.name for one in func._schema.arguments]
-        if "size" in names and not tensors:
-            where = names.index("size")
-            size = [*args[where]]
-            torch.manual_seed(one_seed if np.prod(size) == 1 else seed)
-            row = func(*args[:where], [1, *size[1:]] if size else [], *args[where + 1 :], **kwargs)
-            return row.expand(size).clone()
-        if not tensors or not tensors[0].dim() or tensors[0].numel() <= 1:
-            torch.manual_seed(one_seed if tensors else seed)
+        whole = next((one for one in args if isinstance(one, Tensor)), None)
+        if whole is None and "size" in names and args[names.index("size")]:
+            return _of_size(func, args, kwargs, names.index("size"), seed, one_seed)
+        if whole is None or not whole.dim() or whole.numel() == 1:
+            torch.manual_seed(one_seed)
             return func(*args, **kwargs)
-        whole, rows = tensors[0], len(tensors[0])
+        name = func._schema.name.partition("::")[2]
+        tensors = sum(isinstance(one, Tensor) for one in args)
         # These operators use no value of their only tensor, so a new row may stand for it.
-        if len(tensors) == 1 and (name.endswith("_like") or (mutable and name not in _BY_ROWS)):
+        if tensors == 1 and name not in _BY_ROWS and name.endswith("_"):
             torch.manual_seed(seed)
             row = torch.empty(whole[:1].shape, dtype=whole.dtype, device=whole.device)
             drawn = func(*[row if one is whole else one for one in args], **kwargs)
-            return whole.copy_(drawn.expand_as(whole)) if mutable else _like(drawn, whole)
-        if name not in _BY_ROWS or rows > _MOST_ROWS:
+            return whole.copy_(drawn.expand_as(whole))
+        rows = range(len(whole)) if len(whole) <= _MOST_ROWS else ()
+        if not rows or not (name in _BY_ROWS or (tensors == 1 and name.endswith("_like"))):
             torch.manual_seed(seed)
             return func(*args, **kwargs)
         found = []
-        for n in range(rows):
+        for n in rows:
             torch.manual_seed(seed)
-            found.append(func(*tree_map_only(Tensor, partial(_row, n, rows), args), **kwargs))
-        if mutable and name.endswith("_"):
+            found.append(func(*tree_map_only(Tensor, partial(_row, n, len(rows)), args), **kwargs))
+        if name.endswith("_"):  # the rows are views of the tensor that is written to
             return whole
         if isinstance(found[0], tuple):
             return tuple(_laid_out(torch.cat(column), whole) for column in zip(*found, strict=True))
         return _laid_out(torch.cat(found), whole)
 
 
+def _of_size(func: Any, args: Any, kwargs: Any, where: int, seed: int, one_seed: int) -> Tensor:
+    """A tensor that is drawn by its size: one row, repeated."""
+    size = args[where]
+    torch.manual_seed(one_seed if prod(size) == 1 else seed)
+    row: Tensor = func(*args[:where], [1, *size[1:]], *args[where + 1 :], **kwargs)
+    return row.expand(size).clone()
+
+
 def _row(n: int, rows: int, tensor: Tensor) -> Tensor:
     return tensor[n : n + 1] if tensor.dim() and len(tensor) == rows else tensor
-
-
-def _like(row: Tensor, whole: Tensor) -> Tensor:
-    return torch.empty_like(whole, dtype=row.dtype).copy_(row.expand_as(whole))
 
 
 def _laid_out(result: Tensor, whole: Tensor) -> Tensor:
