@@ -92,11 +92,8 @@ class SameForSamples(TorchDispatchMode):
         for n in rows:
             torch.manual_seed(seed)
             found.append(func(*tree_map_only(Tensor, partial(_row, n, len(rows)), args), **kwargs))
-        if name.endswith("_"):  # the rows are views of the tensor that is written to
-            return whole
-        if isinstance(found[0], tuple):
-            return tuple(_laid_out(torch.cat(column), whole) for column in zip(*found, strict=True))
-        return _laid_out(torch.cat(found), whole)
+        # If the operator writes in place, the rows are views of the tensor that it writes to.
+        return whole if name.endswith("_") else _rows_joined(found, whole)
 
 
 def _of_size(func: Any, args: Any, kwargs: Any, where: int, seed: int, one_seed: int) -> Tensor:
@@ -105,6 +102,12 @@ def _of_size(func: Any, args: Any, kwargs: Any, where: int, seed: int, one_seed:
     torch.manual_seed(one_seed if prod(size) == 1 else seed)
     row: Tensor = func(*args[:where], [1, *size[1:]], *args[where + 1 :], **kwargs)
     return row.expand(size).clone()
+
+
+def _rows_joined(found: Sequence[Any], whole: Tensor) -> Any:
+    if isinstance(found[0], tuple):
+        return tuple(_laid_out(torch.cat(column), whole) for column in zip(*found, strict=True))
+    return _laid_out(torch.cat([*found]), whole)
 
 
 def _row(n: int, rows: int, tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,14 +199,7 @@ class SegmentSearch:
             counts[call.name] = counts.get(call.name, 0) + 1
         least = _LEAST_SHARE * self._own.peak_bytes
 
-        def outermost(call: ModuleCall) -> Iterator[tuple[str, int]]:
-            for child in call.children:
-                if child.name and counts[child.name] > 1:
-                    yield child.name, child.samples
-                else:
-                    yield from outermost(child)
-
-        self._repeated = dict(outermost(root))
+        self._repeated = dict(_outermost(root, lambda call: counts[call.name] > 1))
 
         def matters(call: ModuleCall) -> bool:
             if counts[call.name] > 1 or not call.samples:
@@ -622,6 +615,17 @@ class SegmentSearch:
         self.examine({one.module: 1 for one in segments})
         segments = [self._described(one) for one in segments if self._may_be(one)]
         return self.try_(StepDivision(tuple(segments))) if segments else None
+
+
+def _outermost(
+    call: ModuleCall, is_wanted: Callable[[ModuleCall], bool]
+) -> Iterator[tuple[str, int]]:
+    """Names and samples of the outermost wanted calls inside a call."""
+    for child in call.children:
+        if child.name and is_wanted(child):
+            yield child.name, child.samples
+        else:
+            yield from _outermost(child, is_wanted)
 
 
 def _kept_of(count: int) -> list[int]:
