@@ -180,7 +180,7 @@ def test_samples_that_depend_on_each_other_are_recomputed_together(tmp_path):
     plan = ucudnn.tune(model, x, Config(memory_budget="80%", cache=str(tmp_path), **QUICK))
     assert plan.segments
     assert {one.micro_batch for one in plan.segments} == {None}
-    assert "buffers" in dict(plan.memory.whole)[plan.segments[0].module]
+    assert "buffers" in dict(plan.reasons)[plan.segments[0].module]
     with pytest.raises(ConfigError, match="loop runs a model on parts of the batch, and of this"):
         ucudnn.tune(model, x, Config(memory_budget="80%", loop=True, cache=str(tmp_path), **QUICK))
 

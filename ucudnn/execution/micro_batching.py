@@ -440,11 +440,27 @@ def _joined(segment: Segment, parts: Sequence[Any], sizes: Sequence[int], given:
     is_row = _rows(sizes[0], leaves[0])
     for size, other, nest in zip(sizes, leaves, nests, strict=True):
         _require_alike(segment, is_row, (leaves[0], nests[0]), (other, nest), size)
+    for size, row in zip(sizes, leaves, strict=True):
+        for one in row if size == 1 else ():
+            if isinstance(one, Tensor) and one.requires_grad and not one.is_leaf:
+                one.register_hook(_dense)
     joined = [
         _of_kind(_cat(column), column[0], given) if row else column[0]
         for column, row in zip(zip(*leaves, strict=True), is_row, strict=True)
     ]
     return put_together(joined, nests[0])
+
+
+@untraced
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient of one sample that lies in memory as a tensor of one sample does.
+
+    If the samples of a batch lie side by side in memory, one of them has odd strides, for which
+    torch 2.13 computes wrong gradients of grouped convolutions.
+    """
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = layouts.get(gradient.dim(), torch.contiguous_format)
+    return gradient if gradient.is_contiguous(memory_format=layout) else gradient.contiguous()
 
 
 @untraced_alone

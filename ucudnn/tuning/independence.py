@@ -448,8 +448,11 @@ class _Trial:
         )
 
     def _runs(self, sizes: Sequence[int]) -> Iterator[_Run]:
-        for part in cut_up(self._arguments, sizes, self._cut, self._shared):
-            yield self._run(part)
+        # As in a segment, parts are views of the batch, whose strides a copy may not have.
+        leaves, nest = take_apart(self._arguments, lambda one: id(one) in self._cut)
+        whole = put_together([*map(_copy, leaves)], nest)
+        for part in cut_up(whole, sizes, self._cut, self._shared):
+            yield self._run(part, is_copy=True)
 
     def _run(
         self,
@@ -457,18 +460,20 @@ class _Trial:
         outside: int | None = None,
         seed: int | None = None,
         is_second: bool = False,
+        is_copy: bool = False,
     ) -> _Run:
         """One more call, with the state and random numbers of the original call.
 
         Args:
             arguments: of the call, as (args, kwargs).
             is_second: True: call twice, and return what the second call computes.
+            is_copy: True: the arguments are a copy already.
             outside: 1 or 2: other numbers of Python and NumPy, small or large ones.
             seed: other random numbers of torch, Python and NumPy.
         """
         leaves, nest = take_apart(arguments)
         bases: dict[int, Tensor] = {}
-        given = [self._copied(one, bases) for one in leaves]
+        given = [self._copied(one, bases, is_copy) for one in leaves]
         self._put_back_numbers()
         if outside is not None:
             seed_extremes(outside - 1)
@@ -503,13 +508,14 @@ class _Trial:
             for what, values in left_by(module, name).items()
         }
 
-    def _copied(self, leaf: Any, bases: dict[int, Tensor]) -> Any:
+    def _copied(self, leaf: Any, bases: dict[int, Tensor], is_copy: bool) -> Any:
         """A copy of an argument, whose gradient is that of a new leaf in `bases`."""
         if not isinstance(leaf, Tensor):
             return leaf
         base = bases.get(id(leaf))
         if base is None:
-            base = bases[id(leaf)] = leaf.detach().clone()
+            base = leaf.detach()
+            base = bases[id(leaf)] = base if is_copy else base.clone()
             if self._is_training and torch.is_grad_enabled() and _is_real(base):
                 base.requires_grad_(self._forces or leaf.requires_grad)
         # What is no leaf for the module, stays none.
