@@ -313,7 +313,7 @@ class Comparison:
     """How near a divided step by a plan is to the undivided step by torch, on the same numbers.
 
     >>> print(Comparison(3e-7, 3e-4, parameters=62, samples=16, states=1))
-    gradients of 62 parameters equal torch's to 3e-07 (16 samples)
+    gradients of 62 parameters equal torch's to 3e-7 (16 samples)
 
     Args:
         deviation: the largest relative difference, by norm, of any result, gradient of a parameter
@@ -331,13 +331,10 @@ class Comparison:
     states: Count = 1
 
     def __str__(self) -> str:
-        what = (
-            f"gradients of {self.parameters} parameters equal"
-            if self.parameters
-            else "results equal"
-        )
+        what = f"gradients of {self.parameters} parameters" if self.parameters else "results"
+        near = f"{self.deviation:.0e}".replace("e-0", "e-")
         states = f", {self.states} states of random numbers" if self.states > 1 else ""
-        return f"{what} torch's to {self.deviation:.0e} ({self.samples} samples{states})"
+        return f"{what} equal torch's to {near} ({self.samples} samples{states})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,8 @@ def plan_verdict(plan: Plan) -> list[str]:
             f"The training loop runs the model in micro-batches of {plan.micro_batch}: see "
             f"plan.micro_batches."
         )
+    if plan.comparison is not None:
+        sentences.append(as_sentence(str(plan.comparison)))
     if plan.memory is not None:
         sentences.append(as_sentence(str(plan.memory)))
     if plan.layout_race is not None:

@@ -7,6 +7,7 @@ of parameters and inputs, buffers, and what the step leaves in attributes, varia
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ucudnn.benchmark.failures import is_out_of_memory
-from ucudnn.errors import first_line
+from ucudnn.errors import UcudnnWarning, first_line
 from ucudnn.execution.micro_batching import hooks_of, segment_
 from ucudnn.execution.nesting import take_apart
 from ucudnn.execution.override import Installation
@@ -218,6 +219,9 @@ class PlanComparer:
         kind = self._plan.device.type
         with ExitStack() as stack:
             stack.enter_context(undisturbed(model))
+            stack.enter_context(warnings.catch_warnings())
+            # The user did not run these steps.
+            warnings.simplefilter("ignore", UcudnnWarning)
             stack.enter_context(gradient_mode(self._is_training))
             stack.enter_context(Remembered(model, "the model", updates=False))
             received = stack.enter_context(_received(model))
