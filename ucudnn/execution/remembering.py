@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from operator import is_
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,17 +155,28 @@ def _outside(function: FunctionType) -> Iterator[CellType | _Global]:
 
 @lru_cache(4096)
 def _global_names(function: FunctionType) -> tuple[str, ...]:
-    kinds = (FunctionType, type, ModuleType, BuiltinFunctionType)
-    code = dis.get_instructions(function)
-    read = {one.argval for one in code if one.opname == "LOAD_GLOBAL"}
-    names = function.__globals__
+    """Names of the globals that a function reads, or that functions inside it read."""
+    codes, read = [function.__code__], set[str]()
+    for code in codes:
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        read |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    names, kinds = function.__globals__, (type, ModuleType, BuiltinFunctionType)
     return tuple(sorted(one for one in read if not isinstance(names.get(one, len), kinds)))
 
 
 def _read_by(function: FunctionType) -> list[Any]:
-    """The values of these variables, but for modules, which may be any part of a program."""
+    """The values of these variables, but for modules, which may be any part of a program.
+
+    Of functions, those of the same file are among them.
+    """
     found = [value for one in _outside(function) for value in _values(one)]
-    return [one for one in found if not isinstance(one, nn.Module)]
+    here = function.__globals__
+    return [
+        one
+        for one in found
+        if not isinstance(one, nn.Module)
+        and (type(one) is not FunctionType or one.__globals__ is here)
+    ]
 
 
 def _values(holder: Any) -> list[Any]:
