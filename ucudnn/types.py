@@ -26,6 +26,7 @@ from ucudnn.measurement import MeasurementKey as MeasurementKey
 from ucudnn.measurement import Role as Role
 from ucudnn.measurement import Software as Software
 from ucudnn.measurement import Subject as Subject
+from ucudnn.outcomes import Comparison as Comparison
 from ucudnn.outcomes import Compilation as Compilation
 from ucudnn.outcomes import Contestant as Contestant
 from ucudnn.outcomes import LayoutHint as LayoutHint

@@ -61,10 +61,11 @@ def format_bytes(count: int) -> str:
 def format_sizes(*counts: int) -> tuple[str, ...]:
     """Write the sizes that one sentence compares, like `format_bytes`; different sizes differ.
 
-    Where one digit after the point is too few to tell sizes apart, they get more, or all bytes.
+    Where one digit after the point is too few to tell sizes apart, they get more, or all bytes. A
+    size that is written exactly stays as it is.
 
-    >>> format_sizes(7_440_000, 7_438_000, 1 << 20)
-    ('7.096 MiB', '7.094 MiB', '1 MiB')
+    >>> format_sizes(7_440_000, 7_438_000, 1 << 20, (1 << 20) - 1)
+    ('7.096 MiB', '7.094 MiB', '1 MiB', '1048575 B')
     """
     texts = {count: f"{count} B" for count in counts}
     unclear = set(counts)
@@ -72,7 +73,8 @@ def format_sizes(*counts: int) -> tuple[str, ...]:
         rounded = {count: _rounded(count, 10**digits) for count in unclear}
         read = Counter(number * factor for number, factor, _ in rounded.values())
         for count, (number, factor, unit) in rounded.items():
-            if read[number * factor] == 1:
+            is_exact = number * factor == count * 10**digits
+            if is_exact or read[number * factor] == 1:
                 texts[count] = f"{number // 10**digits}.{number % 10**digits:0{digits}}".rstrip("0")
                 texts[count] = f"{texts[count].removesuffix('.')} {unit}"
                 unclear.remove(count)

@@ -211,7 +211,7 @@ def test_a_budget_is_kept_or_refused_with_what_suffices(tmp_path):
     with pytest.raises(PlanError, match=r"are missing at fprop conv2d\(16->16.*beside its") as info:
         tuned(model, x, memory.budget_bytes - 1, **settings)
     assert info.value.smallest_bytes == memory.budget_bytes
-    with pytest.raises(PlanError, match="smallest peak .* is 82944 B; raise the budget") as info:
+    with pytest.raises(PlanError, match="smallest peak .* is 81 KiB; raise the budget") as info:
         tuned(model, x, memory.own_peak_bytes - 1, **settings)
     assert info.value.smallest_bytes == memory.own_peak_bytes
 

@@ -137,7 +137,7 @@ def test_calls_that_need_more_than_their_chunks_divide_the_pool_anew(scripted):
     backend = scripted(torch_default=linear(4, 0.5), fast=linear(1, 2))
     backend.beside_bytes = lambda sizes: MIB // 2 if len(sizes) > 1 else 0
     smallest = 4 * MIB  # four calls, each half a MiB more than chunks of one sample
-    with pytest.raises(PlanError, match="together; the smallest need 4194304 B") as caught:
+    with pytest.raises(PlanError, match="together; the smallest need 4 MiB") as caught:
         tune_problems(LAYERS, Config(total_workspace=smallest - 1))
     assert caught.value.smallest_bytes == smallest
     for total in range(smallest, 20 * MIB, 4 * MIB // 3):

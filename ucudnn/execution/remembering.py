@@ -30,6 +30,9 @@ _PLAIN = {
     *(Tensor, nn.Parameter, np.ndarray),
 }
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
+_TENSORS = {Tensor, nn.Parameter}
+# Of so many parameters, an element is compared before a forward is repeated.
+_SAMPLES = 32
 # Attributes that every module has; of these, only tensors and modules are read by a forward.
 OF_ANY_MODULE = vars(nn.Module()).keys()
 _READ = {"_parameters", "_buffers", "_modules"}
@@ -198,14 +201,14 @@ def _copy(holder: Any) -> Any:
     return (dict if isinstance(holder, dict) else list)(holder) if holder else ()
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """True if two copies of a holder hold the same objects."""
-    if len(one) != len(other):
+def _holds(holder: Any, content: Any) -> bool:
+    """True if a holder holds the same objects as when it was copied."""
+    live = _values(holder) if isinstance(holder, (_Global, CellType)) else holder
+    if len(live) != len(content):
         return False
-    if isinstance(one, dict) and [*one] != [*other]:
-        return False
-    ones, others = (x.values() if isinstance(x, dict) else x for x in (one, other))
-    return all(map(is_, ones, others))
+    if isinstance(live, dict) and content:
+        return all(map(is_, live, content)) and all(map(is_, live.values(), content.values()))
+    return all(map(is_, live, content))
 
 
 def _put_back(holder: Any, content: Any) -> None:
@@ -295,16 +298,18 @@ class Remembered:
                 if buffer is not None and not buffer.is_inference()
             ]
         cloned = {id(buffers) for buffers, _, _ in self._clones}
-        read = [
-            one
-            for holder, then in self._then
-            if id(holder) not in cloned
-            for one in (then.values() if isinstance(then, dict) else then)
-            if type(one) in (Tensor, nn.Parameter) and not one.is_inference()
-        ]
-        self._read = [[one, one._version, _sample(one)] for one in read]
-        values = (value for holder, _ in self._then for value in _values(holder))
-        generators = {id(one): one for one in values if type(one) in _STATES}
+        tensors, generators = dict[int, Tensor](), dict[int, Any]()
+        for holder, then in self._then:
+            for one in then.values() if isinstance(then, dict) else then:
+                if type(one) in _TENSORS and id(holder) not in cloned:
+                    tensors[id(one)] = one
+                elif type(one) in _STATES:
+                    generators[id(one)] = one
+        read = [one for one in tensors.values() if not one.is_inference()]
+        self._read: list[list[Any]] = [[one, one._version] for one in read]
+        parameters = [one for one in read if type(one) is nn.Parameter]
+        some = parameters[:: max(1, len(parameters) // _SAMPLES)]
+        self._samples = [(one, _sample(one)) for one in some]
         self._generators = [(one, _STATES[type(one)]) for one in generators.values()]
         self._drawn = [state.read(one) for one, state in self._generators]
 
@@ -316,18 +321,22 @@ class Remembered:
 
     @untraced
     def __enter__(self) -> None:
-        for tensor, version, sample in self._read:
-            if tensor._version > version or _sample(tensor) != sample:
-                raise RuntimeError(
-                    f"{self._name} is computed again in backward, and a parameter or another "
-                    f"tensor of shape {[*tensor.shape]} that it reads has been changed in place "
-                    f"since its forward; run backward before this change, or leave the module out "
-                    f"of the plan's segments"
-                )
-        self._now = [_copy(holder) for holder, _ in self._then]
-        for (holder, then), now in zip(self._then, self._now, strict=True):
-            if not _is_same(then, now):
-                _put_back(holder, _unsharded(then, now))
+        changed: list[Tensor] = [one for one, version in self._read if one._version > version]
+        changed += [one for one, sample in self._samples if _sample(one) != sample]
+        if changed:
+            raise RuntimeError(
+                f"{self._name} is computed again in backward, and a parameter or another tensor of "
+                f"shape {[*changed[0].shape]} that it reads has been changed in place since its "
+                f"forward; run backward before this change, or leave the module out of the plan's "
+                f"segments"
+            )
+        self._now: list[Any] = []
+        for holder, then in self._then:
+            if _holds(holder, then):
+                self._now.append(then)
+            else:
+                self._now.append(_copy(holder))
+                _put_back(holder, _unsharded(then, self._now[-1]))
         # The repeated forward gets copies, because it may change a buffer, while its value is
         # needed again if the graph is retained and backward runs once more.
         for buffers, key, value in self._clones:
@@ -342,7 +351,7 @@ class Remembered:
         for (one, state), drawn in zip(self._generators, self._drawn_now, strict=True):
             state.write(one, drawn)
         for (holder, _), now in zip(self._then, self._now, strict=True):
-            if not _is_same(_copy(holder), now):
+            if not _holds(holder, now):
                 _put_back(holder, now)
         del self._now
         self.seal()
@@ -363,7 +372,7 @@ def _unsharded(then: Any, now: Any) -> Any:
 
 def _sample(tensor: Tensor) -> float | None:
     """One element of a parameter on a CPU: writing through `.data` changes no version."""
-    if type(tensor) is not nn.Parameter or tensor.device.type != "cpu" or not tensor.numel():
+    if tensor.device.type != "cpu" or not tensor.numel():
         return None
     if tensor.layout is not torch.strided or not tensor.is_floating_point():
         return None
