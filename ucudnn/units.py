@@ -70,9 +70,10 @@ def format_sizes(*counts: int) -> tuple[str, ...]:
     texts = {count: f"{count} B" for count in counts}
     unclear = set(counts)
     for digits in (1, 2, 3):
-        rounded = {count: _rounded(count, 10**digits) for count in unclear}
+        rounded = {count: _rounded(count, 10**digits) for count in set(counts)}
         read = Counter(number * factor for number, factor, _ in rounded.values())
-        for count, (number, factor, unit) in rounded.items():
+        for count in [*unclear]:
+            number, factor, unit = rounded[count]
             is_exact = number * factor == count * 10**digits
             if is_exact or read[number * factor] == 1:
                 texts[count] = f"{number // 10**digits}.{number % 10**digits:0{digits}}".rstrip("0")

@@ -77,7 +77,7 @@ def test_sizes_in_one_sentence_differ_and_keep_their_order(counts: list[int]) ->
 def test_only_sizes_that_would_read_alike_get_more_digits() -> None:
     mib = 1 << 20
     assert format_sizes(7 * mib + 1, 7 * mib + 99, 9 * mib) == ("7340033 B", "7340131 B", "9 MiB")
-    assert format_sizes(mib - 1, mib) == ("1048575 B", "1048576 B")
+    assert format_sizes(mib - 1, mib) == ("1048575 B", "1 MiB")
     assert format_sizes(mib, mib) == ("1 MiB", "1 MiB")
 
 

@@ -458,6 +458,9 @@ def _dense(gradient: Tensor) -> Tensor:
     If the samples of a batch lie side by side in memory, one of them has odd strides, for which
     torch 2.13 computes wrong gradients of grouped convolutions.
     """
+    is_batched = torch._C._functorch.is_legacy_batchedtensor(gradient)
+    if is_batched or torch._C._functorch.is_functorch_wrapped_tensor(gradient):
+        return gradient  # whose strides cannot be asked for
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     layout = layouts.get(gradient.dim(), torch.contiguous_format)
     return gradient if gradient.is_contiguous(memory_format=layout) else gradient.contiguous()
