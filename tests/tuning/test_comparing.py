@@ -198,9 +198,10 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
 
     monkeypatch.setattr(segmenting, "examined", trusting)
     model, x = blocks(4), torch.randn(6, 3, 16, 16)
-    model[2].append(Normalised())
+    for block in model[1:]:
+        block.append(Normalised())
     truth = gradients(copy.deepcopy(model), x)
-    plan = ucudnn.tune(model, x, Config(memory_budget="60%", cache=str(tmp_path), **QUICK))
+    plan = ucudnn.tune(model, x, Config(memory_budget="75%", cache=str(tmp_path), **QUICK))
     assert plan.segments
     assert plan.comparison.deviation <= plan.comparison.tolerance
     assert "differs from torch's" in " ".join(dict(plan.reasons).values())

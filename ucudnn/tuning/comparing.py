@@ -106,7 +106,8 @@ class PlanComparer:
         self._is_training, self._is_unaligned = is_training, is_unaligned
         # A step may have shapes that the plan does not cover: torch computes them.
         self._runner = Runner(plan, replace(plan.config, unplanned="torch"))
-        self._eps = coarsest_eps(plan)
+        dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
+        self._eps = max(coarsest_eps(plan), *(torch.finfo(one).eps for one in dtypes))
 
     def compare(self) -> tuple[Comparison, str]:
         """How near steps are, and what differs by more than rounding explains; "" if nothing does.

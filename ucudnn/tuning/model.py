@@ -123,13 +123,19 @@ class _Tuning:
             self.config = self.budget.config
             plan = self._within_budget(self.budget, traced)
         while self.division != WHOLE:
-            comparer = self._comparer(plan)
-            comparison, reason = comparer.compare()
+            try:
+                comparer = self._comparer(plan)
+                comparison, reason = comparer.compare()
+                causes = comparer.causes(reason) if reason else {}
+            # Segments that were not compared are in no plan.
+            except KeyboardInterrupt:
+                undivided = replace(plan, segments=(), micro_batch=None)
+                raise TuningInterruptedError(undivided) from None
             if not reason:
                 plan = replace(plan, comparison=comparison)
                 plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
                 break
-            plan = self._without(comparer.causes(reason), reason, traced)
+            plan = self._without(causes, reason, traced)
         reasons = self.reasons + (() if self.budget is None else self.budget.reasons)
         return self._described(replace(plan, reasons=tuple(dict(reasons).items())))
 
@@ -148,6 +154,7 @@ class _Tuning:
         if self.budget is None:
             self.division = WHOLE
             self.reasons = tuple((one.module, why) for one, why in causes.items())
+            self.reasons = self.reasons or (("", reason),)
             return self._tuned_and_judged(traced)
         if self.division.micro_batch is not None:
             raise PlanError(
