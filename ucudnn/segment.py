@@ -30,8 +30,9 @@ class Segment:
             by their indices in the flattened list of the module's (nested) arguments. The first of
             the other tensors has as many rows as there are samples; each one of this length is cut.
         training: the modes in which the module runs as this segment says: for each, the names of
-            those modules, this one ("") and those inside it, that are in training mode. In another
-            mode it runs as torch runs it. None: it runs so in every mode.
+            those modules, this one ("") and those inside it, that are in training mode, and of
+            their own attributes that are True. In another mode it runs as torch runs it. None: it
+            runs so in every mode.
         kept: number of micro-batches that are not recomputed, but keep all that backward needs;
             these are the last ones, because backward begins with them.
         selective: compute only the results of normalisations and activation functions again in
@@ -40,6 +41,7 @@ class Segment:
         lists: for each list or tuple in the module's arguments that had as many entries as there
             were samples: where it is, and whether it is cut with the samples. None: each one of
             this length is cut.
+        inference: further modes, in which it runs in micro-batches where gradients are disabled.
         least: the least samples of a micro-batch, where there are as many. A last micro-batch of
             fewer samples is joined to the one before.
 
@@ -57,6 +59,7 @@ class Segment:
     kept: Count = 0
     selective: bool = False
     lists: tuple[tuple[str, bool], ...] | None = None
+    inference: tuple[tuple[str, ...], ...] = ()
     least: Positive = 1
 
     def __post_init__(self) -> None:

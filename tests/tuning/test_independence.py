@@ -115,7 +115,7 @@ MIXING = {
     "loss left in an attribute": (Function(leaves), "attribute 'loss' is that of the batch", True),
     "generator of its own": (
         Function(lambda self, x: x + torch.rand(6, generator=self.own), own=torch.Generator()),
-        "depends on earlier calls",
+        "draws from a generator of its own",
         True,
     ),
     "random numbers of NumPy": (

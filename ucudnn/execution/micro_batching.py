@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as every_module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from ucudnn.errors import PlanError, warn
@@ -333,21 +334,39 @@ def _reason_of_modes(module: nn.Module, segment: Segment) -> str:
     """Why a segment does not hold in the present modes of its modules; "" if it does."""
     if segment.training is None:
         return ""
-    modes = training_modules(module)
-    if modes in segment.training:
+    modes = modes_of(module)
+    planned = segment.training + (() if torch.is_grad_enabled() else segment.inference)
+    if modes in planned:
         return ""
-    changed = min((set(modes) ^ set(one) for one in segment.training), key=len)
-    name = min(changed)
-    which = ("evaluation", "training") if name in modes else ("training", "evaluation")
-    return (
-        f"{name or 'it'!r} was in {which[0]} mode when the plan was made, and is in {which[1]} "
-        f"mode now"
-    )
+    if not planned:
+        return "it was planned for inference, and gradients are enabled"
+    changed = min((sorted(set(modes) ^ set(one)) for one in planned), key=len)
+    name = changed[0]
+    is_module = name in dict(module.named_modules())
+    states = ("in training mode", "in evaluation mode") if is_module else ("True", "False")
+    now, then = states if name in modes else states[::-1]
+    return f"{name or 'it'!r} was {then} when the plan was made, and is {now} now"
 
 
-def training_modules(module: nn.Module) -> tuple[str, ...]:
-    """Names of those modules, a module and those inside it, that are in training mode."""
-    return tuple(name for name, one in module.named_modules() if one.training)
+def modes_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of those modules, a module and those inside it, that are in training mode.
+
+    Batch norm without statistics always computes as in training. Names of attributes that are True
+    follow, if the class of their module is not torch's.
+    """
+    names = list[str]()
+    for name, one in module.named_modules():
+        is_without = isinstance(one, _BatchNorm) and one.running_mean is None
+        if one.training or is_without:
+            names.append(name)
+        if type(one).__module__.partition(".")[0] != "torch":
+            prefix = f"{name}." if name else ""
+            names += [
+                prefix + key
+                for key, value in vars(one).items()
+                if value is True and key != "training"
+            ]
+    return tuple(names)
 
 
 @untraced

@@ -6,6 +6,7 @@ which all samples but one hold no numbers. No list of module types is consulted.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ucudnn.errors import first_line
-from ucudnn.execution.micro_batching import cut_up, has_samples, reason_of_hooks, training_modules
+from ucudnn.execution.micro_batching import cut_up, has_samples, modes_of, reason_of_hooks
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, left_by, values_in
 from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
@@ -56,6 +57,7 @@ class Independence:
             so that its parts were compared by their sizes only.
         divides_in: modes in which it may run in micro-batches, as `Segment.training`.
         repeats_in: modes in which its forward may be repeated.
+        infers_in: modes in which it may run in micro-batches without gradients.
     """
 
     reason: str = ""
@@ -67,6 +69,7 @@ class Independence:
     is_unaligned: bool = False
     divides_in: tuple[tuple[str, ...], ...] = ()
     repeats_in: tuple[tuple[str, ...], ...] = ()
+    infers_in: tuple[tuple[str, ...], ...] = ()
 
     def allows(self, segment: Segment) -> bool:
         """True if the module may run as a segment says."""
@@ -84,6 +87,7 @@ class Independence:
             lists=self.lists,
             least=self.least,
             training=self.repeats_in if segment.micro_batch is None else self.divides_in,
+            inference=self.infers_in,
         )
 
 
@@ -115,11 +119,8 @@ def examined(
         for name, other in in_evaluation.items():
             own = found[name]
             is_alike = (own.shared, own.lists) == (other.shared, other.lists)
-            found[name] = replace(
-                own,
-                divides_in=own.divides_in + (other.divides_in if is_alike else ()),
-                repeats_in=own.repeats_in + other.repeats_in,
-            )
+            if is_alike:
+                found[name] = replace(own, infers_in=own.infers_in + other.infers_in)
     return found
 
 
@@ -183,11 +184,12 @@ class _Probe:
             except STEP_ERRORS as error:
                 reason = f"it fails where samples are changed or missing ({first_line(error)})"
                 found = Independence(reason, trial.repeats)
-            modes = (training_modules(self.module),)
+            modes = (modes_of(self.module),)
             return replace(
                 found,
-                divides_in=() if found.reason else modes,
-                repeats_in=modes if found.repeats else (),
+                divides_in=modes if is_training and not found.reason else (),
+                repeats_in=modes if is_training and found.repeats else (),
+                infers_in=() if found.reason else modes,
             )
 
 
@@ -233,6 +235,7 @@ class _Trial:
         self._cut: dict[int, Any] = {}
         self._weights: list[Tensor | None] = []
         self._is_updating = self._draws_outside = self._is_unaligned = False
+        self._draws_of_its_own = False
         # True: gradients are computed of arguments that have none, too, to see more.
         self._forces = True
         self._initial = self._left()
@@ -246,9 +249,6 @@ class _Trial:
         with torch.no_grad():
             once = self._run(self._arguments)
         is_random = any(map(_differ, self._random, _random_states()))
-        self._draws_outside = not _are_equal(
-            self._numbers, (random.getstate(), np.random.get_state())
-        )
         if any(map(_is_written, self._leaves, once.given)):
             return Independence("it writes to its arguments")
         if not tensors_of(once.results):
@@ -282,6 +282,8 @@ class _Trial:
         """Why what a call reads and leaves forbids micro-batches."""
         if self._is_updating:
             return "it updates its buffers"
+        if self._draws_of_its_own:
+            return "it draws from a generator of its own"
         with torch.no_grad():
             after = self._run(self._arguments, is_second=True)
         if changed := _changed(whole.left, after.left):
@@ -308,21 +310,14 @@ class _Trial:
         """Why samples depend on each other, in forward or in backward."""
         # All samples but one are replaced by NaN, or negated: the result of the unchanged sample
         # must stay the same, and so must its gradient if those of the others are NaN.
-        for kept, change in ((self._count // 2, _no_numbers), (0, torch.neg)):
-            where, is_backward = slice(kept, kept + 1), change is _no_numbers
-            with nullcontext() if is_backward else torch.no_grad():
-                alone = self._run(self._changed(kept, change))
-            if _are_other(_at(where, whole.results), _at(where, alone.results)):
-                return "its samples depend on each other"
-            if is_backward and self._is_training:
-                weights = [one if one is None else _only(kept, one) for one in self._weights]
-                found = self._gradients(alone, weights)[: len(alone.leaves)]
-                mine, others = (
-                    [_row_of(where, self._count, one) for one in g]
-                    for g in (gradients[: len(alone.leaves)], found)
-                )
-                if _are_other_gradients(mine, others, self._eps(whole)):
-                    return "its samples depend on each other in backward"
+        kept = self._count // 2
+        alone = self._run(self._changed(kept, _no_numbers))
+        if reason := self._reason_of_one(slice(kept, kept + 1), whole, gradients, alone):
+            return reason
+        with torch.no_grad():
+            negated = self._run(self._changed(0, torch.neg))
+        if _are_other(_at(slice(1), whole.results), _at(slice(1), negated.results)):
+            return "its samples depend on each other"
         return ""
 
     def _lists(self, size: int, whole: _Run) -> dict[str, bool]:
@@ -424,14 +419,28 @@ class _Trial:
         # Mixing in some steps only: other random numbers than those of this step.
         kept = self._count // 2
         where = slice(kept, kept + 1)
+        ends = []
         for seed in (1, 2, 3):
-            with torch.no_grad():
-                found = [
-                    self._run(one, seed=seed)
-                    for one in (self._arguments, self._changed(kept, _no_numbers))
-                ]
-            if _are_other(*(_at(where, one.results) for one in found)):
-                return "its samples depend on each other in some steps"
+            found = self._run(self._arguments, seed=seed)
+            ends.append(torch.get_rng_state())
+            alone = self._run(self._changed(kept, _no_numbers), seed=seed)
+            if reason := self._reason_of_one(where, found, self._gradients(found), alone):
+                return f"{reason} in some steps"
+        if any(map(torch.equal, ends[1:], ends)):
+            return "it seeds the random numbers"
+        return ""
+
+    def _reason_of_one(self, where: slice, whole: _Run, gradients: list[Any], alone: _Run) -> str:
+        """Why a sample depends on others, given a run in which the others hold no numbers."""
+        if _are_other(_at(where, whole.results), _at(where, alone.results)):
+            return "its samples depend on each other"
+        weights = [one if one is None else _only(where.start, one) for one in self._weights]
+        count = len(whole.leaves)
+        mine = [_row_of(where, self._count, one) for one in gradients[:count]]
+        others = self._gradients(alone, weights)[:count]
+        others = [_row_of(where, self._count, one) for one in others]
+        if _are_other_gradients(mine, others, self._eps(whole)):
+            return "its samples depend on each other in backward"
         return ""
 
     def _is_divisible(self, result: Any) -> bool:
@@ -474,16 +483,17 @@ class _Trial:
         leaves, nest = take_apart(arguments)
         bases: dict[int, Tensor] = {}
         given = [self._copied(one, bases, is_copy) for one in leaves]
-        self._put_back_numbers()
-        if outside is not None:
-            seed_extremes(outside - 1)
-        if seed is not None:
-            torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         with self._before:
+            self._put_back_numbers()
+            if outside is not None:
+                seed_extremes(outside - 1)
+            if seed is not None:
+                torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
             if is_second:
                 own = put_together([*map(_copy, leaves)], nest)
                 self._forward(*own[0], **own[1])
                 self._put_back_numbers()
+            numbers = self._before.numbers()
             own = put_together(given, nest)
             result = self._forward(*own[0], **own[1])
             after, _ = take_apart(own)
@@ -492,6 +502,10 @@ class _Trial:
                 _differ(was, buffers.get(name)) for buffers, name, was in self._buffers
             )
             left = self._left()
+            pairs = zip(numbers, self._before.numbers(), strict=True)
+            drawn = [pickle.dumps(a) != pickle.dumps(b) for a, b in pairs]
+            self._draws_outside |= any(drawn[:2])
+            self._draws_of_its_own |= any(drawn[2:])
         return _Run(results, result_nest, left, [*bases.values()], given, after)
 
     def _put_back_numbers(self) -> None:
@@ -628,13 +642,6 @@ def _differ(a: Any, b: Any) -> bool:
     if not isinstance(b, Tensor) or a.dtype != b.dtype:
         return True
     return not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    """True if two states of Python's and NumPy's generators are equal."""
-    (python, numpy), (other, of_numpy) = a, b
-    is_same = numpy[2:] == of_numpy[2:] and np.array_equal(numpy[1], of_numpy[1])
-    return python == other and bool(is_same)
 
 
 def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> str:

@@ -302,7 +302,11 @@ class MemoryBudget:
             # limits for the workspace may suffice.
             for one in sorted(search.seen, key=lambda one: one.peak_bytes):
                 if self._is_allowed(one) and one.division not in self._least:
-                    peak = self._own_peak_bytes(one)
+                    try:
+                        peak = self._own_peak_bytes(one)
+                    # By other random numbers, a step that ran may fail.
+                    except STEP_ERRORS:
+                        continue
                     way = one.way(self._held.total)
                     name = f"{way.name}, without workspace"  # such a step is not run: no time
                     self._least[one.division] = replace(way, name=name, peak_bytes=peak, time_ns=0)

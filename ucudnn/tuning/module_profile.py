@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends import AbstractBackend, Span
 from ucudnn.execution.stepping import Steps, batch_of, tensors_of
@@ -124,7 +123,13 @@ class ModuleWatcher:
                     return tensor
                 return views.setdefault(id(tensor), tensor.view_as(tensor))
 
-            arguments = tree_map_only(Tensor, apart, (args, kwargs))
+            def given(value: Any) -> Any:
+                # A list or a dict stays the same object: the module may write to it.
+                if isinstance(value, Tensor):
+                    return apart(value)
+                return tuple(map(given, value)) if type(value) is tuple else value
+
+            arguments = given(args), {name: given(one) for name, one in kwargs.items()}
             ends = views.values()
             call.argument_bytes = sum(map(_bytes, ends))
             left = [len(ends)]

@@ -456,6 +456,8 @@ class SegmentSearch:
         found = self.findings[""]
         if found.reason:
             return f"of this model {found.reason}"
+        if any(one._backward_hooks for one in self._steps.model.parameters()):
+            return "hooks of its parameters would see gradients of parts"
         if found.least > 1:
             return f"of this model {_OF_ONE}"
         return "" if found.samples == batch else "its samples are not those of its first tensor"
@@ -545,7 +547,7 @@ class SegmentSearch:
         for call in profile.root.walk():
             if call.name is not None:
                 one = names[call.name]
-                plain = replace(one, shared=(), training=None, lists=None, least=1)
+                plain = replace(one, shared=(), training=None, lists=None, inference=(), least=1)
                 if known := self._known.get(plain):
                     known.measured = profile.cost(call).option(plain)
                     ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
