@@ -412,7 +412,17 @@ class _Loop:
             cut = _Cut(count, slice(start, start + size))
             results.append(forward(*cut(args), **cut(kwargs)))
             start += size
+            if size == 1:
+                _lay_out(results[-1])
         return _joined(results, sizes)
+
+
+def _lay_out(result: Any) -> None:
+    """Let gradients of one sample lie in memory as the sample does, or torch 2.13 is wrong."""
+    for one in tensors_of(result):
+        if one.requires_grad and not one.is_leaf:
+            empty = partial(one.new_empty_strided, one.shape, one.stride())
+            one.register_hook(lambda gradient, empty=empty: empty().copy_(gradient))
 
 
 class _Cut:

@@ -138,8 +138,9 @@ MIXING = {
     "in place, and no change": (nn.ReLU(inplace=True), "writes to its arguments", False),
     "a state with the layers first": (nn.LSTM(6, 4, batch_first=True), "not one for each", True),
     "scalar": (Function(lambda _, x: x.sum()), "not one for each sample", True),
-    "scalar beside": (Function(lambda _, x: (x, x.mean())), "not one for each sample", True),
-    "length beside": (Function(lambda _, x: (x, len(x))), OTHER, True),
+    "scalar beside": (Function(lambda _, x: (x * 2, x.mean())), "not one for each sample", True),
+    "length beside": (Function(lambda _, x: (x * 2, len(x))), OTHER, True),
+    "its argument": (Function(lambda _, x: x.view(6, 2, 3)), "views of its arguments", True),
     "no tensors": (Function(lambda _, x: x.tolist()), "no tensors", False),
 }
 
@@ -228,8 +229,8 @@ INDEPENDENT = {
     "double": lambda: (nn.Linear(6, 6).double(), (6,)),
     "bfloat16": lambda: (nn.Linear(64, 64).bfloat16(), (64,)),
     "complex": lambda: (Function(lambda _, x: torch.fft.rfft(x)), (6,)),
-    "an object": lambda: (Function(lambda _, x: Holder(x)), (6,)),
-    "an object beside": lambda: (Function(lambda _, x: (x, Holder(x))), (6,)),
+    "an object": lambda: (Function(lambda _, x: Holder(x * 2)), (6,)),
+    "an object beside": lambda: (Function(lambda _, x: (x * 2, Holder(x * 3))), (6,)),
 }
 
 

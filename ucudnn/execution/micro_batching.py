@@ -462,7 +462,7 @@ def _joined(segment: Segment, parts: Sequence[Any], sizes: Sequence[int], given:
     for size, row in zip(sizes, leaves, strict=True):
         for one in row if size == 1 else ():
             if isinstance(one, Tensor) and one.requires_grad and not one.is_leaf:
-                one.register_hook(_dense)
+                one.register_hook(partial(laid_out_as, one.stride()))
     joined = [
         _of_kind(_cat(column), column[0], given) if row else column[0]
         for column, row in zip(zip(*leaves, strict=True), is_row, strict=True)
@@ -471,18 +471,18 @@ def _joined(segment: Segment, parts: Sequence[Any], sizes: Sequence[int], given:
 
 
 @untraced
-def _dense(gradient: Tensor) -> Tensor:
-    """A gradient of one sample that lies in memory as a tensor of one sample does.
+def laid_out_as(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
+    """The gradient of one sample in the memory layout of the result that it belongs to.
 
-    If the samples of a batch lie side by side in memory, one of them has odd strides, for which
-    torch 2.13 computes wrong gradients of grouped convolutions.
+    In other layouts, torch 2.13 computes wrong gradients of InstanceNorm and of grouped
+    convolutions for one sample.
     """
     is_batched = torch._C._functorch.is_legacy_batchedtensor(gradient)
     if is_batched or torch._C._functorch.is_functorch_wrapped_tensor(gradient):
         return gradient  # whose strides cannot be asked for
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    layout = layouts.get(gradient.dim(), torch.contiguous_format)
-    return gradient if gradient.is_contiguous(memory_format=layout) else gradient.contiguous()
+    if gradient.stride() == strides or gradient.layout is not torch.strided:
+        return gradient
+    return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
 
 
 @untraced_alone

@@ -35,6 +35,7 @@ _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
 _POWER = 0.25
 # Values of these types are compared as they are.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # If parts of one sample compute something else, parts of at least so many may not.
 _LEAST = 2
 _OTHER = "part of a batch gives other results"
@@ -300,6 +301,10 @@ class _Trial:
         for one in self._leaves:
             if not isinstance(one, (Tensor, *_CONSTANTS)) and values_in(one):
                 return f"it is called with a {type(one).__name__}, which cannot be divided"
+        held = {_memory(one) for one in self._leaves if isinstance(one, Tensor)}
+        held |= {_memory(one) for one in whole.given if isinstance(one, Tensor)}
+        if any(_memory(one) in held for one in whole.results if isinstance(one, Tensor)):
+            return "its results are views of its arguments"
         if self._count < 2:
             return "its arguments have one sample" if self._count else "it has no samples"
         if not all(map(self._is_divisible, whole.results)):
@@ -374,8 +379,7 @@ class _Trial:
     ) -> str:
         """Why parts of these sizes are not as the whole; "" if they are."""
         only_sizes = self._is_unaligned
-        total: list[Any] = [None] * len(gradients)
-        columns: list[list[Any]] = [[] for _ in whole.leaves]
+        found: list[list[Any]] = []
         start = 0
         with SameForSamples() if same_numbers else nullcontext():
             for size, part in zip(sizes, self._runs(sizes), strict=True):
@@ -387,19 +391,28 @@ class _Trial:
                     return _OTHER
                 if not only_sizes and (changed := _changed(whole.left, part.left)):
                     return f"{changed} is that of the batch"
+                if only_sizes or not self._is_training:
+                    continue
                 weights = [one if one is None else one[where] for one in self._weights]
-                found = self._gradients(part, weights)
-                for n, one in enumerate(found):
-                    if n < len(columns) and _has_rows(whole.leaves[n], self._count):
-                        columns[n].append(one)
-                    elif one is not None:
-                        total[n] = one if total[n] is None else total[n] + one
-        for n, column in enumerate(columns):
-            if column and column[0] is not None:
-                total[n] = torch.cat(column)
-        if not only_sizes and _are_other_gradients(gradients, total, self._eps(whole)):
-            return "part of a batch gives other gradients"
-        return ""
+                found.append(self._gradients(part, weights))
+                # In a loop, the gradient of a result may have any layout.
+                turned = self._gradients(part, [*map(_turned, weights)]) if size == 1 else found[-1]
+                if _are_other_gradients(found[-1], turned, self._eps(whole)):
+                    return "part of a batch gives other gradients"
+        total = self._added(found, whole) if found else gradients
+        is_other = _are_other_gradients(gradients, total, self._eps(whole))
+        return "part of a batch gives other gradients" if is_other else ""
+
+    def _added(self, parts: Sequence[Sequence[Any]], whole: _Run) -> list[Any]:
+        """Gradients of the batch from those of its parts."""
+        total = []
+        for n, column in enumerate(zip(*parts, strict=True)):
+            given = [one for one in column if one is not None]
+            if n < len(whole.leaves) and _has_rows(whole.leaves[n], self._count):
+                total.append(torch.cat(given) if len(given) == len(parts) else None)
+            else:
+                total.append(sum(given[1:], given[0]) if given else None)
+        return total
 
     def _reason_of_numbers(self) -> str:
         """Why random numbers forbid micro-batches: samples share them, or mix by chance."""
@@ -597,10 +610,27 @@ def _weights(result: Any) -> Tensor | None:
     return torch.empty_like(result).copy_(drawn)
 
 
+def _turned(weights: Tensor | None) -> Tensor | None:
+    """The same numbers in the other of torch's two layouts."""
+    layout = None if weights is None else CHANNELS_LAST.get(weights.dim())
+    if weights is None or layout is None:
+        return weights
+    if weights.is_contiguous(memory_format=layout):
+        layout = torch.contiguous_format
+    shape = weights.shape
+    # A single sample may be in both layouts at once, by strides that tell them apart.
+    return torch.cat([weights, weights]).contiguous(memory_format=layout)[: shape[0]]
+
+
 def _only(kept: int, weights: Tensor) -> Tensor:
     others = torch.full_like(weights, float("nan"))
     others[kept] = weights[kept]
     return others
+
+
+def _memory(tensor: Tensor) -> int:
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.untyped_storage().data_ptr() if is_plain and tensor.numel() else id(tensor)
 
 
 def _row_of(where: slice, count: int, gradient: Any) -> Any:
