@@ -433,10 +433,12 @@ class _Trial:
         kept = self._count // 2
         where = slice(kept, kept + 1)
         ends = []
-        for seed in (1, 2, 3):
-            found = self._run(self._arguments, seed=seed)
-            ends.append(torch.get_rng_state())
-            alone = self._run(self._changed(kept, _no_numbers), seed=seed)
+        others: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 3}]
+        others += [{"outside": 1}, {"outside": 2}] if self._draws_outside else []
+        for how in others:
+            found = self._run(self._arguments, **how)
+            ends += [torch.get_rng_state()] if "seed" in how else []
+            alone = self._run(self._changed(kept, _no_numbers), **how)
             if reason := self._reason_of_one(where, found, self._gradients(found), alone):
                 return f"{reason} in some steps"
         if any(map(torch.equal, ends[1:], ends)):

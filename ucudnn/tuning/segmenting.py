@@ -456,7 +456,8 @@ class SegmentSearch:
         found = self.findings[""]
         if found.reason:
             return f"of this model {found.reason}"
-        if any(one._backward_hooks for one in self._steps.model.parameters()):
+        # A copy of the model has no hooks of parameters.
+        if any(one._backward_hooks for one in self._model.parameters()):
             return "hooks of its parameters would see gradients of parts"
         if found.least > 1:
             return f"of this model {_OF_ONE}"
