@@ -268,10 +268,10 @@ class _Trial:
         reason = self._reason_of_state(whole) or self._reason_of_containers(whole)
         if not reason:
             self._weights = [_weights(one) for one in whole.results]
-            gradients = self._gradients(whole)
+            whole, gradients = self._with_gradients(whole)
             reason = self._reason_of_samples(whole, gradients)
         if not reason:
-            lists = self._lists(size, whole)
+            lists = self._lists(size, whole, is_random)
             reason, least = self._reason_of_parts(size, whole, gradients, is_random)
         if not reason and (is_random or self._draws_outside):
             reason = self._reason_of_numbers()
@@ -325,9 +325,14 @@ class _Trial:
             return "its samples depend on each other"
         return ""
 
-    def _lists(self, size: int, whole: _Run) -> dict[str, bool]:
+    def _lists(self, size: int, whole: _Run, is_random: bool) -> dict[str, bool]:
         """The lists as long as the batch, and whether they are cut with the samples."""
         found = [*lists_in(self._arguments, self._count)]
+        if not found:
+            return {}
+        if is_random:
+            with SameForSamples(), torch.no_grad():
+                whole = self._run(self._arguments)
         ways = [(True,) * len(found), (False,) * len(found)]
         if len(found) <= _MOST_LISTS:
             ways = [*product((True, False), repeat=len(found))]
@@ -337,15 +342,11 @@ class _Trial:
                 id(one): one for (_, one), is_cut in zip(found, way, strict=True) if is_cut
             }
             try:
-                with torch.no_grad():
-                    (part, _) = self._runs([size, self._count - size])
+                with SameForSamples() if is_random else nullcontext(), torch.no_grad():
+                    part = next(self._runs([size, self._count - size]))
             except STEP_ERRORS:
                 continue
-            shapes = [one.shape for one in part.results if isinstance(one, Tensor)]
-            at = _at(slice(0, size), whole.results)
-            if shapes != [one.shape for one in at if isinstance(one, Tensor)]:
-                continue
-            if self._draws_outside or not _are_other(at, part.results) or len(found) == 0:
+            if not _are_other(_at(slice(0, size), whole.results), part.results):
                 return dict(zip((place for place, _ in found), way, strict=True))
         self._cut = {}
         return dict.fromkeys((place for place, _ in found), False)
@@ -358,8 +359,7 @@ class _Trial:
         sizes, same, truth = [1, *_sizes(size, self._count - 1)], is_random, (whole, gradients)
         if same:
             with SameForSamples():
-                whole_of_same = self._run(self._arguments)
-                truth = whole_of_same, self._gradients(whole_of_same)
+                truth = self._with_gradients(self._run(self._arguments))
         reason = self._other_in_parts(sizes, *truth, same)
         if reason == _OTHER and same:
             # Numbers that are drawn with the samples elsewhere than in the first axis differ. Then
@@ -436,10 +436,11 @@ class _Trial:
         others: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 3}]
         others += [{"outside": 1}, {"outside": 2}] if self._draws_outside else []
         for how in others:
-            found = self._run(self._arguments, **how)
+            found, gradients = self._with_gradients(self._run(self._arguments, **how))
             ends += [torch.get_rng_state()] if "seed" in how else []
-            alone = self._run(self._changed(kept, _no_numbers), **how)
-            if reason := self._reason_of_one(where, found, self._gradients(found), alone):
+            # No name keeps the graph of this run while the next one is computed.
+            changed = self._changed(kept, _no_numbers)
+            if reason := self._reason_of_one(where, found, gradients, self._run(changed, **how)):
                 return f"{reason} in some steps"
         if any(map(torch.equal, ends[1:], ends)):
             return "it seeds the random numbers"
@@ -549,6 +550,12 @@ class _Trial:
                 base.requires_grad_(self._forces or leaf.requires_grad)
         # What is no leaf for the module, stays none.
         return base if leaf.is_leaf or not base.requires_grad else base.clone()
+
+    def _with_gradients(self, run: _Run) -> tuple[_Run, list[Any]]:
+        """A run without its graph, which takes memory, and its gradients."""
+        gradients = self._gradients(run)
+        results = [one.detach() if isinstance(one, Tensor) else one for one in run.results]
+        return run._replace(results=results), gradients
 
     def _gradients(self, run: _Run, weights: Sequence[Tensor | None] | None = None) -> list[Any]:
         """Gradients of the arguments and parameters of a run; None where there is none."""
