@@ -161,8 +161,9 @@ def test_without_memory_for_a_step_the_model_keeps_its_layout(only_last):
     assert plan.layout_race.reason == "a step could not be computed (no more)"
     assert plan.memory_format == plan.layout_race.memory_format == "keep"
     # In the model's own layout a step may be possible.
-    reasons = {"", "it changes nothing"} if only_last else {plan.layout_race.reason}
-    assert plan.step_race.reason in reasons
+    reason = "" if only_last else plan.layout_race.reason
+    # If torch's own convolutions are the fastest here, there is no race.
+    assert plan.step_race.reason in (reason, "it changes nothing")
 
 
 @pytest.fixture

@@ -123,13 +123,10 @@ class ModuleWatcher:
                     return tensor
                 return views.setdefault(id(tensor), tensor.view_as(tensor))
 
-            def given(value: Any) -> Any:
-                # A list or a dict stays the same object: the module may write to it.
-                if isinstance(value, Tensor):
-                    return apart(value)
-                return tuple(map(given, value)) if type(value) is tuple else value
-
-            arguments = given(args), {name: given(one) for name, one in kwargs.items()}
+            arguments = (
+                _mapped(apart, args),
+                {name: _mapped(apart, one) for name, one in kwargs.items()},
+            )
             ends = views.values()
             call.argument_bytes = sum(map(_bytes, ends))
             left = [len(ends)]
@@ -301,6 +298,13 @@ def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> 
 
     ModuleWatcher(steps.model, names, clock).run(steps)
     return ModuleProfile(watchers[0].root, spans, times)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Change a tensor, or those of a tuple. A list or a dict stays: a module may write to it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return tuple(_mapped(change, one) for one in value) if type(value) is tuple else value
 
 
 def _bytes(tensor: Tensor) -> int:
