@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError, UcudnnWarning
-from ucudnn.execution.micro_batching import segment_, unsegment_
+from ucudnn.execution.micro_batching import modes_of, segment_, unsegment_
 from ucudnn.execution.nesting import take_apart
 from ucudnn.segment import Segment
 
@@ -665,6 +665,26 @@ def test_convert_and_revert(plan):
     ucudnn.convert_(twin, plan)
     assert repr(ucudnn.revert_(twin)) == before
     assert_equal(gradients(twin, x), gradients(model, x), bound=0)
+
+
+def test_converting_changes_no_mode(plan):
+    class Flagged(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*network())
+            self.is_on = True
+
+    model, x = Flagged().double(), numbers(4, 3, 7, 7)
+    segments = tuple(
+        Segment(name, 2, training=(modes_of(model.get_submodule(name)),)) for name in ("0", "")
+    )
+    assert "is_on" in segments[1].training[0]
+    conversion = ucudnn.convert_(copy.deepcopy(model), replace(plan, segments=segments))
+    assert conversion.swapped
+    # No warning, which would be an error here, says that a segment runs undivided.
+    assert_equal(gradients(conversion.model, x), gradients(model, x))
+    conversion.model.is_on = False
+    with pytest.warns(UcudnnWarning, match="'is_on' was True when the plan was made, and is False"):
+        conversion.model(x)
 
 
 def test_segments_of_a_model_without_planned_convolutions(plan):

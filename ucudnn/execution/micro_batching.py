@@ -352,14 +352,15 @@ def modes_of(module: nn.Module) -> tuple[str, ...]:
     """Names of those modules, a module and those inside it, that are in training mode.
 
     Batch norm without statistics always computes as in training. Names of attributes that are True
-    follow, if the class of their module is not torch's.
+    follow, if the class of their module is neither torch's nor ours.
     """
     names = list[str]()
     for name, one in module.named_modules():
         is_without = isinstance(one, _BatchNorm) and one.running_mean is None
         if one.training or is_without:
             names.append(name)
-        if type(one).__module__.partition(".")[0] != "torch":
+        # `convert_` gives convolutions of torch our classes, which changes no mode.
+        if type(one).__module__.partition(".")[0] not in ("torch", "ucudnn"):
             prefix = f"{name}." if name else ""
             names += [
                 prefix + key
