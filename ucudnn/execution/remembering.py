@@ -392,6 +392,7 @@ class Remembered:
         self._read: list[list[Any]] = [[one, one._version] for one in read]
         some = read[:: max(1, len(read) // _SAMPLES)]
         self._samples = [(one, _sample(one)) for one in some]
+        self._task = -1
         generators |= {id(one): one for one in arguments if type(one) in _STATES}
         self._generators = [(one, _STATES[type(one)]) for one in generators.values()]
         self._drawn = self.numbers()
@@ -424,7 +425,11 @@ class Remembered:
     @untraced
     def __enter__(self) -> None:
         changed: list[Tensor] = [one for one, version in self._read if one._version > version]
-        changed += [one for one, sample in self._samples if _sample(one) != sample]
+        # One backward pass changes no parameter, so it looks at elements once.
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task != self._task:
+            changed += [one for one, sample in self._samples if _sample(one) != sample]
+        self._task = task
         if changed:
             raise RuntimeError(
                 f"{self._name} is computed again in backward, and a parameter or another tensor of "
