@@ -5,7 +5,7 @@
 #   make quick  .venv-test  what takes no time and no processes of its own, on the installed package:
 #                           for while you work
 #   make test   .venv-test  the suite and the doctests, but for what is nightly, on the installed
-#                           package; lines and branches of values, solvers, cache and tuning
+#                           package; lines and branches of values, solvers, cache, kernels and steps
 #   make avx2   .venv-test  tests/backend as on a processor without AVX-512
 #   make bare   .venv-bare  imports of every module and the commands, without optional dependencies
 #   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches the wheels of CUDNNS,

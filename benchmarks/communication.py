@@ -42,9 +42,9 @@ from ucudnn.distributed.exchange_advice import (
     capped,
 )
 from ucudnn.distributed.exchange_times import replica_by
-from ucudnn.execution.stepping import run_step
 from ucudnn.solvers import Link
 from ucudnn.solvers.collectives import line, ring
+from ucudnn.steps.run import run_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import resnet18

@@ -37,7 +37,7 @@ import ucudnn
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES
 from ucudnn.errors import PlanError
-from ucudnn.execution.stepping import tensors_of
+from ucudnn.steps.run import tensors_of
 
 FEW = 4
 INFERENCE = "resnet50-inference"

@@ -31,7 +31,7 @@ from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.config import POLICIES, Config
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import Steps, undisturbed
+from ucudnn.steps.run import Steps, undisturbed
 
 console = Console(width=150, soft_wrap=True, highlight=False)
 

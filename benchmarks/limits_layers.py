@@ -28,9 +28,9 @@ from ucudnn.backends import open_backend
 from ucudnn.benchmark.bench import LocalBench
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Chunk, Split
-from ucudnn.tuning.tuner import tune_problems
 
 LIMITS = ("128MiB", "256MiB", "512MiB")
 POLICIES = (UNDIVIDED, ALL)

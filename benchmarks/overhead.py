@@ -35,7 +35,7 @@ from ucudnn.backends import open_backend
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Timing
-from ucudnn.tracing import trace_layers
+from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_ns
 
 UNPLANNED_NS, PLANNED_SHARE = 5_000, 0.01  # what the project allows itself

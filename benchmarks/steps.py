@@ -22,8 +22,8 @@ from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import STEP_ERRORS, tensors_of
 from ucudnn.plan import Plan
+from ucudnn.steps.run import STEP_ERRORS, tensors_of
 
 # Before time may end the rounds: the 95 % interval of fewer pairs says next to nothing.
 LEAST_ROUNDS = 5

@@ -42,6 +42,12 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
+from ucudnn.kernels.confirmation import race
+from ucudnn.kernels.measurer import KernelMeasurer
+from ucudnn.kernels.results import Progress
+from ucudnn.kernels.session import Session
+from ucudnn.kernels.splits import BatchSplits
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.layer_table import read_rows
 from ucudnn.measurement import (
     Candidate,
@@ -54,12 +60,6 @@ from ucudnn.measurement import (
 )
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import Problem
-from ucudnn.tuning.confirmation import race
-from ucudnn.tuning.measurer import KernelMeasurer
-from ucudnn.tuning.results import Progress
-from ucudnn.tuning.session import Session
-from ucudnn.tuning.splits import BatchSplits
-from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_bytes, format_ns
 
 N = 16

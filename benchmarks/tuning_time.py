@@ -43,8 +43,8 @@ from ucudnn.config import Config
 from ucudnn.execution.observers import KernelTimer
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import Steps, undisturbed
-from ucudnn.tuning.noise import noise_of
+from ucudnn.kernels.noise import noise_of
+from ucudnn.steps.run import Steps, undisturbed
 from ucudnn.units import format_ns
 
 # What tells apart the entries of a file of results.

@@ -42,7 +42,7 @@ from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.tuning.noise import noise_of
+from ucudnn.kernels.noise import noise_of
 from ucudnn.units import format_bytes, format_ns
 
 MODES = ("training", "inference")

@@ -28,13 +28,13 @@ ROLE_BY_ROOM = {
     "convert": "swaps the layers of a model",
     "distributed": "one plan for all ranks of a job",
     "doctor": "describes this machine",
-    "testing": "laws that every cache must keep",
     "types": "names of types, for annotations",
     "nn": "layers that follow a plan",
-    "tuning": "many candidates become one plan: what to measure next, which splits, "
-    "who wins, what a whole step gains",
+    "steps": "a whole step becomes a plan: its convolutions, its memory, its segments, "
+    "and what it gains",
+    "kernels": "many candidates become the plan of a kernel: what to measure next, which "
+    "splits, who wins",
     "benchmark": "times one candidate; decides nothing",
-    "tracing": "lists the convolutions of a step",
     "execution": "runs a plan: the one loop over the parts of a split, autograd, the override of "
     "torch's operators",
     "backends": "what a device can compute: candidates, operands, time and memory",
@@ -45,8 +45,8 @@ ROLE_BY_ROOM = {
 }
 # The way of the data: what happens, and in which room.
 WAY = (
-    ("tracing", "A model runs once on fake tensors. Each of its convolutions becomes a Problem."),
-    ("tuning", "The scheduler takes the problem with most to gain and lists its candidates."),
+    ("steps", "A model runs once on fake tensors. Each of its convolutions becomes a Problem."),
+    ("kernels", "The scheduler takes the problem with most to gain and lists its candidates."),
     ("cache", "What was measured before is read; what is measured now is added."),
     ("benchmark", "A candidate that may be part of the best split is timed and its memory read."),
     ("solvers", "The fastest split of every batch is found, or what to time next."),

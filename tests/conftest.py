@@ -177,7 +177,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No default time budget ends a tuning: what a test sees hangs on no clock."""
-    from ucudnn.tuning.budget import EFFORTS
+    from ucudnn.kernels.budget import EFFORTS
 
     for name, one in EFFORTS.items():
         patient = replace(one, least_budget_s=3600.0, most_budget_s=3600.0)
@@ -227,7 +227,7 @@ def _random_plan(
     from ucudnn.backends import open_backend
     from ucudnn.config import Config
     from ucudnn.plan import Plan
-    from ucudnn.tracing import trace_layers
+    from ucudnn.steps.tracing import trace_layers
 
     names: dict[Problem, list[str]] = {}
     for name, problem in trace_layers(model, inputs).layers:

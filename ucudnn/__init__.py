@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ucudnn.plan import Plan as Plan
     from ucudnn.plan import Split as Split
     from ucudnn.problem import Problem as Problem
-    from ucudnn.tracing import trace as trace
-    from ucudnn.tuning.advisor import advise as advise
-    from ucudnn.tuning.model import tune as tune
+    from ucudnn.steps.advise import advise as advise
+    from ucudnn.steps.tracing import trace as trace
+    from ucudnn.steps.tune import tune as tune
 
     __version__: str
 
@@ -43,12 +43,12 @@ _MODULE_BY_NAME = {
     "Problem": "problem",
     "Split": "plan",
     "UcudnnError": "errors",
-    "advise": "tuning.advisor",
+    "advise": "steps.advise",
     "convert_": "convert",
     "installed": "convert",
     "revert_": "convert",
-    "trace": "tracing",
-    "tune": "tuning.model",
+    "trace": "steps.tracing",
+    "tune": "steps.tune",
     "tune_": "convert",
 }
 # Submodules that can be used after `import ucudnn` alone, such as `ucudnn.nn`.

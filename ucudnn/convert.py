@@ -297,7 +297,7 @@ def tune_(
     The arguments are those of `tune`; `on_progress` gets a `ucudnn.types.Progress`.
     """
     # Imported only here, because a process that only follows plans need not load the tuner.
-    from ucudnn.tuning.model import tune
+    from ucudnn.steps.tune import tune
 
     return convert_(model, tune(model, example_inputs, config, on_progress, real=real))
 

@@ -16,6 +16,8 @@ from ucudnn.config import Solver as Solver
 from ucudnn.config import Unplanned as Unplanned
 from ucudnn.convert import Conversion as Conversion
 from ucudnn.execution.override import Installation as Installation
+from ucudnn.kernels.noise import Noise as Noise
+from ucudnn.kernels.results import Progress as Progress
 from ucudnn.layer_table import Row as Row
 from ucudnn.measurement import Candidate as Candidate
 from ucudnn.measurement import Conditions as Conditions
@@ -40,9 +42,7 @@ from ucudnn.plan import Timing as Timing
 from ucudnn.segment import MicroBatch as MicroBatch
 from ucudnn.segment import Segment as Segment
 from ucudnn.segment import StepDivision as StepDivision
-from ucudnn.tuning.advice import Advice as Advice
-from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
-from ucudnn.tuning.advice import Largest as Largest
-from ucudnn.tuning.advice import WayAdvice as WayAdvice
-from ucudnn.tuning.noise import Noise as Noise
-from ucudnn.tuning.results import Progress as Progress
+from ucudnn.steps.advice import Advice as Advice
+from ucudnn.steps.advice import KernelAdvice as KernelAdvice
+from ucudnn.steps.advice import Largest as Largest
+from ucudnn.steps.advice import WayAdvice as WayAdvice

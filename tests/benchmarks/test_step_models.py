@@ -10,7 +10,7 @@ import torch
 
 from ucudnn.layer_table import read_rows
 from ucudnn.problem import Problem
-from ucudnn.tracing import trace
+from ucudnn.steps.tracing import trace
 
 
 @pytest.mark.parametrize(

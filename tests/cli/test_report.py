@@ -13,6 +13,8 @@ import by_hand
 import pytest
 
 from ucudnn.config import Config
+from ucudnn.kernels.noise import noise_of
+from ucudnn.kernels.rationale import Alternative, Rationale, rationales
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import LayoutRace, Origin, StepMemory, StepRace, Way
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
@@ -20,8 +22,6 @@ from ucudnn.problem import Problem
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.text import kernel_table, plan_csv
 from ucudnn.split import Chunk, Split
-from ucudnn.tuning.noise import noise_of
-from ucudnn.tuning.rationale import Alternative, Rationale, rationales
 
 EVIL = "<script>alert(1)</script>"
 # Clears a screen, sets a title, begins a sequence in 8 bits, deletes, shows text backwards.

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ucudnn
 from ucudnn import distributed
 from ucudnn.backends import open_backend
-from ucudnn.execution.stepping import reason_against_steps
-from ucudnn.tracing import trace_layers
+from ucudnn.steps.run import reason_against_steps
+from ucudnn.steps.tracing import trace_layers
 
 BATCH, STEPS = 8, 20
 

@@ -23,11 +23,11 @@ from ucudnn.backends import Cost, Executable, open_backend, registry
 from ucudnn.backends.torch_cpu import backend as torch_cpu
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, OpsExecutable
 from ucudnn.cache import MemoryCache
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.problem import OPS, Problem
 from ucudnn.solvers import Division, divide, division
 from ucudnn.solvers._base import AbstractDivider, Pool
-from ucudnn.tuning.tuner import tune_problems
 
 LINES = 10
 PROBLEM = Problem("fprop", 4, 2, 3, (8, 8), (3, 3), padding=((1, 1), (1, 1)))

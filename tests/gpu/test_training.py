@@ -13,10 +13,10 @@ from torch import nn
 import ucudnn
 from ucudnn.config import Config
 from ucudnn.execution.micro_batching import segment_
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.segment import Segment
-from ucudnn.tracing import trace_layers
-from ucudnn.tuning.tuner import tune_problems
+from ucudnn.steps.tracing import trace_layers
 
 SHAPE = (8, 16, 20, 20)
 

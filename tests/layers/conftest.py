@@ -12,7 +12,7 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.execution.execute import Call
 from ucudnn.plan import Plan
-from ucudnn.tracing import trace_layers
+from ucudnn.steps.tracing import trace_layers
 
 
 @pytest.fixture

@@ -39,9 +39,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ucudnn.errors import UcudnnError, UcudnnWarning, first_line
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.execution.stepping import tensors_of
 from ucudnn.segment import Segment
-from ucudnn.tuning.independence import Independence, examined
+from ucudnn.steps.independence import Independence, examined
+from ucudnn.steps.run import tensors_of
 
 # Differences up to these fractions of the largest value of their kind are rounding.
 _BOUND = 1e-9

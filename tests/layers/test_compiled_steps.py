@@ -15,10 +15,10 @@ import ucudnn
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UcudnnWarning
 from ucudnn.execution import override
-from ucudnn.execution.stepping import Steps
 from ucudnn.reports.text import plan_verdict
-from ucudnn.tuning.judging import compile_steps, judged
-from ucudnn.tuning.step_judge import StepMeter
+from ucudnn.steps.judge import compile_steps, judged
+from ucudnn.steps.run import Steps
+from ucudnn.steps.step_judge import StepMeter
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,7 @@ from torch import nn
 
 import ucudnn
 from ucudnn.backends import aten
-from ucudnn.tracing import trace_layers
+from ucudnn.steps.tracing import trace_layers
 
 SHAPES = {1: (5, 4, 17), 2: (5, 4, 9, 8), 3: (5, 4, 5, 6, 7)}
 LAYERS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

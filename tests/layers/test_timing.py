@@ -13,8 +13,8 @@ from ucudnn.execution.execute import build
 from ucudnn.execution.observers import KernelTimer
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.tracing import trace_layers
-from ucudnn.tuning.tuner import layers_by_problem
+from ucudnn.kernels.tuner import layers_by_problem
+from ucudnn.steps.tracing import trace_layers
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ import ucudnn
 from ucudnn.backends.aten import tf32_allowed
 from ucudnn.backends.tensors import problem_of, uses_channels_last
 from ucudnn.errors import ConfigError
-from ucudnn.tracing import trace_layers
+from ucudnn.steps.tracing import trace_layers
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -15,7 +15,7 @@ import pytest
 import ucudnn
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
-MAKING = {"ucudnn.tuning", "ucudnn.benchmark"}
+MAKING = {"ucudnn.kernels", "ucudnn.steps", "ucudnn.benchmark"}
 HELP = """
 import sys
 sys.argv = ["ucudnn", "--help"]

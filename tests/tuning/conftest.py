@@ -14,7 +14,7 @@ def scripted(monkeypatch) -> Callable[..., ScriptedBackend]:
 
     def install(**costs: Callable[[int], tuple[int | None, int]]) -> ScriptedBackend:
         backend = ScriptedBackend(costs)
-        monkeypatch.setattr("ucudnn.tuning.tuner.open_backend", lambda _: backend)
+        monkeypatch.setattr("ucudnn.kernels.tuner.open_backend", lambda _: backend)
         return backend
 
     return install

@@ -6,9 +6,9 @@ import pytest
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.config import Config
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Chunk, Split
 from ucudnn.problem import Problem
-from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000
 

@@ -22,7 +22,7 @@ from ucudnn.measurement import Device
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
 
 MIB, MS = 1 << 20, 1_000_000
 
@@ -417,7 +417,7 @@ def test_a_step_that_cannot_be_computed(model):
 
 
 def test_what_there_is_no_time_for_is_named(model, monkeypatch):
-    monkeypatch.setattr("ucudnn.tuning.advisor._MOST_S", 0.0)
+    monkeypatch.setattr("ucudnn.steps.advise._MOST_S", 0.0)
     found = ucudnn.advise(model, torch.randn(4, 3, 12, 12))
     assert found.step_ns > 0
     assert found.step_peak_bytes > 0

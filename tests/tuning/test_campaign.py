@@ -8,16 +8,16 @@ import warnings
 import by_hand
 import pytest
 from by_hand import linear
+from ucudnn.tuning import budget, session
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError, UntunedWarning
+from ucudnn.kernels.confirmation import Finalist, choose
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Chunk, Plan, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
-from ucudnn.tuning import budget, session
-from ucudnn.tuning.confirmation import Finalist, choose
-from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

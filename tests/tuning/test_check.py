@@ -12,11 +12,11 @@ from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.execution.validity import require_real
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.measurement import Device
 from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

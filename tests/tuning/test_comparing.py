@@ -9,6 +9,7 @@ import pytest
 import torch
 from by_hand import in_chunks, where_it_can
 from torch import nn
+from ucudnn.tuning import comparing, segmenting
 
 import ucudnn
 from ucudnn.backends import open_backend
@@ -16,10 +17,9 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
-from ucudnn.tracing import trace_layers
-from ucudnn.tuning import comparing, segmenting
-from ucudnn.tuning.comparing import PlanComparer
-from ucudnn.tuning.independence import Independence
+from ucudnn.steps.comparing import PlanComparer
+from ucudnn.steps.independence import Independence
+from ucudnn.steps.tracing import trace_layers
 
 QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 5.0, "step_race": False}
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from ucudnn.tuning import sources
 
 import ucudnn
 from ucudnn import cache as caches
@@ -16,10 +17,9 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.problem import Problem
-from ucudnn.tuning import sources
-from ucudnn.tuning.step_judge import has_default
-from ucudnn.tuning.tuner import tune_problems
+from ucudnn.steps.step_judge import has_default
 
 MS, MIB = 1_000_000, 1 << 20
 PROBLEM = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))

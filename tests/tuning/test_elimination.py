@@ -9,8 +9,8 @@ from by_hand import linear
 
 from ucudnn.backends import Cost, Roofline
 from ucudnn.config import Config
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.problem import Problem
-from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000
 PROBLEM = Problem("fprop", 64, 2, 2, (16, 16), (3, 3))

@@ -13,9 +13,9 @@ from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
 from ucudnn.errors import UcudnnError, WrongResultWarning
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.measurement import FailureKind, Role
 from ucudnn.problem import Problem
-from ucudnn.tuning.tuner import tune_problems
 
 CONFIG = {"policy": "undivided", "backend": "torch_cpu"}
 FPROP = Problem("fprop", 4, 3, 5, (12, 12), (3, 3), padding=((1, 1), (1, 1)))

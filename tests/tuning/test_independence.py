@@ -14,7 +14,7 @@ from torch import nn
 
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.segment import Segment
-from ucudnn.tuning.independence import examined
+from ucudnn.steps.independence import examined
 
 
 @pytest.fixture(autouse=True)

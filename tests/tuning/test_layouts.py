@@ -16,9 +16,9 @@ from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.channels_last import lay_out_
-from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.reports.text import plan_verdict
-from ucudnn.tuning.layout import reason_against_layout
+from ucudnn.steps.layout import reason_against_layout
+from ucudnn.steps.run import Steps, undisturbed
 
 pytestmark = [
     pytest.mark.slow,
@@ -169,13 +169,13 @@ def test_without_memory_for_a_step_the_model_keeps_its_layout(only_last):
 @pytest.fixture
 def tuned(monkeypatch):
     """The budget and the layout of every list of problems that is tuned."""
-    calls, original = [], ucudnn.tuning.model.tune_problems
+    calls, original = [], ucudnn.steps.tune.tune_problems
 
     def spy(layers, config, *args, **kwargs):
         calls.append((kwargs["budget_s"], layers[0][1].layout))
         return original(layers, config, *args, **kwargs)
 
-    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", spy)
+    monkeypatch.setattr("ucudnn.steps.tune.tune_problems", spy)
     return calls
 
 
@@ -183,13 +183,13 @@ def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
     now = [1000.0]
     for module in ("model", "judging", "step_judge"):
         monkeypatch.setattr(f"ucudnn.tuning.{module}.monotonic", lambda: now[0])
-    original = ucudnn.tuning.model.tune_problems
+    original = ucudnn.steps.tune.tune_problems
 
     def takes_25_s(*args, **kwargs):
         now[0] += 25
         return original(*args, **kwargs)
 
-    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", takes_25_s)
+    monkeypatch.setattr("ucudnn.steps.tune.tune_problems", takes_25_s)
     config = Config(**AUTO, time_budget_s=60)
     model, x = nn.Conv2d(3, 4, 3), torch.randn(SHAPE)
     plan = ucudnn.tune(model, x, config)
@@ -218,7 +218,7 @@ def test_progress_is_that_of_one_tuning():
 
 @pytest.mark.parametrize("error", [PlanError("no plan fits"), KeyboardInterrupt()], ids=str)
 def test_what_ends_the_second_tuning_leaves_the_first_plan(error, tuned, monkeypatch):
-    original = ucudnn.tuning.model.tune_problems
+    original = ucudnn.steps.tune.tune_problems
 
     def fails(layers, *args, **kwargs):
         if layers[0][1].layout == "nhwc":
@@ -227,7 +227,7 @@ def test_what_ends_the_second_tuning_leaves_the_first_plan(error, tuned, monkeyp
             raise error
         return original(layers, *args, **kwargs)
 
-    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", fails)
+    monkeypatch.setattr("ucudnn.steps.tune.tune_problems", fails)
     model, x = nn.Conv2d(3, 4, 3), torch.randn(SHAPE)
     if isinstance(error, PlanError):
         plan = ucudnn.tune(model, x, Config(**AUTO))
@@ -242,14 +242,14 @@ def test_what_ends_the_second_tuning_leaves_the_first_plan(error, tuned, monkeyp
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_tuning_in_place_lays_the_model_out(rank, monkeypatch):
-    from ucudnn.tuning.judging import LayoutJudge
+    from ucudnn.steps.judge import LayoutJudge
 
     original = LayoutJudge.judge
 
     def last(self, plans):
         return replace(plans["channels_last"], layout_race=original(self, plans).layout_race)
 
-    monkeypatch.setattr("ucudnn.tuning.judging.LayoutJudge.judge", last)
+    monkeypatch.setattr("ucudnn.steps.judge.LayoutJudge.judge", last)
     kind, shape = {2: (nn.Conv2d, SHAPE), 3: (nn.Conv3d, (2, 3, 6, 6, 6))}[rank]
     last_format = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
     torch.manual_seed(0)

@@ -16,19 +16,19 @@ import pytest
 import torch
 from by_hand import chunks_of, front, in_chunks, least_ns, random_costs, where_it_can
 from torch import nn
+from ucudnn.tuning import memory_budget
 
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.kernels.limits import Limits
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import StepDivision
-from ucudnn.tuning import memory_budget
-from ucudnn.tuning.memory_budget import Limits
-from ucudnn.tuning.segmenting import SegmentSearch
-from ucudnn.tuning.step_profile import StepProfiler
-from ucudnn.tuning.tuner import tune_problems
+from ucudnn.steps.search import SegmentSearch
+from ucudnn.steps.step_profile import StepProfiler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
@@ -403,7 +403,7 @@ class Parted(nn.Module):
 def test_what_cannot_be_swapped_counts_with_torchs_workspace(monkeypatch):
     monkeypatch.setattr(memory_budget.MemoryBudget, "_divided", lambda *_: None)
     model, x = Parted(), torch.randn(4, 3, 24, 24)
-    traced, backend = ucudnn.tracing.trace_layers(model, x), open_backend("torch_cpu")
+    traced, backend = ucudnn.steps.tracing.trace_layers(model, x), open_backend("torch_cpu")
     # torch computes float64 by way of columns, which take much workspace
     peak = profile(model, x).peak_bytes
     with pytest.raises(PlanError, match="torch's workspace in the model itself, which") as caught:
@@ -412,7 +412,7 @@ def test_what_cannot_be_swapped_counts_with_torchs_workspace(monkeypatch):
     config = Config(memory_budget=2 * peak)
     plan = in_chunks(backend, traced.layers, 1, where_it_can(backend, "im2col_gemm", 1), config)
     assert profile(model, x, plan=plan).peak_bytes < peak
-    for known, counts in ((traced, True), (ucudnn.tracing.Traced([]), False)):
+    for known, counts in ((traced, True), (ucudnn.steps.tracing.Traced([]), False)):
         budget = memory_budget.MemoryBudget(model, x, config, traced=known)
         budget.limits("keep")
         checked = budget.checked(budget.noted(plan))

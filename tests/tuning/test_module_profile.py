@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ucudnn.backends import open_backend
-from ucudnn.execution.stepping import Steps
-from ucudnn.tuning.module_profile import ModuleCall, ModuleWatcher, profiled
+from ucudnn.steps.module_profile import ModuleCall, ModuleWatcher, profiled
+from ucudnn.steps.run import Steps
 
 # Marks, hooks and Python's own objects on the way: some KiB.
 SLACK = 24 << 10

@@ -15,11 +15,11 @@ from ucudnn.backends import DeviceState
 from ucudnn.backends.torch_cpu.processor import LoadMeter
 from ucudnn.config import Config
 from ucudnn.errors import NoiseWarning
+from ucudnn.kernels.noise import Noise, noise_of
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_table
-from ucudnn.tuning.noise import Noise, noise_of
-from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000
 PROBLEM = Problem("fprop", 4, 2, 2, (5, 5), (3, 3))

@@ -12,12 +12,12 @@ from by_hand import chunks_of, front, linear, random_costs
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, UntunedWarning
+from ucudnn.kernels.budget import EFFORTS
+from ucudnn.kernels.results import Progress
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import EFFORTS
-from ucudnn.tuning.results import Progress
-from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

@@ -9,10 +9,10 @@ from by_hand import front, linear
 
 from ucudnn import cache as caches
 from ucudnn.config import Config
+from ucudnn.kernels.rationale import rationales
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.outcomes import StepRace
 from ucudnn.problem import Problem
-from ucudnn.tuning.rationale import rationales
-from ucudnn.tuning.tuner import tune_problems
 
 MS, MIB = 1_000_000, 1 << 20
 PROBLEM = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))

@@ -10,8 +10,8 @@ import pytest
 
 from ucudnn.benchmark.protocol import FINALS
 from ucudnn.benchmark.statistics import median_ns
+from ucudnn.kernels.confirmation import Finalist, choose
 from ucudnn.plan import Chunk, Split, Timing
-from ucudnn.tuning.confirmation import Finalist, choose
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TABLES = sorted(RESULTS.rglob("exhaustive.csv"))

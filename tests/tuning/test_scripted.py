@@ -17,11 +17,11 @@ from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UntunedWarning
+from ucudnn.kernels.measurer import KernelMeasurer
+from ucudnn.kernels.session import Session
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Chunk
 from ucudnn.problem import Problem
-from ucudnn.tuning.measurer import KernelMeasurer
-from ucudnn.tuning.session import Session
-from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

@@ -15,9 +15,9 @@ import ucudnn
 from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.execution.stepping import tensors_of
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.tuning.segmenting import SegmentSearch
+from ucudnn.steps.run import tensors_of
+from ucudnn.steps.search import SegmentSearch
 
 QUICK = {"effort": "quick", "policy": "undivided", "time_budget_s": 5.0, "step_race": False}
 

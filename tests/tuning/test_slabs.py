@@ -17,10 +17,10 @@ from ucudnn.backends import AbstractBackend, Executable, open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execution.execute import bind
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Chunk, Plan, Split
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
-from ucudnn.tuning.tuner import tune_problems
 
 MIB, MS = 1 << 20, 1_000_000
 # 21 rows of y and of dx: no power of two

@@ -12,12 +12,8 @@ import pytest
 from exhaustive import by_position
 
 from ucudnn.axis import BatchAxis, RowAxis
-from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
-from ucudnn.problem import OPS, Problem
-from ucudnn.slabs import slabs
-from ucudnn.tuning.planner import predict
-from ucudnn.tuning.splits import (
+from ucudnn.kernels.planner import predict
+from ucudnn.kernels.splits import (
     CHUNK_NS,
     WORTHWHILE_NS,
     AbstractSplitTable,
@@ -26,6 +22,10 @@ from ucudnn.tuning.splits import (
     known_chunks,
     plan_by,
 )
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
+from ucudnn.problem import OPS, Problem
+from ucudnn.slabs import slabs
 
 SEEDS = range(5)
 N = 5

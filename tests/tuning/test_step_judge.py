@@ -22,10 +22,10 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError
 from ucudnn.plan import Timing
-from ucudnn.tuning.judging import judged
-from ucudnn.tuning.layout import LayoutJudge, entrants, winner
-from ucudnn.tuning.step_judge import StepJudge, StepMeter
-from ucudnn.tuning.step_rounds import StepTimes, raced_inside
+from ucudnn.steps.judge import judged
+from ucudnn.steps.layout import LayoutJudge, entrants, winner
+from ucudnn.steps.race import StepTimes, raced_inside
+from ucudnn.steps.step_judge import StepJudge, StepMeter
 
 MIB = 1 << 20
 STEP_NS = 1_000_000
@@ -86,7 +86,7 @@ class Machine:
         timed, until = self.timed if is_timed else None, until_ns and until_ns / 1e9
         meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until, step_ns)
         judge = StepJudge(lambda: None, replace(meter, timed=timed))
-        with mock.patch("ucudnn.tuning.step_judge.monotonic", self.clock_s):
+        with mock.patch("ucudnn.steps.step_judge.monotonic", self.clock_s):
             return judge.judge(plan)
 
     def peak_bytes(self, run):
@@ -265,7 +265,7 @@ def test_less_than_three_rounds_give_back_only_what_clearly_loses(saved_ns, stay
 
 
 def test_no_step_is_run_where_not_even_the_convolutions_fit(monkeypatch):
-    monkeypatch.setattr("ucudnn.tuning.judging.Steps", None)
+    monkeypatch.setattr("ucudnn.steps.judge.Steps", None)
     slow = replace(kernel(4), default=Timing(2 * 10**9, 0, 0, 5))
     plan, config = plan_of(slow), Config(time_budget_s=9)
     judged_plan = judged(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), plan, config)
@@ -311,8 +311,8 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
             return y
 
     plan_of_one = plan_of(kernel(4))
-    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", lambda *_, **__: plan_of_one)
-    monkeypatch.setattr("ucudnn.tuning.judging.Installation", lambda *_: torch.no_grad())
+    monkeypatch.setattr("ucudnn.steps.tune.tune_problems", lambda *_, **__: plan_of_one)
+    monkeypatch.setattr("ucudnn.steps.judge.Installation", lambda *_: torch.no_grad())
     with pytest.raises(TuningInterruptedError) as caught:
         ucudnn.tune(Interrupted(2, 2, 3), torch.ones(1, 2, 8, 8))
     assert caught.value.plan == plan_of_one
@@ -325,14 +325,14 @@ def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_contestants(monkey
     plan = in_chunks(open_backend("torch_cpu"), traced, 1)
     changed = [one for one in plan.kernels if one.problem.in_channels == 4]
     plan = replace(plan, kernels=tuple(changed))
-    original = ucudnn.tuning.step_judge.raced_inside
+    original = ucudnn.steps.step_judge.raced_inside
 
     def spy(by_torch, by_plan, *args):
         seen.append((by_torch, by_plan))
         return original(by_torch, by_plan, *args)
 
-    monkeypatch.setattr("ucudnn.tuning.step_judge.raced_inside", spy)
-    ucudnn.tuning.judging.judged(model, x, plan, Config(layout="auto"))
+    monkeypatch.setattr("ucudnn.steps.step_judge.raced_inside", spy)
+    ucudnn.steps.judge.judged(model, x, plan, Config(layout="auto"))
     by_torch, by_plan = seen[0]
     assert len(by_torch) == len(by_plan) >= 3
     for times in (*by_torch, *by_plan):

@@ -9,10 +9,10 @@ import pytest
 from by_hand import linear
 
 from ucudnn.config import Config
+from ucudnn.kernels.budget import EFFORTS, Budget, Effort
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.measurement import Device
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import EFFORTS, Budget, Effort
-from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 
@@ -81,7 +81,7 @@ def test_what_is_reserved_for_steps_stays_so_if_they_fit(
 ):
     """Of 100 s; the race of steps can begin when kernels are done, but not before now."""
     clock = [0.0]
-    monkeypatch.setattr("ucudnn.tuning.budget.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ucudnn.kernels.budget.monotonic", lambda: clock[0])
     budget = Budget(100.0)
     budget.begin_tuning(100.0, reserved_s)
     clock[0] = now_s
@@ -91,7 +91,7 @@ def test_what_is_reserved_for_steps_stays_so_if_they_fit(
 
 def test_a_default_budget_does_not_count_the_start_of_a_process_to_measure_in(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("ucudnn.tuning.budget.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ucudnn.kernels.budget.monotonic", lambda: clock[0])
     for seconds, deadline_s in ((None, 18.0), (10.0, 10.0)):
         clock[0] = 0.0
         budget = Budget(seconds)
@@ -154,7 +154,7 @@ def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypa
 
 def test_time_is_kept_for_every_kernel_that_must_have_a_plan(monkeypatch):
     now, session = [0.0], SimpleNamespace()
-    monkeypatch.setattr("ucudnn.tuning.budget.monotonic", lambda: now[0])
+    monkeypatch.setattr("ucudnn.kernels.budget.monotonic", lambda: now[0])
     gains_ns, allotted = [10_000, 1_000, 100, 10, 1, 1], []
     budget = Budget(12.0)
     budget.keep_for(len(gains_ns))

@@ -22,7 +22,7 @@ from ucudnn.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from ucudnn.doctor import Diagnosis
     from ucudnn.plan import Timing
-    from ucudnn.tuning.advice import Advice
+    from ucudnn.steps.advice import Advice
 
 
 @options.takes(options.ModelArgument, ("ops", "backend", "memory_budget"))
@@ -63,7 +63,7 @@ def advise(
             )
         _advise_in_ranks(recipe, ranks, link, as_json)
         return
-    from ucudnn.tuning import advisor
+    from ucudnn.steps import advise as advisor
 
     # This check comes before the model is made, which may take long.
     advisor.require_live(config)

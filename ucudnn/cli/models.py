@@ -17,7 +17,7 @@ from ucudnn.system.files import parse_json
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ucudnn.tracing import Traced
+    from ucudnn.steps.tracing import Traced
 
 # Dtypes to which autocast can cast convolutions.
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -67,7 +67,7 @@ class NamedModel(NamedTuple):
 
     def trace(self, ops: tuple[str, ...], device_type: str) -> Traced:
         """Trace the convolutions of the model's step for a kind of device."""
-        from ucudnn.tracing import trace_layers
+        from ucudnn.steps.tracing import trace_layers
 
         if self.recipe.real:
             self.fill()

@@ -19,7 +19,7 @@ from ucudnn.plan import KernelPlan, Plan
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from ucudnn.tuning.rationale import Rationale
+    from ucudnn.kernels.rationale import Rationale
 
 # The word to print for each value of `Finding.is_true`; None means that nothing was checked.
 _WORDS = {True: "ok", False: "NO", None: "skipped"}
@@ -170,8 +170,8 @@ def report(
 
 
 def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
-    from ucudnn.tuning.rationale import rationales
-    from ucudnn.tuning.tuner import open_recording
+    from ucudnn.kernels.rationale import rationales
+    from ucudnn.kernels.tuner import open_recording
 
     try:
         with open_recording(cache or Config().cache) as opened:

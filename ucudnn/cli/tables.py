@@ -20,7 +20,7 @@ from ucudnn.problem import LAYOUTS
 from ucudnn.system.files import write
 
 if TYPE_CHECKING:
-    from ucudnn.tracing import Traced
+    from ucudnn.steps.tracing import Traced
 
 
 class TableFlags(NamedTuple):
@@ -49,7 +49,7 @@ class TableFlags(NamedTuple):
 
 def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type: str) -> Traced:
     """Read the convolutions of a table of layers, in the form of a model's trace."""
-    from ucudnn.tracing import Traced
+    from ucudnn.steps.tracing import Traced
 
     has_tf32 = device_type == "cuda"
     if flags.math is not None and not has_tf32:

@@ -31,7 +31,7 @@ from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 
 if TYPE_CHECKING:
-    from ucudnn.tuning.results import Progress
+    from ucudnn.kernels.results import Progress
 
     # A function that tunes what the command line names. Its argument is called with the progress.
     _Run = Callable[[Callable[[Progress], None]], Plan]
@@ -111,7 +111,7 @@ def _require_steps(recipe: Recipe, config: Config) -> None:
 def _table_run(recipe: Recipe, of_table: TableFlags, config: Config, remeasure: bool) -> _Run:
     """The tuning of a table of layers, which has no model whose steps could be run."""
     # torch is imported only now that the command line is known to be right.
-    from ucudnn.tuning.tuner import device_type, tune_problems
+    from ucudnn.kernels.tuner import device_type, tune_problems
 
     traced = read_traced(recipe.model, of_table, config.ops, device_type(config))
     return partial(tune_problems, traced.layers, config, biased=traced.biased, remeasure=remeasure)
@@ -119,7 +119,7 @@ def _table_run(recipe: Recipe, of_table: TableFlags, config: Config, remeasure: 
 
 def _model_run(recipe: Recipe, config: Config, is_compiled: bool, remeasure: bool) -> _Run:
     """The tuning of a model."""
-    from ucudnn.tuning.model import tune
+    from ucudnn.steps.tune import tune
 
     named = name_model(recipe)
     runs_steps = config.step_race or config.memory_budget is not None
@@ -187,8 +187,8 @@ def _keep(plan: Plan, output: Path | None) -> str:
 def _print_tuned(
     plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
 ) -> None:
+    from ucudnn.kernels.noise import noise_of
     from ucudnn.reports.text import payback, steps_to_pay_back
-    from ucudnn.tuning.noise import noise_of
 
     if as_json:
         summary = {

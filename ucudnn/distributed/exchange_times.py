@@ -38,11 +38,11 @@ from ucudnn.distributed.exchange_advice import (
 from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import ConfigError, UcudnnError, first_line
 from ucudnn.execution.compiling import original_of
-from ucudnn.execution.copying import copied
-from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps, run_step, undisturbed
 from ucudnn.solvers import Contention, Curve
 from ucudnn.solvers._base import require_int
 from ucudnn.solvers.collectives import gather, line, ring
+from ucudnn.steps.copying import copied
+from ucudnn.steps.run import STEP_ERRORS, reason_against_steps, run_step, undisturbed
 
 # Seconds for the steps without exchange, for the steps by several ways, and for each of the other
 # timings. Below them the smallest and the largest number of rounds.

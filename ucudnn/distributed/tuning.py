@@ -32,15 +32,15 @@ from ucudnn.errors import (
     UnsupportedError,
     UntunedWarning,
 )
+from ucudnn.kernels.results import Progress, warn_of_untuned
+from ucudnn.kernels.tuner import device_type, tune_problems
 from ucudnn.measurement import Role
 from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tracing import Traced, trace_layers
-from ucudnn.tuning import model as alone
-from ucudnn.tuning.judging import reason_against_race
-from ucudnn.tuning.results import Progress, warn_of_untuned
-from ucudnn.tuning.tuner import device_type, tune_problems
+from ucudnn.steps import tune as alone
+from ucudnn.steps.judge import reason_against_race
+from ucudnn.steps.tracing import Traced, trace_layers
 
 Report = Callable[[Progress], None]
 # This part of a time budget is for measuring; the rest is for deciding and for the step race.

@@ -14,11 +14,11 @@ from itertools import accumulate, groupby, product
 from math import ceil, floor, log2, log10
 from typing import Any, NamedTuple
 
+from ucudnn.kernels.rationale import Rationale
 from ucudnn.outcomes import Way
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
 from ucudnn.reports.text import counted
 from ucudnn.system.markup import printable
-from ucudnn.tuning.rationale import Rationale
 from ucudnn.units import format_bytes, format_ns
 
 _COLORS = {

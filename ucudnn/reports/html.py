@@ -15,12 +15,12 @@ from html import escape
 from rich.table import Table
 
 from ucudnn.errors import UcudnnError
+from ucudnn.kernels.rationale import Alternative, Rationale
 from ucudnn.plan import Plan
 from ucudnn.reports.charts import Chart, charts, fronts_chart, rows_of, short_names
 from ucudnn.reports.text import layout_table, plan_summary, plan_table, plan_verdict
 from ucudnn.system.files import write
 from ucudnn.system.markup import printable
-from ucudnn.tuning.rationale import Alternative, Rationale
 from ucudnn.units import format_bytes, format_ns
 
 _HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')

@@ -9,11 +9,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from ucudnn.kernels.noise import noise_of
 from ucudnn.outcomes import LayoutRace, StepMemory
 from ucudnn.plan import Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.reports.comparison import Comparison
 from ucudnn.system.markup import csv_table
-from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_bytes, format_ns
 
 # Columns of the CSV file, on which users rely: keep names and order, add new columns last.

@@ -8,18 +8,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
+from ucudnn.kernels.planner import KernelPlanner
+from ucudnn.kernels.splits import PlanDraft, batches_like_whole
 from ucudnn.split import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split
-from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.splits import PlanDraft, batches_like_whole
 from ucudnn.units import format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
+    from ucudnn.kernels.limits import Limits
+    from ucudnn.kernels.pool import WorkspacePool
+    from ucudnn.kernels.sources import AbstractSource
     from ucudnn.measurement import Measurement
     from ucudnn.problem import Problem
-    from ucudnn.tuning.memory_budget import Limits
-    from ucudnn.tuning.pool import WorkspacePool
-    from ucudnn.tuning.sources import AbstractSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from ucudnn.benchmark.failures import failure_of
 from ucudnn.benchmark.rounds import Result
 from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.errors import WrongResultWarning, warn
+from ucudnn.kernels.bounds import Elimination, must_be_known
+from ucudnn.kernels.candidates import KernelCandidates
+from ucudnn.kernels.requests import TOLERANCE, KernelRecords, Requests
+from ucudnn.kernels.session import Session
 from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Role, Subject
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.processes import cached_property
-from ucudnn.tuning.bounds import Elimination, must_be_known
-from ucudnn.tuning.candidates import KernelCandidates
-from ucudnn.tuning.requests import TOLERANCE, KernelRecords, Requests
-from ucudnn.tuning.session import Session
 
 
 class KernelMeasurer:

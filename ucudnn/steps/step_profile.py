@@ -16,11 +16,11 @@ from ucudnn.execution.channels_last import optimizer_states
 from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
-from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
 from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.steps.run import Steps, gradient_mode, undisturbed
 
 
 @dataclass(frozen=True, slots=True)

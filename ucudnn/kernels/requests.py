@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.statistics import median_interval
+from ucudnn.kernels.bounds import Elimination, WorkspaceModel
+from ucudnn.kernels.items import rank_of
+from ucudnn.kernels.splits import CHUNK_NS, worthwhile_ns
 from ucudnn.measurement import Measurement, MeasurementKey, Role
 from ucudnn.solvers.lazy import ChunkOption, Interval, Outlook, bound_front, outlook
 from ucudnn.system.processes import cached_property
-from ucudnn.tuning.bounds import Elimination, WorkspaceModel
-from ucudnn.tuning.items import rank_of
-from ucudnn.tuning.splits import CHUNK_NS, worthwhile_ns
 
 if TYPE_CHECKING:
-    from ucudnn.tuning.candidates import KernelCandidates
-    from ucudnn.tuning.session import Session
+    from ucudnn.kernels.candidates import KernelCandidates
+    from ucudnn.kernels.session import Session
 
 # A split that is slower than the fastest one by at most this fraction counts as equally fast,
 # because a race could not show the difference.

@@ -17,11 +17,11 @@ from torch import Tensor
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.errors import first_line
-from ucudnn.execution.stepping import STEP_ERRORS, StepResults, Steps
 from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace, StepRace
 from ucudnn.plan import Plan
-from ucudnn.tuning.step_judge import NOTHING, Step, StepJudge, StepMeter, has_default, replaceable
-from ucudnn.tuning.step_rounds import CONFIDENCE, race, raced_inside, raced_of, steps_ns, tells
+from ucudnn.steps.race import CONFIDENCE, race, raced_inside, raced_of, steps_ns, tells
+from ucudnn.steps.run import STEP_ERRORS, StepResults, Steps
+from ucudnn.steps.step_judge import NOTHING, Step, StepJudge, StepMeter, has_default, replaceable
 
 Samples = Sequence[Sequence[int]]
 

@@ -23,9 +23,9 @@ from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import cut_up, has_samples, modes_of, reason_of_hooks
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, left_by, values_in
-from ucudnn.execution.stepping import STEP_ERRORS, same_random_states, tensors_of
 from ucudnn.segment import Segment
-from ucudnn.tuning.same_numbers import SameForSamples, seed_extremes
+from ucudnn.steps.run import STEP_ERRORS, same_random_states, tensors_of
+from ucudnn.steps.same_numbers import SameForSamples, seed_extremes
 
 # Differences of two results up to these fractions of their largest value are tolerated, because
 # sums in another order are rounded differently. The keys are bytes per element.

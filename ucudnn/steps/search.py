@@ -19,7 +19,14 @@ from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, first_line
 from ucudnn.execution.compiling import is_compiled
-from ucudnn.execution.stepping import (
+from ucudnn.kernels.budget import EFFORTS
+from ucudnn.outcomes import Way
+from ucudnn.segment import WHOLE, Segment, StepDivision
+from ucudnn.solvers import Node, Option, SegmentTable, segment
+from ucudnn.steps.independence import Independence, examined
+from ucudnn.steps.module_profile import ModuleCall, ModuleCost, ModuleProfile, profiled
+from ucudnn.steps.race import race, raced_of, tells
+from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
     gradient_mode,
@@ -27,14 +34,7 @@ from ucudnn.execution.stepping import (
     reason_against_steps,
     undisturbed,
 )
-from ucudnn.outcomes import Way
-from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.solvers import Node, Option, SegmentTable, segment
-from ucudnn.tracing import Traced
-from ucudnn.tuning.budget import EFFORTS
-from ucudnn.tuning.independence import Independence, examined
-from ucudnn.tuning.module_profile import ModuleCall, ModuleCost, ModuleProfile, profiled
-from ucudnn.tuning.step_rounds import race, raced_of, tells
+from ucudnn.steps.tracing import Traced
 
 # A module that could save less than this fraction of the peak of a step is no segment by itself; it
 # counts as a part of the module around it.

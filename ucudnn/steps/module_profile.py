@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ucudnn.backends import AbstractBackend, Span
-from ucudnn.execution.stepping import Steps, batch_of, tensors_of
 from ucudnn.solvers import Option
+from ucudnn.steps.run import Steps, batch_of, tensors_of
 
 
 @dataclass(eq=False)

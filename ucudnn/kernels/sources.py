@@ -12,14 +12,14 @@ from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.cache.base import key_texts
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.kernels.confirmation import Finalist, race, recall_race
+from ucudnn.kernels.measurer import KernelMeasurer
+from ucudnn.kernels.session import Session
+from ucudnn.kernels.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
 from ucudnn.system.processes import cached_property
-from ucudnn.tuning.confirmation import Finalist, race, recall_race
-from ucudnn.tuning.measurer import KernelMeasurer
-from ucudnn.tuning.session import Session
-from ucudnn.tuning.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
 
 # Fields of a key that differ among the entries of one kernel. If a recording lacks a kernel, the
 # error says in which of the other fields the nearest entry differs.

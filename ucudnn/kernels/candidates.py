@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.benchmark.bench import Arm
+from ucudnn.kernels.items import lists_of
 from ucudnn.measurement import Candidate, Role, role_of
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.processes import cached_property
-from ucudnn.tuning.items import lists_of
 
 if TYPE_CHECKING:
     from ucudnn.backends import Cost
-    from ucudnn.tuning.session import Session
+    from ucudnn.kernels.session import Session
 
 
 class KernelCandidates:

@@ -29,18 +29,12 @@ from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_chan
 from ucudnn.errors import ConfigError, UnsupportedError, first_line
 from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
-from ucudnn.execution.copying import copied
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.execution.stepping import (
-    MODEL_ERRORS,
-    parts_of,
-    run_step,
-    same_random_states,
-    tensors_of,
-)
-from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem, strides_of
 from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.steps.copying import copied
+from ucudnn.steps.run import MODEL_ERRORS, parts_of, run_step, same_random_states, tensors_of
+from ucudnn.steps.strays import Watched, without_strays
 
 # Below autograd and autocast every convolution of torch is one of these two operators.
 _CONVOLUTION = torch.ops.aten.convolution.default

@@ -26,7 +26,11 @@ from ucudnn.execution.nesting import take_apart
 from ucudnn.execution.override import Installation
 from ucudnn.execution.remembering import Remembered, left_by
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import (
+from ucudnn.outcomes import Comparison
+from ucudnn.plan import Plan
+from ucudnn.segment import WHOLE, Segment, StepDivision
+from ucudnn.steps.layout import coarsest_eps
+from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
     batch_of,
@@ -37,11 +41,7 @@ from ucudnn.execution.stepping import (
     tensors_of,
     undisturbed,
 )
-from ucudnn.outcomes import Comparison
-from ucudnn.plan import Plan
-from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.tuning.layout import coarsest_eps
-from ucudnn.tuning.same_numbers import SameForSamples
+from ucudnn.steps.same_numbers import SameForSamples
 
 # Relative differences up to this power of the coarsest relative rounding need no further test.
 _POWER = 0.5

@@ -26,15 +26,15 @@ from ucudnn.cache.exchange import read_entries
 from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, quoted, warn
 from ucudnn.execution.validity import require_real
+from ucudnn.kernels.limits import Limits
+from ucudnn.kernels.noise import noise_of
+from ucudnn.kernels.results import Progress
+from ucudnn.kernels.scheduler import TuningScheduler
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.outcomes import Origin
 from ucudnn.plan import DEFAULT_ALGORITHM, Plan
 from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
-from ucudnn.tuning.memory_budget import Limits
-from ucudnn.tuning.noise import noise_of
-from ucudnn.tuning.results import Progress
-from ucudnn.tuning.scheduler import TuningScheduler
 
 _log = logging.getLogger("ucudnn")
 _BUSY = (

@@ -22,7 +22,15 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
 from ucudnn.execution.compiling import is_compiled
-from ucudnn.execution.stepping import (
+from ucudnn.kernels.budget import least_ns
+from ucudnn.kernels.tuner import device_type, layers_by_problem
+from ucudnn.plan import Timing
+from ucudnn.problem import Problem
+from ucudnn.segment import WHOLE
+from ucudnn.split import DEFAULT_ALGORITHM
+from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.steps.race import race, tells
+from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
     batch_of,
@@ -30,17 +38,9 @@ from ucudnn.execution.stepping import (
     reason_against_steps,
     undisturbed,
 )
-from ucudnn.plan import Timing
-from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE
-from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.tracing import trace_layers
-from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
-from ucudnn.tuning.budget import least_ns
-from ucudnn.tuning.segmenting import Seen, SegmentSearch
-from ucudnn.tuning.step_profile import StepProfile, StepProfiler
-from ucudnn.tuning.step_rounds import race, tells
-from ucudnn.tuning.tuner import device_type, layers_by_problem
+from ucudnn.steps.search import Seen, SegmentSearch
+from ucudnn.steps.step_profile import StepProfile, StepProfiler
+from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_bytes
 
 # Seconds for the whole advice, which is for users who do not want to wait for tuning.

@@ -13,13 +13,14 @@ from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import original_of
-from ucudnn.execution.stepping import tensors_of
+from ucudnn.kernels.results import Progress
+from ucudnn.kernels.tuner import device_type, tune_problems
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.tracing import Traced, trace_layers
-from ucudnn.tuning.comparing import PlanComparer
-from ucudnn.tuning.judging import (
+from ucudnn.steps.comparing import PlanComparer
+from ucudnn.steps.fit import MemoryBudget
+from ucudnn.steps.judge import (
     LAYOUT_RACE_STEPS,
     RACE_STEPS,
     convolutions_s,
@@ -28,10 +29,9 @@ from ucudnn.tuning.judging import (
     judged_in_layouts,
     reason_against_race,
 )
-from ucudnn.tuning.memory_budget import MemoryBudget
-from ucudnn.tuning.results import Progress
-from ucudnn.tuning.segmenting import faster_division
-from ucudnn.tuning.tuner import device_type, tune_problems
+from ucudnn.steps.run import tensors_of
+from ucudnn.steps.search import faster_division
+from ucudnn.steps.tracing import Traced, trace_layers
 
 # The largest number of passes of tuning with a memory budget. If kernels need more memory in a step
 # than when they were measured alone, the next pass lowers their workspace limits by the difference.

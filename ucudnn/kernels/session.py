@@ -13,10 +13,10 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
+from ucudnn.kernels.budget import EFFORTS, Effort
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Split
-from ucudnn.tuning.budget import EFFORTS, Effort
 
 if TYPE_CHECKING:
     from ucudnn.axis import AbstractAxis

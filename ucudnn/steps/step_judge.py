@@ -17,7 +17,7 @@ from time import monotonic
 from ucudnn.outcomes import LEAST_ROUNDS, StepRace
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.step_rounds import Raced, Samples, StepTimes, race, raced_inside, steps_ns, tells
+from ucudnn.steps.race import Raced, Samples, StepTimes, race, raced_inside, steps_ns, tells
 
 # Least number of steps in a race of two contestants: each runs one step to warm up, and one in a
 # round. A step that is run to measure its peak warms up, too.

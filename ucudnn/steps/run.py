@@ -25,9 +25,9 @@ from ucudnn.execution.compiling import (
     room_to_compile,
     uncompiled,
 )
-from ucudnn.execution.copying import copied
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.steps.copying import copied
 
 _SEED = 0
 # Errors that a model's own code may raise for an input that it does not accept.

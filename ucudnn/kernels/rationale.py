@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ucudnn.axis import BatchAxis, RowAxis
+from ucudnn.kernels.splits import BatchSplits, RowSplits, pareto
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
 from ucudnn.problem import Problem
 from ucudnn.solvers.reuse import reuse_by_position
-from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
 from ucudnn.units import format_bytes, format_ns
 
 # The measurements of the plan's machine. Each key is a problem with its batch replaced by 1, so

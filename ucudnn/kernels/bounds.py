@@ -15,15 +15,15 @@ from operator import is_
 from typing import TYPE_CHECKING
 
 from ucudnn.backends import Cost, Roofline
+from ucudnn.kernels.items import held_bytes
 from ucudnn.problem import Problem
 from ucudnn.system.processes import cached_property
-from ucudnn.tuning.items import held_bytes
 from ucudnn.units import format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.benchmark.bench import Arm
+    from ucudnn.kernels.candidates import KernelCandidates
     from ucudnn.measurement import Measurement
-    from ucudnn.tuning.candidates import KernelCandidates
 
 # An algorithm is ruled out if its expected time per sample is more than this many times the
 # shortest known time per sample. The factor allows for errors: the expected time may follow from

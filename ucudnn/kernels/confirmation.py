@@ -15,9 +15,9 @@ from ucudnn.plan import Split, Timing
 
 if TYPE_CHECKING:
     from ucudnn.benchmark.bench import Whole
+    from ucudnn.kernels.measurer import KernelMeasurer
+    from ucudnn.kernels.session import Session
     from ucudnn.problem import Problem
-    from ucudnn.tuning.measurer import KernelMeasurer
-    from ucudnn.tuning.session import Session
 
 
 # Time in ns that a call of a planned layer takes on the host in addition to its kernel, measured by

@@ -16,17 +16,17 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.kernels.budget import EFFORTS, LEAST_RACE_STEPS, Budget, StepShares
+from ucudnn.kernels.limits import Limits
+from ucudnn.kernels.planner import KernelPlanner
+from ucudnn.kernels.pool import WorkspacePool
+from ucudnn.kernels.results import Progress, Results, warn_of_untuned
+from ucudnn.kernels.session import Session
+from ucudnn.kernels.sources import AbstractSource, Bounds, Kernel, source_of
 from ucudnn.measurement import Measurement
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
-from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS, Budget, StepShares
-from ucudnn.tuning.memory_budget import Limits
-from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.pool import WorkspacePool
-from ucudnn.tuning.results import Progress, Results, warn_of_untuned
-from ucudnn.tuning.session import Session
-from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
 
 # Before any step was run, a step is assumed to take this many times as long as its convolutions.
 _LONGER = 1.25

@@ -11,16 +11,16 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError
+from ucudnn.kernels.confirmation import PLANNED_CALL_NS, Finalist, choose
+from ucudnn.kernels.splits import AbstractSplitTable, known_chunks, plan_by
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
-from ucudnn.tuning.confirmation import PLANNED_CALL_NS, Finalist, choose
-from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
 from ucudnn.units import format_bytes, format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
+    from ucudnn.kernels.sources import AbstractSource, Evidence
     from ucudnn.measurement import Measurement
     from ucudnn.problem import Problem
-    from ucudnn.tuning.sources import AbstractSource, Evidence
 
 
 class KernelPlanner:

@@ -17,14 +17,14 @@ import torch
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.kernels.budget import Budget, StepShares
+from ucudnn.kernels.limits import Limits
+from ucudnn.kernels.planner import KernelPlanner
+from ucudnn.kernels.session import Session
+from ucudnn.kernels.sources import AbstractSource
+from ucudnn.kernels.splits import Front, Point, pareto
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
-from ucudnn.tuning.budget import Budget, StepShares
-from ucudnn.tuning.memory_budget import Limits
-from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.session import Session
-from ucudnn.tuning.sources import AbstractSource
-from ucudnn.tuning.splits import Front, Point, pareto
 from ucudnn.units import format_sizes
 
 # A better division is not searched for if it could save no more than this fraction of the time.

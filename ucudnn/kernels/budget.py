@@ -19,8 +19,8 @@ from ucudnn.problem import Problem
 from ucudnn.system.processes import cached_property
 
 if TYPE_CHECKING:
-    from ucudnn.tuning.memory_budget import Limits
-    from ucudnn.tuning.session import Session
+    from ucudnn.kernels.limits import Limits
+    from ucudnn.kernels.session import Session
 
 # A group of kernels keeps this fraction of its time for timing whole calls. Otherwise its plans
 # would rest on predictions, the sums of the times of their chunks.

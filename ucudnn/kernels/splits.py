@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ucudnn.axis import AbstractAxis, axis_of
+from ucudnn.kernels.items import KernelOf, chunk_items, items_by_role, with_bounded
 from ucudnn.measurement import Measurement, Role, positions, role_of
 from ucudnn.problem import Problem
 from ucudnn.slabs import slabs
@@ -19,7 +20,6 @@ from ucudnn.solvers._base import undominated
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.processes import cached_property
-from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
 
 # A chunk should take ten times as long as its call takes on the host (about 20 us in PyTorch). On
 # the CPU the time of a chunk includes that of the call.

@@ -21,20 +21,14 @@ from ucudnn.execution.compiling import is_compiled, replays_graphs
 from ucudnn.execution.observers import KernelTimer, Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import (
-    STEP_ERRORS,
-    Steps,
-    gradient_mode,
-    reason_against_steps,
-    undisturbed,
-)
+from ucudnn.kernels.budget import EFFORTS, LEAST_RACE_STEPS
 from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS
-from ucudnn.tuning.layout import LayoutJudge, reason_against_layout
-from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
-from ucudnn.tuning.step_rounds import race, raced_of, tells
+from ucudnn.steps.layout import LayoutJudge, reason_against_layout
+from ucudnn.steps.race import race, raced_of, tells
+from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 
 # A race is given time for this many steps, even beyond a default budget: one step of each of the
 # two contestants to warm up, and three rounds, which decide a clear race.

@@ -1,1 +1,0 @@
-"""Tuning: choose which candidates to measure, in which order, and decide the plan from them."""
