@@ -11,8 +11,9 @@ import logging
 import signal
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -31,7 +32,7 @@ from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.problem import OPS, Problem, strides_of
-from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.copying import copied
 from ucudnn.steps.run import MODEL_ERRORS, parts_of, run_step, same_random_states, tensors_of
 from ucudnn.steps.strays import Watched, without_strays
@@ -98,21 +99,25 @@ def trace_layers(
     With `memory_format="channels_last"`, trace the model as if `convert_` had converted it to that
     layout.
     """
-    recorder = _Recorder(passes, device_type)
+    recorder = StepRecorder(passes, device_type)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     several = [part for one in several for part in parts_of(one, division.micro_batch)]
-    with _interrupted_later(), _uncompiled() if is_compiled(model) else nullcontext():
+    step = partial(run_step, backward=set(passes) != {"fprop"})
+    with uninterrupted(), as_written(model):
         for inputs in several:
             _require_tensors(inputs)
-            # If torch.compile has wrapped the model, the module inside the wrapper is traced,
-            # because `convert_` uses the names of modules in that one.
             with nullcontext() if real else without_strays(model) as recorder.watched:
-                _trace_one(original_of(model), inputs, recorder, real, memory_format, division)
+                # If torch.compile has wrapped the model, the module inside the wrapper is traced,
+                # because `convert_` uses the names of modules in that one.
+                record_step(
+                    *(original_of(model), inputs, recorder, step, memory_format, division.segments),
+                    real=real,
+                )
     return Traced(recorder.layers, frozenset(recorder.biased))
 
 
 @contextmanager
-def _interrupted_later() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Context that delays Ctrl-C to its end; a second Ctrl-C takes effect at once.
 
     For fake tensors, torch calls Python in places where an exception would end the process.
@@ -150,14 +155,31 @@ def _require_tensors(inputs: Any) -> None:
         )
 
 
-def _trace_one(
+def record_step(
     model: nn.Module,
     inputs: Any,
-    recorder: _Recorder,
-    real: bool,
-    memory_format: str,
-    division: StepDivision,
+    recorder: StepRecorder,
+    step: Callable[[nn.Module, Any], object],
+    memory_format: str = "keep",
+    segments: Sequence[Segment] = (),
+    *,
+    real: bool = False,
 ) -> None:
+    """Run a step of a copy of a model on fake tensors, under a recorder.
+
+    Args:
+        model: any module.
+        inputs: one example input.
+        recorder: sees every operator that the step calls.
+        step: runs the step; it is called with the copies of model and inputs, and must not keep
+            them.
+        memory_format: as for `trace_layers`.
+        segments: segments that the copy has.
+        real: True: the copy and its inputs have real tensors.
+
+    Raises:
+        ConfigError: the model cannot be copied, or the step fails.
+    """
     # `allow_non_fake_inputs`: real tensors that a model keeps outside of its parameters and buffers
     # become fake when they are used.
     fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -172,16 +194,15 @@ def _trace_one(
             _without_log(),
         ):
             twin, own_inputs = copied(model, inputs, fake_mode)
-            segment_(twin, division.segments)
+            segment_(twin, segments)
             if fake_mode is not None:
                 recorder.watch([*twin.parameters(), *twin.buffers()])
             if memory_format == "channels_last":
                 lay_out_copy(twin)
-            backward = set(recorder.passes) != {"fprop"}
             # The recorder is entered after the fake mode, so that it sees each call first: torch
             # passes a call to the mode that was entered last.
             with fake_mode or nullcontext(), recorder, _module_names(recorder, twin):
-                run_step(twin, own_inputs, backward)
+                step(twin, own_inputs)
     except UnsupportedError as error:
         raise ConfigError(f"no step can be traced: {error}") from error
     except MODEL_ERRORS as error:
@@ -205,7 +226,7 @@ def _without_log() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """Records every convolution that reaches the dispatcher, below autograd and autocast."""
 
     def __init__(self, passes: Collection[str], device_type: str | None) -> None:
@@ -220,6 +241,7 @@ class _Recorder(TorchDispatchMode):
         self._forward_names: dict[Problem, list[str]] = {}
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Keep weak references to fake tensors."""
         if self.watched is not None:
             self.watched += map(ref, tensors)
 
@@ -315,15 +337,15 @@ def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int,
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def as_written(model: nn.Module) -> Iterator[None]:
     """Context in which compiled modules run as they were written, without a warning about hooks."""
-    with uncompiled(), warnings.catch_warnings():
+    with uncompiled(is_compiled(model)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*when there are global hooks on modules")
         yield
 
 
 @contextmanager
-def _module_names(recorder: _Recorder, model: nn.Module) -> Iterator[None]:
+def _module_names(recorder: StepRecorder, model: nn.Module) -> Iterator[None]:
     """Context that keeps the names of the running modules as a stack in the recorder."""
     names = {id(module): name for name, module in model.named_modules()}
 
