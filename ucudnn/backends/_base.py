@@ -272,6 +272,9 @@ class AbstractBackend(ABC):
         del run
         return None
 
+    # The allocator counts each size rounded up to a multiple of this.
+    rounding_bytes = 64
+
     def allocated_bytes(self) -> int:
         """Bytes that this process has allocated on the device now; 0 if they are not counted."""
         return 0

@@ -172,7 +172,7 @@ class Steps:
             for inputs in self.inputs:
                 for part in parts_of(inputs, self.division.micro_batch):
                     run_step(self._run, part, self._backward)
-                _drop_gradients(self.model)
+                drop_gradients(self.model)
 
     @property
     def batch(self) -> int:
@@ -219,7 +219,7 @@ class Steps:
                 found.outputs.extend(tensor.detach() for tensor in tensors_of(outputs))
                 gradients = (parameter.grad for parameter in model.parameters())
                 found.gradients.extend(one for one in gradients if one is not None)
-                _drop_gradients(model)
+                drop_gradients(model)
         return found
 
 
@@ -231,7 +231,8 @@ def run_with_leaves(model: nn.Module, inputs: Any, backward: bool) -> tuple[Any,
     return outputs, [one for one in tree_leaves(own) if isinstance(one, Tensor)]
 
 
-def _drop_gradients(model: nn.Module) -> None:
+def drop_gradients(model: nn.Module) -> None:
+    """Set the gradients of all parameters to None."""
     for parameter in model.parameters():
         parameter.grad = None
 

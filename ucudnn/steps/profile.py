@@ -1,20 +1,21 @@
-"""Profile of a step by modules: memory kept until backward, peak and time of each module call."""
+"""Profile of a step: memory and time of its modules, and memory at its convolutions."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from time import perf_counter_ns
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from ucudnn.backends import AbstractBackend, Span
+from ucudnn.backends import Span
+from ucudnn.execution.channels_last import optimizer_states
+from ucudnn.problem import Problem
 from ucudnn.solvers import Option
-from ucudnn.steps.run import Steps, batch_of, tensors_of
+from ucudnn.steps.run import batch_of, tensors_of
 
 
 @dataclass(eq=False)
@@ -203,29 +204,108 @@ class ModuleCost(NamedTuple):
         return Option(self.kept_bytes, max(0, peak), time_ns, choice)
 
 
-@dataclass(frozen=True)
-class ModuleProfile:
-    """Memory and times at the calls of modules in a step.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory in bytes that is allocated all through a step."""
+
+    parameters: int
+    # Gradients that the parameters have before the step.
+    gradients: int
+    # State of the optimisers of the model's parameters.
+    optimizers: int
+    # Buffers and inputs, and everything else that was allocated before the step.
+    others: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all these parts."""
+        return self.parameters + self.gradients + self.optimizers + self.others
+
+
+def held_by(model: nn.Module, inputs: Any, allocated: int = 0) -> Held:
+    """The memory held before a step; `allocated` is what the allocator has counted by then."""
+    parameters = list(model.parameters())
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    states = [state for _, state in optimizer_states(set(map(id, parameters)))]
+    named = Held(
+        bytes_of(parameters),
+        bytes_of(gradients),
+        bytes_of(states),
+        bytes_of([*model.buffers(), inputs]),
+    )
+    return replace(named, others=named.others + max(0, allocated - named.total))
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of the memory that tensors lie in; memory that tensors share is counted once."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())
+
+
+class ConvolutionCall(NamedTuple):
+    """One kernel of a convolution that a step calls.
 
     Args:
-        root: the whole step as a call, which contains all other calls.
-        spans: allocated memory between marks; the span with a mark's number ends at this mark.
-        times_ns: time in ns at each mark.
+        problem: the kernel.
+        live_bytes: bytes allocated beside its workspace, all that is held included.
+        peak_bytes: bytes allocated with its workspace.
     """
 
+    problem: Problem
+    live_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Memory and times of a step, at the calls of modules and of convolutions in it.
+
+    Args:
+        held: memory that is allocated all through the step.
+        root: the whole step as a call, which contains all other calls.
+        spans: memory between marks, above what is held; the span with a mark's number ends at this
+            mark.
+        times_ns: time in ns at each mark.
+        own_peak_bytes: peak without the workspace of convolutions that a plan can limit.
+        calls: the kernels of convolutions, in the order of the step.
+        alive: what is allocated at the peak: for each module that runs in forward, the bytes that
+            it allocated; "" in backward; and for operators, what they need inside.
+        notes: what was not foreseen exactly, and why.
+    """
+
+    held: Held
     root: ModuleCall
     spans: Sequence[Span]
     times_ns: Sequence[int]
+    own_peak_bytes: int
+    calls: tuple[ConvolutionCall, ...] = ()
+    alive: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were allocated in the step, above what was allocated before it."""
+        """The most bytes that are allocated in the step, all that is held included."""
+        return self.held.total + self.own_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """The most bytes that the step allocates, above what is held."""
         return max(span.peak_bytes for span in self.spans)
 
     @property
     def time_ns(self) -> int:
         """Time of the step."""
         return self.times_ns[-1] - self.times_ns[0]
+
+    @property
+    def live_bytes(self) -> dict[Problem, int]:
+        """For each kernel, the most bytes allocated beside the workspace in any of its calls."""
+        return _most((one.problem, one.live_bytes) for one in self.calls)
+
+    @property
+    def call_peaks(self) -> dict[Problem, int]:
+        """For each kernel, the most bytes allocated in any of its calls, with workspace."""
+        return _most((one.problem, one.peak_bytes) for one in self.calls)
 
     def cost(self, call: ModuleCall) -> ModuleCost:
         """What a call cost in the step that was run."""
@@ -275,29 +355,11 @@ class ModuleProfile:
         return max(inside, default=self._level(begin))
 
 
-def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> ModuleProfile:
-    """Run a step twice, once for memory and once for times, and note the calls of named modules."""
-    watchers: list[ModuleWatcher] = []
-
-    def watched(mark: Callable[[], None]) -> None:
-        watchers.append(ModuleWatcher(steps.model, names, mark))
-        watchers[-1].run(steps)
-
-    # Garbage is collected now, else tensors in cycles of references would be freed at an arbitrary
-    # moment of the step.
-    gc.collect()
-    spans = backend.spans(watched)
-    assert spans is not None
-    times: list[int] = []
-    is_gpu = backend.device().type == "cuda"
-
-    def clock() -> None:
-        if is_gpu:
-            torch.cuda.synchronize()
-        times.append(perf_counter_ns())
-
-    ModuleWatcher(steps.model, names, clock).run(steps)
-    return ModuleProfile(watchers[0].root, spans, times)
+def _most(pairs: Iterable[tuple[Problem, int]]) -> dict[Problem, int]:
+    found: dict[Problem, int] = {}
+    for problem, size in pairs:
+        found[problem] = max(found.get(problem, 0), size)
+    return found
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
