@@ -346,16 +346,23 @@ class Way:
             recomputed), "loop" (a training loop over micro-batches) or "plan" (the step by the
             plan).
         name: name of the way in tables.
-        peak_bytes: the most that is allocated at any moment of the step.
-        time_ns: time of the step; 0 if the step was not timed.
-        is_estimated: True: estimated from measurements of parts of a step; False: a step was run.
+        foreseen_bytes: the foreseen peak: the most that is allocated at any moment of the step.
+        foreseen_ns: the foreseen time of the step.
+        peak_bytes: the peak of a step that was run; 0 if none was.
+        time_ns: time of a step that was run; 0 if none was.
     """
 
     kind: Literal["torch", "segments", "loop", "plan"]
     name: str
-    peak_bytes: Count
-    time_ns: Count
-    is_estimated: bool = False
+    foreseen_bytes: Count
+    foreseen_ns: Count
+    peak_bytes: Count = 0
+    time_ns: Count = 0
+
+    @property
+    def most_bytes(self) -> int:
+        """The measured peak, or else the foreseen one."""
+        return self.peak_bytes or self.foreseen_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,12 +380,16 @@ class StepMemory:
         optimizer_bytes: state that the optimisers had when tuning began.
         other_bytes: buffers and inputs; on a GPU also all else that the process had allocated.
         own_peak_bytes: peak of an undivided step by torch, without workspace of convolutions.
-        torch_peak_bytes: peak of an undivided step by torch, with workspace.
-        plan_peak_bytes: peak of a step by the plan; 0 if it was not measured yet.
+        torch_peak_bytes: foreseen peak of an undivided step by torch, with workspace.
+        plan_peak_bytes: measured peak of a step by the plan; 0 if it was not measured yet.
         is_training: True: the step is forward and backward; False: forward without a graph.
         calls: for each planned convolution of a step by the plan, in order: (index of its kernel in
             the plan, bytes that are live beside its workspace).
-        ways: the ways to run the step that were tried or estimated, the undivided step first.
+        ways: the ways to run the step that were foreseen.
+        torch_foreseen_ns: foreseen time of an undivided step by torch.
+        plan_foreseen_bytes: foreseen peak of a step by the plan.
+        plan_foreseen_ns: foreseen time of a step by the plan.
+        plan_ns: measured time of a step by the plan; 0 if it was not measured yet.
     """
 
     budget_bytes: Count
@@ -392,16 +403,24 @@ class StepMemory:
     is_training: bool = True
     calls: tuple[tuple[Count, Count], ...] = ()
     ways: tuple[Way, ...] = ()
+    torch_foreseen_ns: Count = 0
+    plan_foreseen_bytes: Count = 0
+    plan_foreseen_ns: Count = 0
+    plan_ns: Count = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are allocated all through a step."""
+        named = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return named + self.other_bytes
 
     @property
     def causes(self) -> tuple[tuple[str, int], ...]:
         """The parts of the peak of an undivided step by torch, as (purpose, bytes)."""
-        held = self.parameters_bytes + self.gradients_bytes
-        held += self.optimizer_bytes + self.other_bytes
         return (
             (
                 "activations and new gradients" if self.is_training else "activations",
-                max(0, self.own_peak_bytes - held),
+                max(0, self.own_peak_bytes - self.held_bytes),
             ),
             ("parameters", self.parameters_bytes),
             ("gradients", self.gradients_bytes),
@@ -420,3 +439,38 @@ class StepMemory:
         if self.plan_peak_bytes:
             text += f", by the plan {planned}"
         return f"{text}; the budget is {budget}"
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What a step takes, foreseen without running it.
+
+    >>> print(Foresight(3 << 20, 40_000_000, 8, True, (), (("backward", 1 << 20),)))
+    a training step of 8 samples has at most 3 MiB allocated and takes about 40.0 ms (foreseen)
+
+    Args:
+        peak_bytes: the most that is allocated at any moment of the step: parameters, buffers and
+            inputs included.
+        time_ns: time of the step.
+        batch: samples of the step.
+        is_training: True: forward and backward; False: forward without a graph.
+        held: (purpose, bytes) of what is allocated all through the step.
+        fills: (module, bytes) of what modules have allocated at the peak, the largest first; what
+            is allocated in backward, such as gradients, has the name "backward".
+        notes: what could not be foreseen exactly, and why.
+    """
+
+    peak_bytes: int
+    time_ns: int
+    batch: int
+    is_training: bool
+    held: tuple[tuple[str, int], ...]
+    fills: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "a training step" if self.is_training else "an inference"
+        return (
+            f"{kind} of {self.batch} samples has at most {format_bytes(self.peak_bytes)} allocated "
+            f"and takes about {format_ns(self.time_ns)} (foreseen)"
+        )

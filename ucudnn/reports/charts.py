@@ -407,36 +407,37 @@ def _timeline(plan: Plan) -> Iterator[Chart]:
 def _ways(plan: Plan) -> Iterator[Chart]:
     """Chart of the time of a step over its peak of memory, with a mark per way to run a step."""
     memory, race = plan.memory, plan.step_race
-    known = [] if memory is None else [way for way in memory.ways if way.time_ns]
+    known = [] if memory is None else [*memory.ways]
     if memory is None or len(known) < 2:
         return
     if race is not None and race.rounds and memory.plan_peak_bytes:
-        known.append(Way("plan", "this plan", memory.plan_peak_bytes, race.plan_ns))
+        foreseen = memory.plan_foreseen_bytes, memory.plan_foreseen_ns
+        known.append(Way("plan", "this plan", *foreseen, memory.plan_peak_bytes, race.plan_ns))
     traces = []
     for kind, color in _COLOR_BY_WAY.items():
-        for is_estimated in (True, False):
-            ways = [one for one in known if (one.kind, one.is_estimated) == (kind, is_estimated)]
-            ways.sort(key=lambda way: way.peak_bytes)
-            about = ", estimated" if is_estimated else ""
-            marker = {"color": color, "size": 6 if is_estimated else 11}
+        for is_run in (False, True):
+            ways = [one for one in known if (one.kind, bool(one.time_ns)) == (kind, is_run)]
+            ways.sort(key=lambda way: way.most_bytes)
+            about = "" if is_run else ", foreseen"
+            marker = {"color": color, "size": 11 if is_run else 6}
             trace = {
                 "type": "scatter",
-                "mode": "lines+markers" if is_estimated else "markers",
+                "mode": "markers" if is_run else "lines+markers",
                 "name": f"{kind}{about}",
-                "x": [way.peak_bytes for way in ways],
-                "y": [way.time_ns / 1e9 for way in ways],
+                "x": [way.most_bytes for way in ways],
+                "y": [(way.time_ns or way.foreseen_ns) / 1e9 for way in ways],
                 "text": [plain(way.name) for way in ways],
                 "marker": marker,
                 "line": {"color": color, "dash": "dot"},
             }
             traces += [trace] if ways else []
     budget = memory.budget_bytes
-    slowest = max(way.time_ns for way in known) / 1e9
+    slowest = max(way.time_ns or way.foreseen_ns for way in known) / 1e9
     traces.append(_limit(f"budget {format_bytes(budget)}", [budget, budget], [0, slowest]))
-    axis = _bytes_from_zero("peak of a step", max(budget, *(way.peak_bytes for way in known)))
+    axis = _bytes_from_zero("peak of a step", max(budget, *(way.most_bytes for way in known)))
     caption = (
-        "Each mark is a step that was run, as large dots, or estimated from the parts of such "
-        "steps. Further left is less memory, further down is faster."
+        "Each mark is a step that was run, as a large dot, or foreseen. Further left is less "
+        "memory, further down is faster."
     )
     yaxis = {"title": {"text": "time of a step"}, **_SECONDS, "rangemode": "tozero"}
     yield Chart("Memory and time", caption, traces, _over(axis, yaxis))

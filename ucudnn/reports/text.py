@@ -212,13 +212,14 @@ def as_sentence(said: str) -> str:
 
 def ways_table(memory: StepMemory) -> Table:
     """Table with a row per way to run a step, the way with the highest memory peak first."""
-    table = simple_table("Ways to run a step", "~: estimated from the parts of steps that were run")
-    for heading in ("way", "peak", "step"):
+    table = simple_table("Ways to run a step", "-: no such step was run")
+    for heading in ("way", "foreseen peak", "foreseen step", "peak", "step"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
-    for way in sorted(memory.ways, key=lambda way: -way.peak_bytes):
-        about = "~" if way.is_estimated else ""
-        time = f"{about}{format_ns(way.time_ns)}" if way.time_ns else "-"
-        table.add_row(way.name, f"{about}{format_bytes(way.peak_bytes)}", time)
+    for way in sorted(memory.ways, key=lambda way: -way.most_bytes):
+        found = [format_bytes(way.foreseen_bytes), format_ns(way.foreseen_ns), "-", "-"]
+        if way.time_ns:
+            found[2:] = [format_bytes(way.peak_bytes), format_ns(way.time_ns)]
+        table.add_row(way.name, *found)
     return table
 
 

@@ -91,6 +91,7 @@ class PlanComparer:
         is_training: True: a step is forward and backward; False: forward without a graph.
         is_unaligned: True if the plan divides a module that draws random numbers which cannot be
             made the same for each sample.
+        samples: the most samples of a step, as many as memory suffices for; None: all.
     """
 
     def __init__(
@@ -101,8 +102,12 @@ class PlanComparer:
         *,
         is_training: bool,
         is_unaligned: bool = False,
+        samples: int | None = None,
     ) -> None:
-        self._model, self._inputs, self._plan = model, inputs, plan
+        self._model, self._plan = model, plan
+        self._inputs = inputs
+        if samples is not None and samples < batch_of(inputs):
+            self._inputs = self._part(samples)
         self._is_training, self._is_unaligned = is_training, is_unaligned
         # A step may have shapes that the plan does not cover: torch computes them.
         self._runner = Runner(plan, replace(plan.config, unplanned="torch"))

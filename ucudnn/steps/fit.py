@@ -1,450 +1,435 @@
-"""Keep steps of a model within a memory budget: divide them, limit workspace, check a step."""
+"""Fit a step into a memory budget: choose how to divide it, plan its kernels, check the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from textwrap import shorten
-from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, first_line
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.compiling import is_compiled, original_of
-from ucudnn.execution.runner import Layer
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Layer, Runner
 from ucudnn.kernels.limits import Limits
-from ucudnn.outcomes import Way
+from ucudnn.outcomes import StepMemory, Way
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.steps.run import STEP_ERRORS, batch_of, parts_of, reason_against_steps, undisturbed
-from ucudnn.steps.search import CLEARLY, Seen, SegmentSearch, half_of
-from ucudnn.steps.step_profile import Held, StepProfile, StepProfiler
+from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.profile import StepProfile
+from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.search import CLEARLY, Seen, SegmentSearch
 from ucudnn.steps.tracing import Traced
 from ucudnn.units import format_bytes, format_sizes
 
+# The largest number of passes. If kernels need more memory than a division leaves to them, the next
+# pass leaves them more, or divides the step in another way.
+_MOST_PASSES = 6
+# The most ways that a refusal lists.
+_LISTED = 6
 # Only modules of exactly these classes are swapped by `convert_`.
 _SWAPPABLE = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_NOTHING = Traced([])
 
 
 @dataclass
-class _Layout:
-    """What is known of the memory of steps in one layout of the model."""
+class DividedStep:
+    """One division of a step, and what it leaves to each kernel.
 
-    profiler: StepProfiler
-    held: Held
-    live_bytes: dict[Problem, int]
+    Args:
+        foreseer: foresees steps of the model.
+        division: the division.
+        config: the settings, with a memory budget in bytes.
+        memory: what is known of the memory of steps.
+    """
+
+    foreseer: Foreseer
+    division: StepDivision
+    config: Config
+    memory: StepMemory
+    # By layout and kernel, bytes that calls exceeded the budget by in an earlier pass.
+    excess: dict[tuple[str, Problem], int] = field(default_factory=dict)
+
+    def profile(self, memory_format: str) -> StepProfile:
+        """What a step of this division takes with torch's convolutions."""
+        return self.foreseer.step(self.division, memory_format)
+
+    def _live(self, memory_format: str) -> dict[Problem, int]:
+        live = self.profile(memory_format).live_bytes
+        return {one: size + self.excess.get((memory_format, one), 0) for one, size in live.items()}
+
+    def limits(self, memory_format: str) -> Limits:
+        """The workspace that each kernel may use in a layout.
+
+        Raises:
+            PlanError: a step in this layout needs more than the budget without workspace.
+        """
+        budget, live = self.memory.budget_bytes, self._live(memory_format)
+        profile = self.profile(memory_format)
+        if profile.own_peak_bytes > budget:
+            raise PlanError(
+                f"a step in {memory_format} needs {format_bytes(profile.own_peak_bytes)} without "
+                f"workspace",
+                profile.own_peak_bytes,
+            )
+        # Beside what is held, a training step allocates gradients as large as the parameters. In a
+        # divided step, what is live beside a micro-batch may not shrink with the micro-batch.
+        fixed = profile.held.total + profile.held.parameters
+        if self.division != WHOLE:
+            fixed = max(live.values(), default=0)
+        return Limits(self.config.limit_bytes, budget, live, fixed)
+
+    def noted(self, plan: Plan) -> Plan:
+        """The plan with what is known of a step's memory and the bytes live at each kernel."""
+        limits = Limits(None, self.memory.budget_bytes, self._live(plan.memory_format))
+        kernels = tuple(replace(one, live_bytes=limits.live(one.problem)) for one in plan.kernels)
+        return replace(plan, kernels=kernels, memory=self.memory)
+
+    def foreseen(self, plan: Plan) -> StepProfile:
+        """What a step by a plan takes, installed or converted, whichever takes more."""
+        profiles = [
+            self.foreseer.step(self.division, one.memory_format, one)
+            for one in _followed(plan, self.foreseer.torchs)
+        ]
+        return max(profiles, key=lambda one: one.peak_bytes)
+
+    def measured(self, plan: Plan) -> tuple[int, int]:
+        """The peak and the time of real steps by a plan, the larger of installed and converted."""
+        foreseer = self.foreseer
+        backend, is_training = foreseer.backend, foreseer.is_training
+        steps = Steps(
+            *(foreseer.model, foreseer.inputs, is_training, plan.memory_format, self.division)
+        )
+        peaks, times = list[int](), list[int]()
+        for one in _followed(plan, foreseer.torchs):
+            runner = Runner(one, replace(one.config, unplanned="torch"))
+            with Installation(plan.device.type, runner), gradient_mode(is_training):
+                # The first step looks up each call in the plan and fills torch's caches.
+                steps()
+                spans = backend.spans(lambda _: steps())
+                assert spans is not None
+                peaks.append(max(span.peak_bytes for span in spans))
+                times.append(backend.elapsed_ns(steps))
+        return foreseer.held.total + max(peaks), max(times)
 
 
-class MemoryBudget:
-    """The memory budget of the steps of one model.
+def _followed(plan: Plan, torchs: frozenset[Layer]) -> list[Plan]:
+    """The plan as `installed` follows it, and as a converted model does, if that differs."""
+    swapped = tuple(one for one in plan.kernels if Layer.of(one.problem) not in torchs)
+    if len(swapped) == len(plan.kernels):
+        return [plan]
+    return [plan, replace(plan, kernels=swapped)]
 
-    Attributes:
-        config: the settings, with the budget in bytes.
-        division: how steps are divided to stay within the budget.
+
+def fit(
+    model: nn.Module,
+    inputs: Any,
+    config: Config,
+    traced: Traced,
+    make_plan: Callable[[DividedStep], Plan],
+    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
+    until: float | None = None,
+) -> Plan:
+    """A plan by which a step stays within a memory budget.
 
     Args:
         model: any module.
-        inputs: example inputs.
+        inputs: an example input, or a list of these for several input sizes.
         config: settings with a memory budget.
-        began: the `time.monotonic` from which the time budget counts; None: now.
         traced: the convolutions of the undivided step.
+        make_plan: plans the kernels of a divided step within its limits.
+        compare: compares a divided step by a plan with torch's; returns the plan, and the segments
+            by which it differs, each with the reason. It is also told whether random numbers of
+            divided modules cannot be made the same for each sample.
+        until: the `time.monotonic` after which only what is needed is run.
 
     Raises:
         ConfigError: no step can be run here, or the model is compiled.
         PlanError: a step cannot be computed, or exceeds the budget however it is divided.
     """
+    backend = open_backend(config.backend)
+    _require_steps(model, inputs, config, backend)
+    inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
+    torchs, unswappable = _unswappable(model, traced)
+    foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",), torchs)
+    try:
+        with undisturbed(model):
+            return _fitted(foreseer, config, unswappable, make_plan, compare, until)
+    except (ConfigError, PlanError, TuningInterruptedError):
+        raise
+    except STEP_ERRORS as error:
+        raise PlanError(
+            f"memory_budget is of a step, and none could be computed ({first_line(error)})"
+        ) from error
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        config: Config,
-        began: float | None = None,
-        traced: Traced = _NOTHING,
-    ) -> None:
-        if config.is_replayed:
-            raise ConfigError(
-                "memory_budget is of a step that is run here, and the settings name a recording; "
-                "leave out backend='recorded' and device, or set workspace_limit instead"
-            )
-        if is_compiled(model):
-            raise ConfigError(
-                "memory_budget is of steps that are not compiled, and torch.compile changes what a "
-                "step allocates; tune the model before it is compiled, or set workspace_limit "
-                "instead"
-            )
-        self._model = model
-        # A list with one element is one size of inputs; a longer list stays a list.
-        self._inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
-        self._is_training = config.ops != ("fprop",)
-        self._layouts: dict[str, _Layout] = {}
-        self._backend: AbstractBackend = open_backend(config.backend)
-        # Layers that a converted model leaves to torch's own convolution, and the modules that
-        # compute them. Inside `installed` they follow the plan.
-        self._torchs, self._unswappable = _unswappable(model, traced)
-        reason = reason_against_steps(model, inputs, self._backend.device().type)
-        if reason:
-            raise ConfigError(f"memory_budget is of a step, and none can be run: {reason}")
-        own = self._profiler("keep", WHOLE)
-        profile = _computed(own.profile)
-        self.config = config = config.with_budget_of(profile.peak_bytes)
-        budget = config.budget_bytes
-        assert budget is not None
-        self._held = profile.held
-        self._memory = profile.memory(budget, self._is_training)
-        self.division = WHOLE
-        self._search: SegmentSearch | None = None
-        self._began = monotonic() if began is None else began
-        # Steps without workspace by the divisions that were tried; each is tried only once, because
-        # if kernels lack workspace in it, they do so again.
-        self._least: dict[StepDivision, Way] = {}
-        # Bytes of the budget to leave free, which kernels lacked for workspace in an earlier pass.
-        self._spared = 0
-        # The fastest step within the budget, workspace of torch's convolutions included; and the
-        # step that is planned instead, if it takes less time and exceeds the budget by workspace.
-        self._fitting: Seen | None = None
-        self._faster: Seen | None = None
-        # If a step by torch without its workspace is within the budget, limits for the workspace
-        # may suffice, and no segments are needed.
-        if budget >= profile.own_peak_bytes and not config.loop:
-            return
-        divided = _computed(partial(self._divided, budget))
-        if divided is None:
-            raise self._too_small()
-        self.division = divided
 
-    def divides_anew(self, error: PlanError) -> bool:
-        """Divide the step anew, to leave more memory to kernels; False if no way is found.
+def _fitted(
+    foreseer: Foreseer,
+    config: Config,
+    unswappable: Sequence[str],
+    make_plan: Callable[[DividedStep], Plan],
+    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
+    until: float | None,
+) -> Plan:
+    own = foreseer.step()
+    config = config.with_budget_of(own.peak_bytes)
+    budget = config.budget_bytes
+    assert budget is not None
+    memory = own.memory(budget, foreseer.is_training)
+    refusal = partial(_refusal, memory, config, unswappable, foreseer)
+    needed = _needed_bytes(foreseer, own)
+    if needed > budget:
+        raise refusal((), (), needed)
+    search = cache(partial(SegmentSearch, foreseer, until=until))
+    has_segments = not isinstance(foreseer.inputs, list)
+    # Without its workspace a step may be within the budget: then limits for the workspace may
+    # suffice, and no segments are needed.
+    first = _Choice(WHOLE) if own.own_peak_bytes <= budget and not config.loop else None
+    ways: tuple[Way, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
+    errors: list[PlanError] = []
+    for _ in range(_MOST_PASSES):
+        choice, first = first, None
+        if choice is None and has_segments:
+            choice = _chosen(search(), budget, loop=config.loop)
+            ways, reasons = search().ways(), search().reasons()
+        if choice is None:
+            break
+        step = DividedStep(foreseer, choice.division, config, replace(memory, ways=ways))
+        try:
+            plan = _planned(step, choice, search, make_plan, compare)
+        except PlanError as error:
+            errors.append(error)
+        else:
+            if plan is not None:
+                found = search().reasons() if ways else ()
+                return replace(plan, reasons=tuple(dict(found).items()))
+        if has_segments:
+            search().leave_out(choice.division)
+    raise min(errors, key=_smallest, default=refusal(ways, reasons))
 
-        Args:
-            error: the error of a kernel that has no plan within what the budget leaves it.
-        """
-        budget = self.config.budget_bytes
-        assert budget is not None
-        if self._faster is not None:
-            self._return_to_fitting()
-            return True
-        if error.smallest_bytes is None or error.smallest_bytes <= budget:
-            return False
-        self._spared += error.smallest_bytes - budget
-        divided = _computed(partial(self._divided, budget))
-        if divided is None or divided == self.division:
-            return False
-        self.division = divided
-        self._layouts.clear()
-        return True
 
-    def divides_without(self, causes: Mapping[Segment, str]) -> None:
-        """Divide the step anew, without segments by which it is not torch's.
-
-        Args:
-            causes: these segments, each with the reason.
-
-        Raises:
-            PlanError: steps exceed the budget without them.
-        """
-        budget = self.config.budget_bytes
-        assert budget is not None
-        assert self._search is not None
+def _planned(
+    step: DividedStep,
+    choice: _Choice,
+    search: Callable[[], SegmentSearch],
+    make_plan: Callable[[DividedStep], Plan],
+    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
+) -> Plan | None:
+    """The plan of a divided step, measured; None if the step must be divided in another way."""
+    plan = _checked(step, make_plan, choice)
+    if plan is not None and step.division != WHOLE:
+        plan, causes = compare(plan, search().is_unaligned(step.division))
         for one, reason in causes.items():
-            self._search.exclude(one, reason)
-        self._search.forget(causes)
-        self._fitting = self._faster = None
-        self._least.clear()
-        self._layouts.clear()
-        divided = _computed(partial(self._divided, budget))
-        if divided is None:
-            raise self._too_small()
-        self.division = divided
-
-    @property
-    def reasons(self) -> tuple[tuple[str, str], ...]:
-        """Modules that run as a whole, or are not recomputed, each with the reason."""
-        return () if self._search is None else self._search.reasons()
-
-    @property
-    def is_unaligned(self) -> bool:
-        """True if random numbers of divided modules cannot be made the same for each sample."""
-        names = {one.module for one in self.division.segments if one.micro_batch is not None}
-        names |= {""} if self.division.micro_batch is not None else set()
-        findings = {} if self._search is None else self._search.findings
-        return any(findings[name].is_unaligned for name in names if name in findings)
-
-    def _return_to_fitting(self) -> None:
-        """Plan the step that fits instead of the faster one."""
-        assert self._fitting is not None
-        self._faster, self.division = None, self._fitting.division
-        self._layouts.clear()
-
-    def _divided(self, budget: int) -> StepDivision | None:
-        """A division by which a step stays within the budget; None if none is found."""
-        if isinstance(self._inputs, list):
+            search().exclude(one, reason)
+        if causes:
+            search().forget(causes)
             return None
-        limit = budget - self._held.total - self._spared
-        with undisturbed(self._model):
-            search = self._search = self._search or SegmentSearch(
-                self._model,
-                self._inputs,
-                self._backend,
-                self._is_training,
-                until=half_of(self.config, self._began),
-                effort=self.config.effort,
-            )
-        # Segments inside micro-batches are tried last, because small micro-batches that recompute
-        # modules are slow.
-        for inside in (False, True):
-            with undisturbed(self._model):
-                best = self._best(search, limit, inside=inside)
-                fits = best.peak_bytes <= limit
-                if fits and self._fitting is None:
-                    self._fitting = best
-                    self._faster = self._but_for_workspace(search, best, limit, inside)
-                # The search runs selective recomputation everywhere without examining a module.
-                chosen = (self._faster or best).division
-                search.examine({one.module: one.micro_batch or 1 for one in chosen.segments})
-            ways = search.ways(self._held.total)
-            self._memory = replace(self._memory, ways=ways)
-            if fits:
-                return chosen
-            # A loop is tried even if the user did not allow it, so that the error can recommend it.
-            with undisturbed(self._model):
-                if not (self.config.loop or search.reason_against_parts()):
-                    search.try_(StepDivision(micro_batch=1))
-            # A division whose steps exceed the budget only by their workspace is accepted, too:
-            # limits for the workspace may suffice.
-            for one in sorted(search.seen, key=lambda one: one.peak_bytes):
-                if self._is_allowed(one) and one.division not in self._least:
-                    try:
-                        peak = self._own_peak_bytes(one)
-                    # By other random numbers, a step that ran may fail.
-                    except STEP_ERRORS:
-                        continue
-                    way = one.way(self._held.total)
-                    name = f"{way.name}, without workspace"  # such a step is not run: no time
-                    self._least[one.division] = replace(way, name=name, peak_bytes=peak, time_ns=0)
-                    if peak <= budget - self._spared:
-                        return one.division
-        smallest = min(self._least.values(), key=lambda way: way.peak_bytes)
-        self._memory = replace(self._memory, ways=(*self._memory.ways, smallest))
+    if plan is None:
         return None
+    measured, time_ns = step.measured(plan)
+    assert plan.memory is not None
+    noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
+    return replace(plan, memory=noted) if measured <= noted.budget_bytes else None
 
-    def _but_for_workspace(
-        self, search: SegmentSearch, fitting: Seen, limit: int, inside: bool
-    ) -> Seen | None:
-        """A step clearly faster than `fitting` that fits but for its workspace; None if none is."""
-        budget = limit + self._held.total
-        workspace = fitting.peak_bytes + self._held.total - self._own_peak_bytes(fitting)
-        # Micro-batches twice as large may need twice the workspace.
-        most = limit + 2 * max(0, workspace)
-        self._best(search, most, inside=inside)
-        for one in sorted(search.seen, key=lambda one: one.time_ns):
-            if one.time_ns >= CLEARLY * fitting.time_ns:
-                break
-            is_near = one.peak_bytes <= most and self._is_allowed(one)
-            if is_near and self._own_peak_bytes(one) <= budget:
-                return one
-        return None
 
-    def _is_allowed(self, one: Seen) -> bool:
-        return one.division.micro_batch is None or self.config.loop
+def _smallest(error: PlanError) -> int:
+    return error.smallest_bytes or 0
 
-    def _own_peak_bytes(self, one: Seen) -> int:
-        """The peak of a step by a division, without the workspace of convolutions."""
-        return self._profiler("keep", one.division).profile().own_peak_bytes
 
-    def _best(self, search: SegmentSearch, limit: int, *, inside: bool = False) -> Seen:
-        if not self.config.loop:
-            return search.within(limit, inside=inside)
-        # A loop with segments inside recomputes less than segments alone, so it is tried first.
-        in_parts = search.in_parts(limit, inside=inside or not search.is_over(2))
-        best = search.within(limit, inside=inside)
-        if in_parts is None:
-            return best
-        return in_parts if best.peak_bytes > limit else search.faster_of(in_parts, best)
-
-    def _profiler(self, memory_format: str, division: StepDivision) -> StepProfiler:
-        return StepProfiler(
-            self._model,
-            self._inputs,
-            self._backend,
-            self._is_training,
-            memory_format,
-            division,
-            self._torchs,
+def _require_steps(model: nn.Module, inputs: Any, config: Config, backend: AbstractBackend) -> None:
+    """Raise an error if no step can be run, or if a budget of steps makes no sense."""
+    if config.is_replayed:
+        raise ConfigError(
+            "memory_budget is of a step that is run here, and the settings name a recording; leave "
+            "out backend='recorded' and device, or set workspace_limit instead"
+        )
+    if is_compiled(model):
+        raise ConfigError(
+            "memory_budget is of steps that are not compiled, and torch.compile changes what a "
+            "step allocates; tune the model before it is compiled, or set workspace_limit instead"
+        )
+    reason = reason_against_steps(model, inputs, backend.device().type)
+    if reason:
+        raise ConfigError(f"memory_budget is of a step, and none can be run: {reason}")
+    if any("_ucudnn_runner" in vars(one) for one in model.modules()):
+        raise PlanError(
+            "memory_budget needs all convolutions of a step to be torch's own, and the model was "
+            "converted; call ucudnn.revert_(model) first"
         )
 
-    def has_seen(self, memory_format: str, traced: Traced) -> bool:
-        """True if a real step computes just the convolutions that were traced on fake tensors.
 
-        For a single sample, for example, some operators return another layout on fake tensors.
+def _needed_bytes(foreseer: Foreseer, own: StepProfile) -> int:
+    """Bytes that a step needs however it is divided: what is held, and gradients."""
+    held = own.held
+    trained = [one for one in foreseer.model.parameters() if one.requires_grad]
+    new = sum(one.numel() * one.element_size() for one in trained if one.grad is None)
+    return held.total + (new if foreseer.is_training else 0)
 
-        Args:
-            memory_format: layout of the model, as for `Steps`; the first call for it runs a step.
-            traced: the convolutions of divided steps in this layout.
 
-        Raises:
-            PlanError: a step cannot be computed, needs more than the budget even without workspace,
-                or the model was converted and follows another plan.
-        """
-        seen = self._layout(memory_format).live_bytes.keys()
-        is_converted = any("_ucudnn_runner" in vars(one) for one in self._model.modules())
-        for name, problem in traced.layers:
-            if is_converted and problem not in seen:
-                raise PlanError(
-                    f"memory_budget needs all convolutions of a step to be torch's own, and "
-                    f"{problem} ({name}) was not; call ucudnn.revert_(model) first"
-                )
-        return seen == {problem for _, problem in traced.layers}
+class _Choice(NamedTuple):
+    """A division to plan kernels for.
 
-    def limits(self, memory_format: str) -> Limits:
-        """The workspace that each kernel may use; the first call for a layout runs a step.
+    Args:
+        division: the division.
+        fitting: the fastest step that fits with torch's workspace; None if there is none, or if
+            it is the chosen one.
+        time_ns: time of a step, with torch's workspace.
+    """
 
-        Args:
-            memory_format: layout of the model, as for `Steps`.
+    division: StepDivision
+    fitting: Seen | None = None
+    time_ns: int = 0
 
-        Raises:
-            PlanError: a step cannot be computed, or needs more than the budget without workspace.
-        """
-        layout, config = self._layout(memory_format), self.config
-        # Beside what is held, a training step allocates gradients as large as the parameters. In a
-        # divided step, what is live beside a micro-batch may not shrink with the micro-batch at
-        # all.
-        fixed = layout.held.total + layout.held.parameters
-        if self.division != WHOLE:
-            fixed = max(layout.live_bytes.values(), default=0)
-        return Limits(config.limit_bytes, config.budget_bytes, layout.live_bytes, fixed)
 
-    def _layout(self, memory_format: str) -> _Layout:
-        if memory_format not in self._layouts:
-            profiler = self._profiler(memory_format, self.division)
-            profile = _computed(profiler.profile)
-            budget = self.config.budget_bytes
-            assert budget is not None
-            if budget < profile.own_peak_bytes:
-                raise self._too_small()
-            self._layouts[memory_format] = _Layout(profiler, profile.held, dict(profile.live_bytes))
-        return self._layouts[memory_format]
+def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> _Choice | None:
+    """The division to plan kernels for; None if no step fits the limit, even without workspace."""
 
-    def noted(self, plan: Plan) -> Plan:
-        """The plan with what is known of a step's memory and the bytes live at each kernel."""
-        layout = self._layouts[plan.memory_format]
-        limits = Limits(None, self.config.budget_bytes, layout.live_bytes)
-        kernels = tuple(replace(one, live_bytes=limits.live(one.problem)) for one in plan.kernels)
-        return replace(plan, kernels=kernels, memory=self._memory)
+    def may_loop(one: Seen) -> bool:
+        return loop or one.division.micro_batch is None
 
-    def checked(self, plan: Plan) -> Plan | None:
-        """The plan with the peak of a step that runs it; None if the peak exceeds the budget.
+    def best(most: int, *, inside: bool) -> Seen:
+        # A loop with segments inside recomputes less than segments alone, so it comes first.
+        in_parts = search.in_parts(most, inside=inside) if loop else None
+        found = search.within(most, inside=inside)
+        if in_parts is None or found.fits(most):
+            return found if in_parts is None else search.faster_of(in_parts, found)
+        return in_parts
 
-        If calls of a kernel exceed the budget, its workspace limit in the next pass is lower by the
-        excess. None is also returned if limits of workspace make the kernels of a faster division
-        so slow that the next pass plans the division that fits without them.
+    # Segments inside micro-batches are tried last, because small micro-batches that recompute
+    # modules are slow.
+    for inside in (False, True):
+        fitting = best(limit, inside=inside)
+        if not fitting.fits(limit):
+            continue
+        # A clearly faster step may fit but for its workspace. Micro-batches twice as large may
+        # need twice the workspace.
+        workspace = fitting.peak_bytes - fitting.profile.own_peak_bytes
+        best(limit + 2 * max(0, workspace), inside=inside)
+        faster = [
+            one
+            for one in search.seen
+            if may_loop(one) and one.times_ns and one.time_ns < CLEARLY * fitting.time_ns
+        ]
+        faster = [one for one in faster if one.is_allowed and one.profile.own_peak_bytes <= limit]
+        if not faster:
+            return _Choice(fitting.division)
+        one = min(faster, key=lambda one: one.time_ns)
+        return _Choice(one.division, fitting, one.time_ns)
+    # A division whose steps exceed the budget only by their workspace is accepted, too: limits for
+    # the workspace may suffice.
+    for one in sorted(search.seen, key=lambda one: one.peak_bytes):
+        if one.is_allowed and may_loop(one) and one.profile.own_peak_bytes <= limit:
+            return _Choice(one.division)
+    return None
 
-        Raises:
-            PlanError: a kernel that has no plan exceeds the budget.
-        """
-        layout, memory = self._layouts[plan.memory_format], plan.memory
-        budget = self.config.budget_bytes
-        assert memory is not None
-        assert budget is not None
-        profile = layout.profiler.profile(plan)
-        # The plan is also kept to the budget as a converted model follows it.
-        swapped = [one for one in plan.kernels if Layer.of(one.problem) not in self._torchs]
-        if len(swapped) < len(plan.kernels):
-            converted = layout.profiler.profile(replace(plan, kernels=tuple(swapped)))
-            profile = max(profile, converted, key=lambda one: one.peak_bytes)
-        fits = profile.peak_bytes <= budget
-        if self._faster is not None and self._fitting is not None:
-            slowed_ns = self._faster.time_ns * (1 + _lost(plan))
-            if not fits or slowed_ns >= CLEARLY * self._fitting.time_ns:
-                self._return_to_fitting()
+
+def _checked(
+    step: DividedStep, make_plan: Callable[[DividedStep], Plan], choice: _Choice
+) -> Plan | None:
+    """A plan whose step is foreseen to keep the budget; None if another division is better.
+
+    Raises:
+        PlanError: kernels lack workspace.
+    """
+    budget = step.memory.budget_bytes
+    for _ in range(2):
+        plan = make_plan(step)
+        if choice.fitting is not None:
+            slowed_ns = choice.time_ns * (1 + _lost(plan))
+            if slowed_ns >= CLEARLY * choice.fitting.time_ns:
                 return None
-        if fits:
-            memory = replace(
-                memory, plan_peak_bytes=profile.peak_bytes, calls=_calls(plan, profile)
+        profile = step.foreseen(plan)
+        if profile.peak_bytes <= budget:
+            assert plan.memory is not None
+            noted = replace(
+                plan.memory,
+                plan_foreseen_bytes=profile.peak_bytes,
+                plan_foreseen_ns=profile.time_ns,
+                calls=_calls(plan, profile),
             )
-            return replace(plan, memory=memory)
-        planned = {kernel.problem: kernel for kernel in plan.kernels}
+            return replace(plan, memory=noted)
+        planned = {kernel.problem for kernel in plan.kernels}
         for problem, peak in profile.call_peaks.items():
-            excess = peak - budget
-            if excess <= 0:
-                continue
-            if problem not in planned:
+            if peak > budget and problem not in planned:
                 raise PlanError(
                     f"{problem} has no plan and exceeds memory_budget={format_bytes(budget)} by "
-                    f"{format_bytes(excess)}; raise the budget, or time_budget_s if the time was "
-                    f"over"
+                    f"{format_bytes(peak - budget)}; raise the budget, or time_budget_s if the "
+                    f"time was over"
                 )
-            layout.live_bytes[problem] = layout.live_bytes.get(problem, 0) + excess
-        return None
+            if peak > budget:
+                key = plan.memory_format, problem
+                step.excess[key] = step.excess.get(key, 0) + peak - budget
+    return None
 
-    def refusal(self) -> PlanError:
-        """The error to raise if steps exceed the budget by every plan that was tried."""
-        assert self.config.budget_bytes is not None
-        budget = format_bytes(self.config.budget_bytes)
+
+def _refusal(
+    memory: StepMemory,
+    config: Config,
+    unswappable: Sequence[str],
+    foreseer: Foreseer,
+    ways: Sequence[Way],
+    reasons: Sequence[tuple[str, str]],
+    needed: int = 0,
+) -> PlanError:
+    """The error for a budget that is too small; it lists the ways to run a step, with peaks."""
+    budget = memory.budget_bytes
+    if needed:
+        limit, least = format_sizes(budget, needed)
         return PlanError(
-            f"steps by every plan that was tried exceed memory_budget={budget}, by workspace that "
-            f"kernels need in a step and not when they run alone; raise the budget"
+            f"memory_budget={limit} is too small for any step: parameters, gradients, inputs and "
+            f"the state of optimisers alone take {least}; raise the budget, or use a smaller model "
+            f"or batch",
+            needed,
         )
-
-    def _too_small(self) -> PlanError:
-        """The error for a budget that is too small; it lists the ways to run a step, with peaks."""
-        memory, loop, budget = self._memory, self.config.loop, self._memory.budget_bytes
-        fixed = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
-        ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
-        ways = tuple(way for way in ways if not way.is_estimated)
-        limit, held, *peaks = format_sizes(budget, fixed, *(way.peak_bytes for way in ways))
-        least = min((w for w in ways if loop or w.kind != "loop"), key=lambda way: way.peak_bytes)
-        more = "" if least.time_ns else " plus the workspace that kernels need"
-        if any(way.kind == "loop" and way.peak_bytes <= budget for way in ways):
-            remedy = ", or set loop=True, by which it is kept"
-        elif fixed > budget:
-            remedy = f" (parameters, gradients and the state of optimisers take {held})"
-        elif isinstance(self._inputs, list):
-            remedy = (
-                ", or tune the largest input size alone: with several sizes no segments are looked "
-                "for, and the segments of a plan run at every size"
-            )
-        elif self._may_fit_alone():
-            remedy = ", or lower the batch"
-        else:
-            remedy = ", or use smaller inputs: a single sample exceeds it by every way tried"
-        names = shorten(", ".join(self._unswappable), 80, placeholder=" ...")
-        torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
-        rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
-        if self.reasons:
-            rows += "\nModules that are not divided or not recomputed:"
-            rows += "".join(f"\n  {name or 'the model'}: {why}" for name, why in self.reasons)
-        return PlanError(
-            f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
-            f"{peaks[ways.index(least)]}; raise the budget to it{more}{remedy}."
-            f"{torchs if names else ''} Peaks:{rows}",
-            least.peak_bytes,
+    ways = ways or [Way("torch", "torch", memory.torch_peak_bytes, memory.torch_foreseen_ns)]
+    listed = {(one.name, one.most_bytes): one for one in ways}
+    by_peak = sorted(listed.values(), key=lambda one: one.most_bytes)
+    allowed = [one for one in by_peak if config.loop or one.kind != "loop"]
+    smallest_way = allowed[0]
+    ways = by_peak[:_LISTED]
+    limit, smallest, *peaks = format_sizes(
+        budget, smallest_way.most_bytes, *(one.most_bytes for one in ways)
+    )
+    loops = [one for one in by_peak if one.kind == "loop" and one.most_bytes <= budget]
+    remedy = ", or lower the batch"
+    if loops and not config.loop:
+        remedy = ", or set loop=True, by which it is kept"
+    elif isinstance(foreseer.inputs, list):
+        remedy = (
+            ", or tune the largest input size alone: with several sizes no segments are looked "
+            "for, and the segments of a plan run at every size"
         )
+    elif foreseer.batch <= 1:
+        remedy = ", or use smaller inputs: a single sample exceeds it by every way tried"
+    names = shorten(", ".join(unswappable), 80, placeholder=" ...")
+    torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
+    rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
+    if reasons:
+        rows += "\nModules that are not divided or not recomputed:"
+        rows += "".join(f"\n  {name or 'the model'}: {why}" for name, why in dict(reasons).items())
+    fills = shorten(", ".join(f"{what} {size}" for what, size in _named(memory)), 200)
+    return PlanError(
+        f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
+        f"{smallest}; raise the budget to it{remedy}. torch's step takes {fills}."
+        f"{torchs if names else ''} Peaks:{rows}",
+        smallest_way.most_bytes,
+    )
 
-    def _may_fit_alone(self) -> bool:
-        """True unless a step of a single sample exceeds the budget, divided or not."""
-        if batch_of(self._inputs) <= 1:
-            return False
-        sample = next(parts_of(self._inputs, 1))
-        smallest = min(self._least, key=lambda one: self._least[one].peak_bytes, default=WHOLE)
-        budget = self._memory.budget_bytes
-        try:
-            return any(
-                replace(self._profiler("keep", one), inputs=sample).profile().own_peak_bytes
-                <= budget
-                for one in (WHOLE, smallest)
-            )
-        except STEP_ERRORS:  # batch norm, for example, may need several samples
-            return True
+
+def _named(memory: StepMemory) -> list[tuple[str, str]]:
+    """What fills the peak of torch's step, with its size in words."""
+    causes = [(what, size) for what, size in memory.causes if size]
+    sizes = format_sizes(*(size for _, size in causes))
+    return [(what, text) for (what, _), text in zip(causes, sizes, strict=True)]
 
 
 def _unswappable(model: nn.Module, traced: Traced) -> tuple[frozenset[Layer], tuple[str, ...]]:
@@ -473,24 +458,6 @@ def _lost(plan: Plan) -> float:
 def _calls(plan: Plan, profile: StepProfile) -> tuple[tuple[int, int], ...]:
     """(Index of the kernel in the plan, live bytes) of each call whose kernel is in the plan."""
     places = {kernel.problem: place for place, kernel in enumerate(plan.kernels)}
-    return tuple((places[problem], live) for problem, live in profile.calls if problem in places)
-
-
-Result = TypeVar("Result")
-
-
-def _computed(run: Callable[[], Result]) -> Result:
-    """The result of a function that runs steps of the model.
-
-    Raises:
-        PlanError: the steps cannot be computed.
-    """
-    try:
-        return run()
-    except (ConfigError, PlanError):
-        raise
-    # Tracing ran the model on fake tensors; on real tensors it may still fail.
-    except STEP_ERRORS as error:
-        raise PlanError(
-            f"memory_budget is of a step, and none could be computed ({first_line(error)})"
-        ) from error
+    return tuple(
+        (places[one.problem], one.live_bytes) for one in profile.calls if one.problem in places
+    )

@@ -3,36 +3,36 @@
 The step's own code runs on fake tensors, and the storages that are alive are counted: parameters,
 activations and gradients have the sizes that they would have. What an operator allocates inside
 itself, and how long it takes, is measured by calling this operator alone on real tensors of these
-shapes, once per process. So at no time more than one operator's operands are in memory.
+shapes. So at no time more than one operator's operands are in memory.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ucudnn.backends import AbstractBackend, Span
+from ucudnn.backends import AbstractBackend, Span, open_backend
 from ucudnn.backends.tensors import memory_format, problem_of
-from ucudnn.benchmark.failures import is_out_of_memory
-from ucudnn.errors import first_line
+from ucudnn.config import Config, require_config
+from ucudnn.errors import ConfigError, quoted
 from ucudnn.execution.compiling import original_of
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
+from ucudnn.outcomes import Foresight
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.steps.operators import SMALL_NS, Inside, operators_of
 from ucudnn.steps.profile import (
     ConvolutionCall,
     Held,
@@ -47,150 +47,12 @@ from ucudnn.steps.strays import without_strays
 from ucudnn.steps.tracing import StepRecorder, as_written, record_step, uninterrupted
 
 # An operator with fewer bytes of operands and results is not measured: it allocates nothing beside
-# its results that matters, and takes about `_SMALL_NS`.
-_SMALL, _SMALL_NS = 1 << 16, 5_000
-# Operators of at least this time are timed once, shorter ones in `_ROUNDS` rounds.
-_LONG_NS, _ROUNDS = 10_000_000, 3
-# Errors of an operator that is called alone.
-_ERRORS = (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError, MemoryError)
+# its results that matters.
+_SMALL = 1 << 16
+# The most bytes of the operands of an operator that is called with a part of the samples.
+_PART_BYTES = 64 << 20
+Operators = Literal["whole", "in part", "none"]
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-
-
-class Inside(NamedTuple):
-    """What one operator needs: bytes beside its operands and results, and time in ns."""
-
-    workspace_bytes: int
-    time_ns: int
-
-
-class OperatorTable:
-    """What operators need inside, measured one at a time and kept.
-
-    Args:
-        backend: backend of the device that computes them.
-    """
-
-    def __init__(self, backend: AbstractBackend) -> None:
-        self._backend = backend
-        self._known: dict[Hashable, Inside] = {}
-        # Operators that could not be called alone, with the reason.
-        self.failed: dict[str, str] = {}
-
-    def inside(
-        self,
-        operator: Any,
-        args: Any,
-        kwargs: Any,
-        way: Hashable = None,
-        context: AbstractContextManager[object] | None = None,
-    ) -> Inside:
-        """What a call needs inside.
-
-        Args:
-            operator: an operator of torch's dispatcher.
-            args: its arguments, with fake tensors.
-            kwargs: its keyword arguments.
-            way: tells calls apart that are computed in different ways.
-            context: context in which it is computed.
-        """
-        key = (operator, way, _settings(), *map(_key, tree_leaves((args, kwargs))))
-        if key not in self._known:
-            with context or nullcontext():
-                self._known[key] = self._measured(operator, args, kwargs)
-        return self._known[key]
-
-    def _measured(self, operator: Any, args: Any, kwargs: Any) -> Inside:
-        try:
-            return self._run(operator, args, kwargs)
-        except _ERRORS as error:
-            if not is_out_of_memory(error):
-                # Some operators need values that are not known here, such as a range of indices.
-                self.failed[str(operator)] = first_line(error)
-                return Inside(0, _SMALL_NS)
-            del error
-        # Half and a quarter of the samples show how an operator's needs grow with the batch.
-        count = batch_of(args)
-        try:
-            half, quarter = (
-                self._run(operator, *tree_map(partial(_cut, count, count // part), (args, kwargs)))
-                for part in (2, 4)
-            )
-        except _ERRORS as error:
-            self.failed[str(operator)] = first_line(error)
-            return Inside(0, _SMALL_NS)
-        return Inside(
-            *(max(0, 3 * large - 2 * small) for large, small in zip(half, quarter, strict=True))
-        )
-
-    def _run(self, operator: Any, args: Any, kwargs: Any) -> Inside:
-        # What reaches an operator in a step has passed autocast; called alone, it would be cast
-        # once more.
-        with (
-            _disable_current_modes(),
-            torch.no_grad(),
-            torch._C.DisableTorchFunction(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-        ):
-            args, kwargs = tree_map(_real, (args, kwargs))
-            run, results = partial(operator, *args, **kwargs), list[Any]()
-
-            def elapsed_ns() -> int:
-                results.clear()  # as in a step, the results lie in fresh memory
-                return self._backend.elapsed_ns(lambda: results.append(run()))
-
-            # The first call also looks up what is kept for later ones.
-            times = [elapsed_ns()]
-            results.clear()
-            spans = self._backend.spans(lambda _: results.append(run()))
-            assert spans is not None
-            if times[0] < _LONG_NS:
-                times = [elapsed_ns() for _ in range(_ROUNDS)]
-        workspace = max(span.peak_bytes for span in spans) - spans[-1].end_bytes
-        return Inside(max(0, workspace), sorted(times)[len(times) // 2])
-
-
-@lru_cache
-def _table(backend: AbstractBackend) -> OperatorTable:
-    return OperatorTable(backend)
-
-
-def _settings() -> Hashable:
-    """Settings of torch that decide how an operator is computed."""
-    backends = torch.backends
-    return (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        backends.mkldnn.enabled,  # type: ignore[attr-defined]
-        backends.cudnn.enabled,
-        backends.cudnn.benchmark,
-        backends.cudnn.deterministic,
-        torch.get_float32_matmul_precision(),
-    )
-
-
-def _key(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return (*leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-    return leaf if isinstance(leaf, (int, float, bool, str, type(None))) else repr(leaf)
-
-
-def _real(leaf: Any) -> Any:
-    """A tensor with memory of its own in place of a fake one; indices are 0, all else is 1."""
-    if not isinstance(leaf, FakeTensor):
-        return leaf
-    sizes = zip(leaf.shape, leaf.stride(), strict=True)
-    count = 1 + sum((size - 1) * stride for size, stride in sizes) if leaf.numel() else 0
-    is_index = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
-    fill = torch.zeros if is_index else torch.ones
-    return fill(count, dtype=leaf.dtype, device=leaf.device).as_strided(leaf.shape, leaf.stride())
-
-
-def _cut(count: int, size: int, leaf: Any) -> Any:
-    """An argument of a call with `size` instead of `count` samples; strides stay."""
-    if isinstance(leaf, FakeTensor) and leaf.dim() and len(leaf) == count:
-        return leaf[:size]
-    return leaf
 
 
 class _Event(NamedTuple):
@@ -201,8 +63,8 @@ class _Event(NamedTuple):
 
     change: int = 0
     inside: Inside | None = None
-    # The module at whose call it happened; "" in backward.
-    module: str = ""
+    # The innermost module at whose call it happened.
+    module: str = "backward"
     # For a convolution, its kernels, with the bytes of operands that a kernel copies first.
     kernels: Mapping[Problem, int] = MappingProxyType({})
 
@@ -211,18 +73,22 @@ class _StepLog(StepRecorder):
     """Logs the storages that a step on fake tensors allocates and frees, and its operators."""
 
     def __init__(
-        self, passes: Collection[str], backend: AbstractBackend, plan: Plan | None
+        self,
+        passes: Collection[str],
+        backend: AbstractBackend,
+        plan: Plan | None,
+        operators: Operators,
     ) -> None:
         super().__init__(passes, None)
         self.events: list[_Event] = []
-        self._table = _table(backend)
-        self._plan, self._device_type = plan, backend.device().type
+        self._table = operators_of(backend)
+        self._plan, self._kind = plan, backend.device().type
         self._rounding = backend.rounding_bytes
         self._seen = weakref.WeakKeyDictionary[Any, bool]()
         self._called: set[Any] = set()
-        self._runner = None
-        if plan is not None:
-            self._runner = Runner(plan, replace(plan.config, unplanned="torch"))
+        self._operators = operators
+        settings = Config() if plan is None else plan.config
+        self._runner = Runner(plan, replace(settings, unplanned="torch"))
 
     def hold(self, tensors: Collection[Tensor]) -> None:
         """Leave out storages that are held all through the step."""
@@ -236,7 +102,7 @@ class _StepLog(StepRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and log it."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        module = self.modules[-1] if self.modules else ""
+        module = self.modules[-1] or "the model" if self.modules else "backward"
         moved = 0
         for one in tree_leaves(result):
             if isinstance(one, Tensor):
@@ -264,7 +130,8 @@ class _StepLog(StepRecorder):
             operands = {op: both[op] for op, is_asked in zip(both, mask, strict=False) if is_asked}
         found = {}
         for op, tensors in operands.items():
-            problem = problem_of(op, x, w, *geometry, self._device_type)
+            arguments = [*geometry, self._kind]
+            problem = problem_of(op, x, w, *arguments)
             if problem is not None:
                 form = memory_format(problem)
                 found[problem] = sum(
@@ -284,11 +151,14 @@ class _StepLog(StepRecorder):
         self, func: Any, args: Any, kwargs: Any, moved: int, kernels: Mapping[Problem, int]
     ) -> Inside:
         operands = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+        if self._operators == "none":
+            return Inside(0, 0)
         self._called.add(func)
+        most_bytes = _PART_BYTES if self._operators == "in part" else None
         if moved + sum(one.numel() * one.element_size() for one in operands) < _SMALL:
-            return Inside(0, _SMALL_NS)
+            return Inside(0, SMALL_NS)
         if self._plan is None or func not in _CONVOLUTIONS:
-            return self._table.inside(func, args, kwargs)
+            return self._table.inside(func, args, kwargs, most_bytes=most_bytes)
         # A call that the plan leaves to torch is the same as without the plan.
         splits = tuple(
             self._plan.split(one)
@@ -296,9 +166,9 @@ class _StepLog(StepRecorder):
             if self._plan.covers(one) and not self._plan.split(one).is_default
         )
         if not splits:
-            return self._table.inside(func, args, kwargs)
-        context = Installation(self._device_type, self._runner)
-        return self._table.inside(func, args, kwargs, splits, context)
+            return self._table.inside(func, args, kwargs, most_bytes=most_bytes)
+        context = Installation(self._kind, self._runner)
+        return self._table.inside(func, args, kwargs, splits, context, most_bytes)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -317,22 +187,33 @@ class Foreseer:
         backend: backend of the model's device.
         is_training: True: a step is forward and backward; False: forward without a graph.
         torchs: layers that torch computes, whatever a plan says.
+        operators: whether operators are called alone on all samples, on some of them, from which
+            what they need is extrapolated, or not at all.
     """
 
     model: nn.Module
     inputs: Any
     backend: AbstractBackend
     is_training: bool = True
-    torchs: Collection[Layer] = ()
+    torchs: frozenset[Layer] = frozenset()
+    operators: Operators = "whole"
 
     def __post_init__(self) -> None:
         examples = self.inputs if isinstance(self.inputs, list) else [self.inputs]
         self._examples = examples
-        self.batch = batch_of(examples[0])
+        # Samples of the examples, and of the steps that are foreseen.
+        self._given = self.batch = batch_of(examples[0])
+        self._steps: dict[Hashable, StepProfile] = {}
         self.held = held_by(self.model, examples, self.backend.allocated_bytes())
         # Modules without children keep their result and little else.
-        modules = original_of(self.model).named_modules()
-        self._names = [name for name, one in modules if any(one.children())]
+        self.modules = dict(original_of(self.model).named_modules())
+        self._names = [name for name, one in self.modules.items() if any(one.children())]
+
+    def of_batch(self, batch: int) -> Foreseer:
+        """A foreseer of steps with another number of samples."""
+        found = copy.copy(self)
+        found.batch = batch
+        return found
 
     def step(
         self,
@@ -340,7 +221,6 @@ class Foreseer:
         memory_format: str = "keep",
         plan: Plan | None = None,
         *,
-        batch: int | None = None,
         names: Collection[str] | None = None,
     ) -> StepProfile:
         """What a step takes.
@@ -349,22 +229,24 @@ class Foreseer:
             division: its segments and micro-batches.
             memory_format: "keep" or "channels_last".
             plan: how its convolutions are computed; None: by torch.
-            batch: samples of the step; None: those of the example.
             names: modules whose calls are noted; None: all modules that hold others.
 
         Raises:
             ConfigError: the step does not run on fake tensors.
         """
+        key = division, memory_format, self.batch
+        if plan is None and names is None and key in self._steps:
+            return self._steps[key]
         passes = OPS if self.is_training else ("fprop",)
-        log = _StepLog(passes, self.backend, plan)
+        log = _StepLog(passes, self.backend, plan, self.operators)
         roots: list[ModuleCall] = []
         held = self.held
 
         def run(model: nn.Module, examples: list[Any]) -> None:
             nonlocal held
-            if batch is not None and batch != self.batch:
+            if self.batch != self._given:
                 before = bytes_of(examples)
-                examples[:] = [resized(one, self.batch, batch) for one in examples]
+                examples[:] = [resized(one, self._given, self.batch) for one in examples]
                 held = replace(held, others=held.others + bytes_of(examples) - before)
             inputs = [one for one in tree_leaves(examples) if isinstance(one, Tensor)]
             log.hold([*model.parameters(), *model.buffers(), *inputs])
@@ -381,7 +263,10 @@ class Foreseer:
                 *(original_of(self.model), self._examples, log, run),
                 *(memory_format, division.segments),
             )
-        return _profile(log, roots[0], held, self.torchs)
+        found = _profile(log, roots[0], held, self.torchs)
+        if plan is None and names is None:
+            self._steps[key] = found
+        return found
 
 
 def _run_all(
@@ -466,3 +351,76 @@ def resized(inputs: Any, count: int, batch: int) -> Any:
         return room.requires_grad_(one.requires_grad)
 
     return tree_map_only(Tensor, change, inputs)
+
+
+# Bytes of state that optimisers keep for each byte of a trained parameter.
+OPTIMIZERS = {
+    **dict.fromkeys(("sgd",), 0),
+    **dict.fromkeys(("momentum", "rmsprop", "adagrad", "lion"), 1),
+    **dict.fromkeys(("adam", "adamw"), 2),
+}
+
+
+def foresee(
+    model: nn.Module,
+    example_inputs: Any,
+    plan: Plan | None = None,
+    config: Config | None = None,
+    *,
+    optimizer: str | None = None,
+    batch: int | None = None,
+    operators: Operators = "whole",
+) -> Foresight:
+    """Foresee the peak memory and the time of a step, without running it.
+
+    The model's own code runs on tensors without memory; each of its operators is called once,
+    alone, to measure what it allocates inside and how long it takes. The model and the states of
+    random generators do not change.
+
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+    >>> found = foresee(model, torch.ones(4, 3, 32, 32))
+    >>> found.batch, found.peak_bytes > 4 * 8 * 30 * 30 * 4
+    (4, True)
+
+    Args:
+        model: any module, compiled or not; a compiled model is foreseen as it was written.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
+            list of these for several input sizes.
+        plan: the plan that the step follows; None: torch's own step.
+        config: the settings; only `ops` and `backend` matter; default: `Config()`.
+        optimizer: its state counts, too: sgd, momentum, rmsprop, adagrad, lion, adam or adamw;
+            None: the state that optimisers of the model have now.
+        batch: samples of the step; None: those of the example.
+        operators: "whole": call each operator on all samples; "in part": on as many as fit 64 MiB;
+            "none": call none, which leaves out what operators need inside, and all times.
+
+    Raises:
+        ConfigError: the model does not accept the inputs, or a setting is not known.
+    """
+    config = require_config(config)
+    backend = open_backend(config.backend if plan is None else plan.backend)
+    foreseer = Foreseer(
+        model, example_inputs, backend, config.ops != ("fprop",), operators=operators
+    )
+    if optimizer is not None:
+        foreseer.held = with_state(foreseer.held, model, optimizer)
+    foreseer = foreseer.of_batch(batch or foreseer.batch)
+    if plan is None:
+        found = foreseer.step()
+    else:
+        found = foreseer.step(plan.division, plan.memory_format, plan)
+    return found.foresight(foreseer.batch, foreseer.is_training)
+
+
+def with_state(held: Held, model: nn.Module, optimizer: str) -> Held:
+    """What is held with the state of an optimiser of this name.
+
+    Raises:
+        ConfigError: the name is not known.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {quoted(optimizer)}"
+        )
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return replace(held, optimizers=OPTIMIZERS[optimizer] * bytes_of(trained))

@@ -22,13 +22,14 @@ from ucudnn.execution.observers import KernelTimer, Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.kernels.budget import EFFORTS, LEAST_RACE_STEPS
-from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
+from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepMemory, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.steps.layout import LayoutJudge, reason_against_layout
 from ucudnn.steps.race import race, raced_of, tells
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
 from ucudnn.steps.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
+from ucudnn.units import format_bytes
 
 # A race is given time for this many steps, even beyond a default budget: one step of each of the
 # two contestants to warm up, and three rounds, which decide a clear race.
@@ -101,11 +102,12 @@ def judged_divided(
     model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float
 ) -> Plan:
     """The plan after a race of divided steps by the plan against undivided steps by torch."""
+    backend = open_backend(plan.backend)
     reason = reason_against_race(model, example_inputs, config, plan.device.type)
+    reason = reason or reason_against_torchs(plan.memory, backend)
     kernels = plan.step_race or StepRace()
     if reason:
-        return replace(plan, step_race=replace(kernels, reason=reason))
-    backend = open_backend(plan.backend)
+        return replace(plan, step_race=StepRace(reason=reason, dropped=kernels.dropped))
     is_training = config.ops != ("fprop",)
     try:
         with _undisturbed(model), gradient_mode(is_training):
@@ -137,6 +139,15 @@ def judged_divided(
         dropped=kernels.dropped,
     )
     return replace(plan, step_race=raced)
+
+
+def reason_against_torchs(memory: StepMemory | None, backend: AbstractBackend) -> str:
+    """Why an undivided step by torch must not be run; "" if it may."""
+    if memory is None:
+        return ""
+    need = memory.torch_peak_bytes
+    most = min(memory.budget_bytes, memory.held_bytes + backend.memory_bytes())
+    return f"torch's step needs {format_bytes(need)} and was not run" if need > most else ""
 
 
 def convolutions_s(plan: Plan) -> float:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import Span
 from ucudnn.execution.channels_last import optimizer_states
+from ucudnn.outcomes import Foresight, StepMemory
 from ucudnn.problem import Problem
 from ucudnn.solvers import Option
 from ucudnn.steps.run import batch_of, tensors_of
@@ -32,6 +33,7 @@ class ModuleCall:
         samples: number of samples in its arguments.
         result_bytes: bytes of the tensors that it returns.
         argument_bytes: bytes of its arguments that have gradients.
+        number: number of this call among those of its module.
     """
 
     name: str | None
@@ -41,6 +43,12 @@ class ModuleCall:
     samples: int = 0
     result_bytes: int = 0
     argument_bytes: int = 0
+    number: int = 0
+
+    @property
+    def key(self) -> tuple[str | None, int]:
+        """What tells this call from all others: its module, and its number."""
+        return self.name, self.number
 
     def walk(self) -> Iterator[ModuleCall]:
         """This call and all calls inside it, in the order of their forwards."""
@@ -103,6 +111,10 @@ class ModuleWatcher:
             step()
             end_mark = self.mark()
         self._close(end_mark, self.root)
+        counts: dict[str | None, int] = {}
+        for call in self.root.walk():
+            call.number = counts.get(call.name, 0)
+            counts[call.name] = call.number + 1
         begins = [call.backward[0] for call in self.root.walk() if call.backward]
         # The backward of the step begins when the first backward of any call begins.
         self.root.forward.append(min(begins, default=end_mark))
@@ -269,7 +281,7 @@ class StepProfile:
         own_peak_bytes: peak without the workspace of convolutions that a plan can limit.
         calls: the kernels of convolutions, in the order of the step.
         alive: what is allocated at the peak: for each module that runs in forward, the bytes that
-            it allocated; "" in backward; and for operators, what they need inside.
+            it allocated; those of backward; and what an operator needs inside.
         notes: what was not foreseen exactly, and why.
     """
 
@@ -286,6 +298,40 @@ class StepProfile:
     def peak_bytes(self) -> int:
         """The most bytes that are allocated in the step, all that is held included."""
         return self.held.total + self.own_bytes
+
+    def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
+        """This memory in the form that a plan keeps; the step is torch's, undivided."""
+        return StepMemory(
+            budget_bytes=budget_bytes,
+            parameters_bytes=self.held.parameters,
+            gradients_bytes=self.held.gradients,
+            optimizer_bytes=self.held.optimizers,
+            other_bytes=self.held.others,
+            own_peak_bytes=self.own_peak_bytes,
+            torch_peak_bytes=self.peak_bytes,
+            torch_foreseen_ns=self.time_ns,
+            is_training=is_training,
+        )
+
+    def foresight(self, batch: int, is_training: bool) -> Foresight:
+        """What is told of this step, if it was foreseen."""
+        held = self.held
+        named = (
+            ("parameters", held.parameters),
+            ("gradients", held.gradients),
+            ("optimiser state", held.optimizers),
+            ("buffers, inputs and others", held.others),
+        )
+        fills = sorted(self.alive.items(), key=lambda one: -one[1])
+        return Foresight(
+            self.peak_bytes,
+            self.time_ns,
+            batch,
+            is_training,
+            tuple((what, size) for what, size in named if size),
+            tuple(fills),
+            self.notes,
+        )
 
     @property
     def own_bytes(self) -> int:

@@ -1,40 +1,29 @@
-"""Search for the segments of a step: their costs are estimated from a profile, then measured."""
+"""Search for the segments of a step: divisions are foreseen, and the most promising ones run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from statistics import median
-from time import monotonic
-from typing import Any, NamedTuple
+from time import monotonic, perf_counter_ns
+from typing import Any
 
 import torch
 from torch import nn
 
-from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.backends import AbstractBackend
+from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns
-from ucudnn.config import Config
 from ucudnn.errors import ConfigError, first_line
-from ucudnn.execution.compiling import is_compiled
-from ucudnn.kernels.budget import EFFORTS
 from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.solvers import Node, Option, SegmentTable, segment
+from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import Independence, examined
-from ucudnn.steps.module_profile import ModuleCall, ModuleCost, ModuleProfile, profiled
+from ucudnn.steps.profile import ModuleCall, ModuleCost, ModuleWatcher, StepProfile
 from ucudnn.steps.race import race, raced_of, tells
-from ucudnn.steps.run import (
-    STEP_ERRORS,
-    Steps,
-    gradient_mode,
-    parts_of,
-    reason_against_steps,
-    undisturbed,
-)
-from ucudnn.steps.tracing import Traced
+from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode
 
 # A module that could save less than this fraction of the peak of a step is no segment by itself; it
 # counts as a part of the module around it.
@@ -45,133 +34,140 @@ _MOST_HALVINGS = 7
 # not matter.
 _RESOLUTION = 1 / 4096
 # If micro-batches are half as large, the whole batch is assumed to take 2 ** _SLOWER times as long,
-# until such micro-batches are timed.
+# until such micro-batches are foreseen.
 _SLOWER = 0.05
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
 # A single step by one way counts as clearly faster than by another if it takes no more than this
 # fraction of the time.
 CLEARLY = 0.95
-# Least number of steps for the trial of a division and its race: two to profile it, then for each
+# Least number of steps for the trial of a division and its race: two for the trial, then for each
 # of the two contestants one to warm up and one in a round.
 _LEAST_STEPS = 6
-# Roughly the number of estimated ways (points of the front of a step) that are shown.
-_SHOWN = 16
-# Largest number of divisions into segments that are tried for one limit.
-_MOST_TRIALS = 8
+# Largest number of divisions into segments that are foreseen for one limit.
+_MOST_TRIALS = 12
 # The reason against micro-batches of one sample, as by InstanceNorm in channels_last (torch 2.13).
 _OF_ONE = "a micro-batch of one sample has other gradients than in the batch"
 # Of the steps that fit a limit, so many are timed again, in so many rounds.
 _FASTEST, _ROUNDS = 3, 2
+# Modules are examined on a part of the batch if the whole batch would need more memory than there
+# is, as a multiple of the peak of a step; or more than this part of the time.
+_OF_PEAK, _OF_STEP, _OF_TIME = 1.3, 8, 0.25
+_LEAST_EXAMINED = 4
 
 
-class Seen(NamedTuple):
-    """A step that was run."""
+@dataclass(eq=False)
+class Seen:
+    """A division of a step: what it is foreseen to take, and the times of real steps."""
 
     division: StepDivision
-    peak_bytes: int  # the most that it allocated, above what was allocated before it
-    time_ns: int
+    profile: StepProfile
+    times_ns: list[int] = field(default_factory=list)
+    # The measured peak; 0 if no step was run.
+    real_bytes: int = 0
+    # False if no plan can be made for it.
+    is_allowed: bool = True
 
-    def cost(self, limit: int) -> tuple[int, int]:
+    @property
+    def peak_bytes(self) -> int:
+        """The foreseen peak, all that is held included."""
+        return self.profile.peak_bytes
+
+    @property
+    def time_ns(self) -> int:
+        """The least measured time, or else the time that is foreseen."""
+        return min(self.times_ns, default=self.profile.time_ns)
+
+    def fits(self, limit: int) -> bool:
+        """True if it may be planned, and is foreseen to have a peak within a limit."""
+        return self.is_allowed and self.peak_bytes <= limit
+
+    def cost(self, limit: int) -> tuple[bool, int, int]:
         """Sort key, less for the better step: bytes of the peak beyond a limit, then the time."""
-        return max(0, self.peak_bytes - limit), self.time_ns
+        return not self.is_allowed, max(0, self.peak_bytes - limit), self.time_ns
 
-    def way(self, held_bytes: int) -> Way:
-        """This step in the form that a plan keeps; `held_bytes` are allocated all through it."""
+    @property
+    def way(self) -> Way:
+        """This step in the form that a plan keeps."""
         segments, size = self.division
-        peak = self.peak_bytes + held_bytes
+        took = self.peak_bytes, self.profile.time_ns, self.real_bytes, min(self.times_ns, default=0)
         if size is not None:
             inner = f", {len(segments)} segments" if segments else ""
-            return Way("loop", f"loop, micro-batches of {size}{inner}", peak, self.time_ns)
+            return Way("loop", f"loop, micro-batches of {size}{inner}", *took)
         if not segments:
-            return Way("torch", "torch", peak, self.time_ns)
+            return Way("torch", "torch", *took)
         name = str(segments[0]) if len(segments) == 1 else f"{len(segments)} segments"
-        return Way("segments", name, peak, self.time_ns)
+        return Way("segments", name, *took)
 
 
 @dataclass
 class _Known:
-    """The estimated cost of a segment, and its measured cost once a step with it was run."""
+    """The estimated cost of a segment, and its cost in a step that was foreseen with it."""
 
-    foreseen: Option
-    measured: Option | None = None
+    estimated: Option
+    foreseen: Option | None = None
 
 
 class SegmentSearch:
     """Searches for the best segments of one step.
 
+    The costs of each module in the undivided step, which is foreseen, give estimates of what it
+    would cost as a segment. The solver chooses segments by these estimates; the step with them is
+    foreseen, too, which replaces estimates, until the solver chooses what was foreseen already. Of
+    the steps foreseen to fit, the fastest is run, until the fastest one has been run.
+
     Attributes:
-        seen: the steps that were run; the first one is not divided.
+        seen: the steps that were foreseen; the first one is not divided.
         findings: what was found out about each module that was examined, by its name.
         until: the argument of this name; callers may set it anew.
 
     Args:
-        model: any module.
-        inputs: an example input.
-        backend: backend of the model's device; it must be able to report allocated memory.
-        is_training: True: a step is forward and backward; False: forward without a graph.
-        until: the `time.monotonic` after which steps begin only while no step fits the limit;
-            None: it follows from the default budget of the effort, which begins now.
-        effort: as in `Config`.
+        foreseer: foresees steps of the model.
+        until: the `time.monotonic` after which steps are run only while none was run that fits.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        backend: AbstractBackend,
-        is_training: bool,
-        *,
-        until: float | None = None,
-        effort: str = "normal",
-    ) -> None:
-        self._model, self._inputs = model, inputs
-        self._steps = steps = Steps(model, inputs, is_training)
-        self._backend = backend
-        self._is_training = is_training
-        self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
+    def __init__(self, foreseer: Foreseer, *, until: float | None = None) -> None:
+        self._foreseer = foreseer
+        self._is_training, self._backend = foreseer.is_training, foreseer.backend
+        self._modules: Mapping[str, nn.Module] = foreseer.modules
+        self.until = until
         self.findings: dict[str, Independence] = {}
         # Modules that must not be recomputed selectively, with the reason.
         self._unselective: dict[str, str] = {}
         self._failed: set[StepDivision] = set()
-        self._known: dict[Segment, _Known] = {}
-        # Ratios of measured to estimated times, by the keys of `_alike`.
+        # By segment and the number of the call of its module in the step.
+        self._known: dict[tuple[Segment, int], _Known] = {}
+        # Ratios of measured to foreseen times, by the keys of `_alike`.
         self._ratios: dict[Any, list[float]] = {}
-        # Modules without children are no candidates for segments, because they keep their result
-        # and little else.
-        names = [name for name, one in self._modules.items() if any(one.children())]
-        with gradient_mode(is_training):
-            steps()
-            self._own = profiled(steps, names, backend)
-        self.seen = [Seen(WHOLE, self._own.peak_bytes, self._own.time_ns)]
-        # What each module costs with selective recomputation.
-        self._selective: dict[str | None, ModuleCost] = {}
-        if is_training:
+        self._own = foreseer.step()
+        self.seen = [Seen(WHOLE, self._own)]
+        # What each call of a module costs with selective recomputation.
+        self._selective: dict[tuple[str | None, int], ModuleCost] = {}
+        if self._is_training:
             everywhere = StepDivision((Segment("", None, recompute=False, selective=True),))
             # A model that writes into the input of a normalisation cannot do without its result.
-            with suppress(*STEP_ERRORS):
-                profile = self._profiled(everywhere, names)
-                self._selective = {one.name: profile.cost(one) for one in profile.root.walk()}
-        budget_s = EFFORTS[effort].budget_s(self._own.time_ns)
-        self.until = until
-        if until is None and budget_s is not None:
-            self.until = monotonic() + budget_s
+            try:
+                profile = foreseer.step(everywhere)
+            except STEP_ERRORS:
+                pass
+            else:
+                self.seen.append(Seen(everywhere, profile))
+                self._selective = {one.key: profile.cost(one) for one in profile.root.walk()}
         self._root = self._tree(self._own.root)
         self._samples = {call.name: call.samples for call in self._root.walk()}
+        self._steps: Steps | None = None
+        self._examined_batch = 0
+        # The search by which modules are examined, if it is not this one.
+        self._outer: SegmentSearch | None = None
 
-    def ways(self, held_bytes: int) -> tuple[Way, ...]:
-        """The ways to run a step: those that were run, and estimated ones from the front.
+    @property
+    def batch(self) -> int:
+        """Samples of the step."""
+        return self._foreseer.batch
 
-        Args:
-            held_bytes: bytes that are allocated all through a step.
-        """
-        run = [one.way(held_bytes) for one in self.seen]
-        front = self.table().front()
-        front = front[:: max(1, len(front) // _SHOWN)]
-        return (
-            *run,
-            *(Way("segments", "segments", peak + held_bytes, ns, True) for peak, ns in front),
-        )
+    def ways(self) -> tuple[Way, ...]:
+        """The ways to run a step that were foreseen."""
+        return tuple(one.way for one in self.seen)
 
     def reasons(self) -> tuple[tuple[str, str], ...]:
         """Modules that cannot run in micro-batches or be recomputed, each with the reason."""
@@ -189,20 +185,26 @@ class SegmentSearch:
         self.findings[one.module] = replace(found, reason=found.reason or reason, repeats=repeats)
 
     def forget(self, causes: Collection[Segment]) -> None:
-        """Leave out the steps that were run with any of these segments."""
+        """Leave out the steps that were foreseen with any of these segments."""
         self.seen = [one for one in self.seen if not set(causes) & {*one.division.segments}]
+
+    def leave_out(self, division: StepDivision) -> None:
+        """Take no step by this division."""
+        for one in self.seen:
+            one.is_allowed &= one.division != division
+
+    def is_unaligned(self, division: StepDivision) -> bool:
+        """True if random numbers of divided modules cannot be made the same for each sample."""
+        names = {one.module for one in division.segments if one.micro_batch is not None}
+        names |= {""} if division.micro_batch is not None else set()
+        return any(self.findings[name].is_unaligned for name in names if name in self.findings)
 
     def _tree(self, root: ModuleCall) -> ModuleCall:
         """The tree of those calls only that may be segments; their estimated costs are noted."""
-        counts: dict[str | None, int] = {}
-        for call in root.walk():
-            counts[call.name] = counts.get(call.name, 0) + 1
-        least = _LEAST_SHARE * self._own.peak_bytes
-
-        self._repeated = dict(_outermost(root, lambda call: counts[call.name] > 1))
+        least = _LEAST_SHARE * self._own.own_bytes
 
         def matters(call: ModuleCall) -> bool:
-            if counts[call.name] > 1 or not call.samples:
+            if not call.samples:
                 return False
             cost = self._own.cost(call)
             if not self._is_training:
@@ -219,10 +221,10 @@ class SegmentSearch:
         top = replace(root, children=[one for child in root.children for one in pruned(child)])
         for call in top.walk():
             if call.name is not None:
-                self._foresee(call)
+                self._estimate(call)
         return top
 
-    def _foresee(self, call: ModuleCall) -> None:
+    def _estimate(self, call: ModuleCall) -> None:
         """Note each segment that this call could be run as, with its estimated cost."""
         assert call.name is not None
         cost, name = self._own.cost(call), call.name
@@ -231,7 +233,7 @@ class SegmentSearch:
             for one in self._modules[name].parameters()
             if one.requires_grad
         )
-        selective = self._selective.get(name, cost)
+        selective = self._selective.get(call.key, cost)
         # Modules without normalisations and activation functions gain nothing.
         gains = selective.kept_bytes < cost.kept_bytes
         options = []
@@ -260,18 +262,18 @@ class SegmentSearch:
             time_ns = cost.forward_ns + cost.backward_ns + 2 * moved // _LINK
             peak = max(cost.forward_bytes, cost.backward_bytes - moved)
             options.append(Option(call.result_bytes, peak, time_ns, one))
-        self._known |= {option.choice: _Known(option) for option in options}
+        self._known |= {(option.choice, call.number): _Known(option) for option in options}
 
     def table(self) -> SegmentTable:
         """The divisions that no other beats in both peak and time, by the costs known so far."""
-        resolution = max(1, round(self._own.peak_bytes * _RESOLUTION))
+        resolution = max(1, round(self._own.own_bytes * _RESOLUTION))
         return segment(self._node(self._root), resolution)
 
     def _node(self, call: ModuleCall) -> Node:
         options = [
             self._option(known)
-            for one, known in self._known.items()
-            if one.module == call.name and self._may_be(one)
+            for (one, of), known in self._known.items()
+            if one.module == call.name and of == call.number and self._may_be(one)
         ]
         if not (call.children and call.is_nested):
             return Node((self._own.cost(call).option(None), *options))
@@ -288,16 +290,12 @@ class SegmentSearch:
         return found is None or found.allows(one)
 
     def _option(self, known: _Known) -> Option:
-        if known.measured is not None:
-            return known.measured
-        one = known.foreseen.choice
-        ratios = next(filter(None, map(self._ratios.get, self._alike(one))), None)
-        if not ratios:
-            return known.foreseen
-        return replace(known.foreseen, time_ns=round(known.foreseen.time_ns * median(ratios)))
+        found = known.foreseen or known.estimated
+        ratios = next(filter(None, map(self._ratios.get, self._alike(found.choice))), None)
+        return replace(found, time_ns=round(found.time_ns * median(ratios))) if ratios else found
 
-    def _alike(self, one: Segment) -> tuple[Any, Any]:
-        """Keys of segments that are as much faster or slower than estimated as this one."""
+    def _alike(self, one: Segment) -> tuple[Any, ...]:
+        """Whose ratios to trust for a segment: those of the same module, then of the same kind."""
         size = one.micro_batch
         count = 1 if size is None else -(-self._samples[one.module] // size)
         return (one.module, size, one.selective), (count, one.recompute, one.selective)
@@ -308,79 +306,66 @@ class SegmentSearch:
         return self.until is not None and monotonic() + steps * step_s >= self.until
 
     def within(self, limit: int, *, inside: bool = False) -> Seen:
-        """Run steps with segments, and return the fastest one whose peak is within a limit.
+        """The fastest step with segments that is foreseen to fit a limit, after steps were run.
 
-        If no step fits, the one with the smallest peak is returned.
+        If no step fits, the one with the smallest peak is returned, which was not run.
 
         Args:
-            limit: largest peak, in bytes above what is allocated before the step.
+            limit: largest peak in bytes, all that is held included.
             inside: True: if no step fits, also try segments inside micro-batches.
         """
-        last = len(self.seen) + _MOST_TRIALS
-        while len(self.seen) < last:
+        while True:
+            self._solve(limit)
+            for kept in (1, 0) if inside else ():
+                # Backward begins with the last micro-batch, so keeping it needs no additional
+                # memory, unless the results of the model are large.
+                if not self._best(limit).fits(limit) and not self.reason_against_parts():
+                    self._go_inside(limit, kept)
+            best = self._best(limit)
+            fitting = [one for one in self._candidates() if one.fits(limit)]
+            is_run = any(one.times_ns for one in fitting)
+            if not fitting or best.times_ns or (is_run and self.is_over(2)):
+                break
+            self.run(best)
+        self._time_again(limit)
+        return self._best(limit)
+
+    def _solve(self, limit: int) -> None:
+        """Foresee what the solver chooses, until it chooses what was foreseen already."""
+        room = limit - self._own.held.total
+        for _ in range(_MOST_TRIALS):
             table = self.table()
-            options = table.choose(max(limit, table.smallest_bytes))
-            chosen = [option.choice for option in options if option.choice is not None]
+            options = table.choose(max(room, table.smallest_bytes))
+            chosen = _one_for_each([option for option in options if option.choice is not None])
             self.examine({one.module: one.micro_batch or 1 for one in chosen})
             if not all(map(self._may_be, chosen)):
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
             if any(one.division == division for one in self.seen):
                 break
-            # As long as no step fits the limit, the search goes on even if the time is over.
-            if self.is_over(3) and self._best(limit).peak_bytes <= limit:
-                break
-            self.try_(division)
-        if self._best(limit).peak_bytes > limit:
-            self._try_repeated(limit)
-        self._time_again(limit)
-        # Backward begins with the last micro-batch, so keeping it needs no additional memory,
-        # unless the results of the model are large.
-        for kept in (1, 0) if inside else ():
-            if self._best(limit).peak_bytes > limit and not self.reason_against_parts():
-                self._go_inside(limit, kept)
-        return self._best(limit)
+            self.foresee(division)
 
-    def _try_repeated(self, limit: int) -> None:
-        """Run modules that a step calls several times in micro-batches, until a step fits.
+    def _candidates(self) -> list[Seen]:
+        """The steps that were foreseen, without loops over micro-batches."""
+        return [one for one in self.seen if one.division.micro_batch is None]
 
-        A call of such a module has no cost of its own, so the solver leaves these modules out.
-        """
-        for halvings in range(1, _MOST_HALVINGS):
-            sizes = {name: count >> halvings for name, count in self._repeated.items()}
-            sizes = {name: size for name, size in sizes.items() if size}
-            self.examine(sizes)
-            segments = [
-                replace(one, recompute=self._is_training)
-                for one in (Segment(name, size) for name, size in sizes.items())
-                if self._may_be(one)
-            ]
-            if not segments or self._best(limit).peak_bytes <= limit:
-                return
-            self.try_(StepDivision(tuple(map(self._described, segments))))
+    def _best(self, limit: int) -> Seen:
+        return min(self._candidates(), key=lambda one: one.cost(limit))
 
     def _time_again(self, limit: int) -> None:
         """Time the fastest steps within a limit again, as long as there is time.
 
         A single time is noisy, and of several times of a step the least is the best estimate.
         """
-        fitting = [
-            place
-            for place, one in enumerate(self.seen)
-            if one.peak_bytes <= limit and one.division.micro_batch is None
-        ]
-        fitting.sort(key=lambda place: self.seen[place].time_ns)
-        contestants = fitting[:_FASTEST] if len(fitting) > 1 else []
-        for place in contestants * _ROUNDS:
+        fitting = [one for one in self._candidates() if one.times_ns and one.fits(limit)]
+        fitting.sort(key=lambda one: one.time_ns)
+        for one in (fitting[:_FASTEST] if len(fitting) > 1 else []) * _ROUNDS:
             if self.is_over(1):
                 break
-            one = self.seen[place]
-            time_ns = min(one.time_ns, self.elapsed_ns(one.division))
-            self.seen[place] = one._replace(time_ns=time_ns)
-        self._steps.divide(WHOLE)
+            one.times_ns.append(self.elapsed_ns(one.division))
 
     def _go_inside(self, limit: int, kept: int | None) -> None:
-        """Run the model in micro-batches of one sample, of two, of four, with segments inside.
+        """Foresee micro-batches of one sample of the model, of two, of four, with segments inside.
 
         Larger micro-batches are faster, so the size grows until a step does not fit the limit.
         The last `kept` micro-batches are not recomputed; None: a loop, which recomputes none.
@@ -396,33 +381,33 @@ class SegmentSearch:
             return StepDivision((self._described(outer), *within))
 
         size = self.findings[""].least
-        while self._is_training and size < self._steps.batch:
-            if (outer := self.try_(division(size, ()))) is None:
+        while self._is_training and size < self.batch:
+            outer = self.foresee(division(size, ()))
+            if outer is None:
                 break
-            peak = outer.peak_bytes
-            part = next(parts_of(self._inputs, size))
-            inner = SegmentSearch(self._model, part, self._backend, True, until=self.until)
-            room = limit - max(0, peak - inner.seen[0].peak_bytes)
+            inner = SegmentSearch(self._foreseer.of_batch(size), until=self.until)
+            inner.share_with(self)
+            room = limit - max(0, outer.peak_bytes - inner.seen[0].peak_bytes)
             for is_first in (True, False, False):
-                segments = inner.within(max(0, room)).division.segments
-                last = self.try_(division(size, segments))
+                inner._solve(max(0, room))
+                segments = inner._best(max(0, room)).division.segments
+                last = self.foresee(division(size, segments))
                 if last is None or last.peak_bytes <= limit or room <= 0:
                     break
                 # Beside the current micro-batch, the step may hold more memory than estimated. So
                 # the second attempt leaves more room for that. The third and last attempt takes the
                 # segments with the smallest peak.
                 room = room - 2 * (last.peak_bytes - limit) if is_first else 0
-            if last is None or last.peak_bytes > limit or self.is_over(2):
+            if last is None or last.peak_bytes > limit:
                 break
             size *= 2
 
-    def _best(self, limit: int) -> Seen:
-        """The best of the steps that were run, without loops over micro-batches."""
-        steps = (one for one in self.seen if one.division.micro_batch is None)
-        return min(steps, key=lambda one: one.cost(limit))
+    def share_with(self, other: SegmentSearch) -> None:
+        """Use what another search finds out about modules."""
+        self.findings, self._unselective, self._outer = other.findings, other._unselective, other
 
     def in_parts(self, limit: int | None = None, *, inside: bool = False) -> Seen | None:
-        """Run steps of loops over micro-batches; return the fastest that fits, or None.
+        """The fastest loop over micro-batches that fits, after steps of it were run, or None.
 
         Args:
             limit: largest peak, as for `within`; None: no limit.
@@ -431,37 +416,38 @@ class SegmentSearch:
         Raises:
             ConfigError: the model cannot run on parts of a batch.
         """
-        batch = self._steps.batch
-        sizes = [batch >> n for n in range(1, _MOST_HALVINGS) if batch >> n]
         reason = self.reason_against_parts()
         if reason:
             raise ConfigError(f"loop runs a model on parts of the batch, and {reason}")
 
         def fitting() -> list[Seen]:
             loops = (one for one in self.seen if one.division.micro_batch)
-            return [one for one in loops if limit is None or one.peak_bytes <= limit]
+            return [one for one in loops if one.is_allowed and (limit is None or one.fits(limit))]
 
-        for size in sizes:
-            # As long as no step fits the limit, the search goes on even if the time is over.
-            if not (fitting() and self.is_over(2)):
-                self.try_(StepDivision(micro_batch=size))
+        for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
+            self.foresee(StepDivision(micro_batch=size))
         if inside and limit is not None and not fitting():
             self._go_inside(limit, None)
-        return min(fitting(), key=lambda one: one.time_ns, default=None)
+        while fitting():
+            best = min(fitting(), key=lambda one: one.time_ns)
+            if best.times_ns or (any(one.times_ns for one in fitting()) and self.is_over(2)):
+                return min(fitting(), key=lambda one: (not one.times_ns, one.time_ns))
+            self.run(best)
+        return None
 
     def reason_against_parts(self) -> str:
         """Why the model cannot run on parts of a batch one by one; "" if it can."""
-        batch = self._steps.batch
-        self.examine({"": max(1, batch // 2)})
+        self.examine({"": max(1, self.batch // 2)})
         found = self.findings[""]
         if found.reason:
             return f"of this model {found.reason}"
         # A copy of the model has no hooks of parameters.
-        if any(one._backward_hooks for one in self._model.parameters()):
+        if any(one._backward_hooks for one in self._foreseer.model.parameters()):
             return "hooks of its parameters would see gradients of parts"
         if found.least > 1:
             return f"of this model {_OF_ONE}"
-        return "" if found.samples == batch else "its samples are not those of its first tensor"
+        is_first = found.samples == self._examined_batch
+        return "" if is_first else "its samples are not those of its first tensor"
 
     def faster(self, loop: bool = False) -> StepDivision:
         """The division that makes steps faster beyond the noise; `WHOLE` if there is none.
@@ -474,25 +460,25 @@ class SegmentSearch:
         own = self.seen[0]
         if self.reason_against_parts():
             return WHOLE
+        self.run(own)
         self.try_sizes(loop)
-        fastest = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
+        tried = [one for one in self.seen if one.times_ns]
+        fastest = min(tried, key=lambda one: one.cost(own.peak_bytes))
         if fastest.time_ns > own.time_ns * CLEARLY:
             return WHOLE
         # Of the divisions that take about as long, the one with the smallest peak.
         most_ns = min(own.time_ns * CLEARLY, fastest.time_ns / CLEARLY)
-        alike = (one for one in self.seen if one.time_ns <= most_ns)
-        best = min(alike, key=lambda one: one.peak_bytes)
+        best = min((one for one in tried if one.time_ns <= most_ns), key=lambda one: one.peak_bytes)
         samples = race(
             [partial(self.elapsed_ns, one) for one in (WHOLE, best.division)],
             self.is_over,
             lambda samples: tells(samples[1], samples[0]),
         )
-        self._steps.divide(WHOLE)
         return best.division if raced_of(*samples).pays else WHOLE
 
     def faster_of(self, one: Seen, other: Seen) -> Seen:
         """The faster of two steps, which take turns; `seen` keeps the times of this race."""
-        if one.division == other.division:
+        if one is other:
             return one
         samples = race(
             [partial(self.elapsed_ns, step.division) for step in (one, other)],
@@ -500,34 +486,55 @@ class SegmentSearch:
             lambda samples: tells(*samples),
             is_warm=True,
         )
-        self._steps.divide(WHOLE)
-        timed = [
-            step._replace(time_ns=median_ns(times))
-            for step, times in zip((one, other), samples, strict=True)
-        ]
-        by_division = {step.division: step for step in timed}
-        self.seen = [by_division.get(step.division, step) for step in self.seen]
-        return min(timed, key=lambda step: step.time_ns)
+        for step, times in zip((one, other), samples, strict=True):
+            step.times_ns = [median_ns(times)]
+        return min((one, other), key=lambda step: step.time_ns)
+
+    def steps(self, division: StepDivision = WHOLE) -> Steps:
+        """Steps on the copy of the model, divided in this way until the next call."""
+        if self._steps is None:
+            one = self._foreseer
+            self._steps = Steps(one.model, one.inputs, self._is_training)
+        self._steps.divide(division)
+        return self._steps
 
     def elapsed_ns(self, division: StepDivision) -> int:
-        """Time in ns of a step by a division, which stays set for later calls of `self._steps`."""
-        self._steps.divide(division)
+        """Time in ns of a step by a division."""
+        steps = self.steps(division)
         with gradient_mode(self._is_training):
-            return self._backend.elapsed_ns(self._steps)
+            return self._backend.elapsed_ns(steps)
 
     def examine(self, sizes: Mapping[str, int]) -> None:
         """Find out which modules may run in micro-batches; `sizes` has a size for each module."""
         left = {name: size for name, size in sizes.items() if name not in self.findings}
-        if left:
+        if self._outer is not None:
+            self._outer.examine(left)
+        elif left:
+            steps, samples = self.steps(), self._batch_to_examine()
+            self._examined_batch = samples
             with gradient_mode(self._is_training):
-                self.findings.update(examined(self._steps.model, self._steps, left))
+                found = examined(steps.model, partial(steps.first, samples), left)
+            self.findings.update(found)
+
+    def _batch_to_examine(self) -> int:
+        """Samples of the steps in which modules are examined: as many as memory and time allow."""
+        samples, own = self.batch, self._own
+        while samples >= 2 * _LEAST_EXAMINED:
+            part = samples / max(1, self.batch)
+            needs = _OF_PEAK * part * own.own_bytes
+            left_s = None if self.until is None else _OF_TIME * (self.until - monotonic())
+            is_short = left_s is not None and _OF_STEP * part * own.time_ns / 1e9 > left_s
+            if needs <= self._backend.memory_bytes() and not is_short:
+                break
+            samples //= 2
+        return samples
 
     def _described(self, one: Segment) -> Segment:
         """The segment with the fields `shared` and `training` filled in for its module."""
         return self.findings[one.module].described(one)
 
-    def try_(self, division: StepDivision) -> Seen | None:
-        """Run a step by a division, if none ran yet, and note what its segments cost.
+    def foresee(self, division: StepDivision) -> Seen | None:
+        """Foresee a step by a division, if it was not, and note what its segments cost.
 
         Returns None if the step fails: the segments that are the cause are excluded.
         """
@@ -536,53 +543,65 @@ class SegmentSearch:
                 return seen
         if division in self._failed:
             return None
-        names = {one.module: one for one in division.segments}
-        if division.micro_batch is not None or (len(names) > 1 and "" in names):
-            names = {}  # a module that runs several times in a step has no single cost
+        names = _by_module(division)
         try:
-            profile = self._profiled(division, names)
+            profile = self._foreseer.step(division, names=names)
         except STEP_ERRORS as error:
             self._failed.add(division)
             self._exclude_the_cause(division, error)
             return None
         for call in profile.root.walk():
-            if call.name is not None:
-                one = names[call.name]
-                plain = replace(one, shared=(), training=None, lists=None, inference=(), least=1)
-                if known := self._known.get(plain):
-                    known.measured = profile.cost(call).option(plain)
-                    ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
-                    for key in self._alike(plain):
-                        self._ratios.setdefault(key, []).append(ratio)
+            if known := self._known_of(call, names):
+                known.foreseen = profile.cost(call).option(known.estimated.choice)
+        self.seen.append(Seen(division, profile))
         return self.seen[-1]
+
+    def run(self, seen: Seen) -> None:
+        """Run two steps by a division: for its real peak, and for the time of each segment.
+
+        A step that fails is left out, and the segments that are the cause are excluded.
+        """
+        names = _by_module(seen.division)
+        try:
+            steps = self.steps(seen.division)
+            with gradient_mode(self._is_training):
+                spans = self._backend.spans(lambda _: steps())
+                assert spans is not None
+                seen.real_bytes = seen.profile.held.total + max(one.peak_bytes for one in spans)
+                root, times = _timed(steps, names, self._backend)
+        except STEP_ERRORS as error:
+            self._failed.add(seen.division)
+            self.seen.remove(seen)
+            if is_out_of_memory(error):
+                return
+            self._exclude_the_cause(seen.division, error)
+            return
+        seen.times_ns.append(times[-1] - times[0])
+        for call in root.walk():
+            known = self._known_of(call, names)
+            if known is not None and known.foreseen is not None:
+                took = sum(times[b] - times[a] for a, b in (call.forward, call.backward or (0, 0)))
+                ratio = took / max(1, known.foreseen.time_ns)
+                for alike in self._alike(known.foreseen.choice):
+                    self._ratios.setdefault(alike, []).append(ratio)
+
+    def _known_of(self, call: ModuleCall, names: Mapping[str, Segment]) -> _Known | None:
+        return (
+            None if call.name is None else self._known.get((_plain(names[call.name]), call.number))
+        )
 
     def _exclude_the_cause(self, division: StepDivision, error: BaseException) -> None:
         """Exclude the segments by which, each alone, a step fails; or else the innermost one."""
         causes: dict[Segment, BaseException] = {}
         for one in division.segments if len(division.segments) > 1 else ():
             try:
-                self._steps.divide(StepDivision((one,)))
-                with gradient_mode(self._is_training):
-                    self._steps()
+                self._foreseer.step(StepDivision((one,)), names=())
             except STEP_ERRORS as alone:
                 causes[one] = alone
-            finally:
-                self._steps.divide(WHOLE)
         if not causes and division.segments:
             causes = {max(division.segments, key=lambda one: one.module.count(".")): error}
         for one, cause in causes.items():
             self.exclude(one, f"a step with it fails ({first_line(cause)})")
-
-    def _profiled(self, division: StepDivision, names: Collection[str]) -> ModuleProfile:
-        """Run a step by a division, and note it as seen."""
-        self._steps.divide(division)
-        try:
-            with gradient_mode(self._is_training):
-                profile = profiled(self._steps, names, self._backend)
-        finally:
-            self._steps.divide(WHOLE)
-        self.seen.append(Seen(division, profile.peak_bytes, profile.time_ns))
-        return profile
 
     def try_sizes(self, loop: bool = False) -> None:
         """Run steps of the whole model in micro-batches of each size, while there is time.
@@ -590,15 +609,14 @@ class SegmentSearch:
         Args:
             loop: True: also run loops over micro-batches.
         """
-        sizes = [self._steps.batch >> n for n in range(1, _MOST_HALVINGS)]
-        for size in filter(None, sizes):
+        for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
             one = self._described(Segment("", size, recompute=False))
             for division in (StepDivision((one,)), StepDivision(micro_batch=size))[: 1 + loop]:
-                if not self.is_over(_LEAST_STEPS):
-                    self.try_(division)
+                if not self.is_over(_LEAST_STEPS) and (seen := self.foresee(division)):
+                    self.run(seen)
 
     def in_blocks(self) -> Seen | None:
-        """Run a step in which each block is recomputed as a whole, as by torch.utils.checkpoint.
+        """A step in which each block is recomputed as a whole, as by torch.utils.checkpoint.
 
         A block is a module that keeps at most half of what the step keeps and is no nn.Sequential,
         or any module inside which nothing may be a segment. Returns None if there are no blocks.
@@ -614,83 +632,58 @@ class SegmentSearch:
             for child in call.children:
                 yield from blocks(child)
 
-        segments = [Segment(name, None) for name in blocks(self._root)]
+        segments = [Segment(name, None) for name in dict.fromkeys(blocks(self._root))]
         self.examine({one.module: 1 for one in segments})
         segments = [self._described(one) for one in segments if self._may_be(one)]
-        return self.try_(StepDivision(tuple(segments))) if segments else None
+        return self.foresee(StepDivision(tuple(segments))) if segments else None
 
 
-def _outermost(
-    call: ModuleCall, is_wanted: Callable[[ModuleCall], bool]
-) -> Iterator[tuple[str, int]]:
-    """Names and samples of the outermost wanted calls inside a call."""
-    for child in call.children:
-        if child.name and is_wanted(child):
-            yield child.name, child.samples
-        else:
-            yield from _outermost(child, is_wanted)
+def _one_for_each(options: Sequence[Option]) -> list[Segment]:
+    """One segment for each module, of which several calls may have different ones.
+
+    Of these, the one that keeps least is taken.
+    """
+    found: dict[str, Option] = {}
+    for option in options:
+        name = option.choice.module
+        if name not in found or option.kept_bytes < found[name].kept_bytes:
+            found[name] = option
+    return [option.choice for option in found.values()]
+
+
+def _by_module(division: StepDivision) -> dict[str, Segment]:
+    """The segments whose modules have costs of their own in a step."""
+    names = {one.module: one for one in division.segments}
+    # Inside micro-batches, a module runs several times.
+    is_inside = division.micro_batch is not None or (len(names) > 1 and "" in names)
+    return {} if is_inside else names
+
+
+def _plain(one: Segment) -> Segment:
+    """A segment without what was found out about its module."""
+    return replace(one, shared=(), training=None, lists=None, inference=(), least=1)
+
+
+def _timed(
+    steps: Steps, names: Collection[str], backend: AbstractBackend
+) -> tuple[ModuleCall, list[int]]:
+    """Run a step; return the calls of named modules, and the times of their marks in ns."""
+    times: list[int] = []
+    is_gpu = backend.device().type == "cuda"
+
+    def clock() -> None:
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(perf_counter_ns())
+
+    watcher = ModuleWatcher(steps.model, names, clock)
+    watcher.run(steps)
+    return watcher.root, times
 
 
 def _kept_of(count: int) -> list[int]:
     """Out of `count` micro-batches, the numbers that segments may keep and not recompute."""
     return sorted({0, 1, count // 4, count // 2, 3 * count // 4}) if count > 1 else [0]
-
-
-def faster_division(
-    model: nn.Module, inputs: Any, traced: Traced, config: Config, began: float
-) -> StepDivision:
-    """The division that makes steps faster without a larger peak; `WHOLE` if there is none.
-
-    Args:
-        model: any module.
-        inputs: the inputs that the model was traced with.
-        traced: the convolutions of the model.
-        config: the settings, without a memory budget.
-        began: the `time.monotonic` from which the time budget counts.
-    """
-    several = inputs if isinstance(inputs, list) else [inputs]
-    is_run = config.step_race and not config.is_replayed and not is_compiled(model)
-    if not is_run or len(several) > 1:
-        return WHOLE
-    (inputs,), backend = several, open_backend(config.backend)
-    # If all results of convolutions together fit the cache, micro-batches would not be faster.
-    results = sum(
-        prod(problem.result_shape) * problem.bytes_per_element
-        for _, problem in traced.layers
-        if problem.op == "fprop"
-    )
-    if results <= backend.cache_bytes() or reason_against_steps(
-        model, inputs, backend.device().type
-    ):
-        return WHOLE
-    try:
-        with undisturbed(model):
-            # The model is examined before it is profiled, because most networks cannot run in
-            # micro-batches in training.
-            steps = Steps(model, inputs, backward=False)
-            with torch.no_grad():
-                found = examined(steps.model, steps, {"": max(1, steps.batch // 2)})[""]
-            if not found.reason and found.samples == steps.batch:
-                del steps
-                search = SegmentSearch(
-                    model,
-                    inputs,
-                    backend,
-                    is_training=config.ops != ("fprop",),
-                    until=half_of(config, began),
-                    effort=config.effort,
-                )
-                return search.faster(config.loop)
-    # A model that was traced on fake tensors may still fail on real ones. It is no error here,
-    # because the race of whole steps reports it.
-    except STEP_ERRORS:
-        pass
-    return WHOLE
-
-
-def half_of(config: Config, began: float) -> float | None:
-    """The `time.monotonic` at which half of the time budget is over; None if no budget was set."""
-    return None if config.time_budget_s is None else began + config.time_budget_s / 2
 
 
 def _recomputed(

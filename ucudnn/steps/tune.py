@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from time import monotonic
 from typing import Any
 
+import torch
 from torch import nn
 
+from ucudnn.backends import open_backend
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
-from ucudnn.execution.compiling import original_of
+from ucudnn.execution.compiling import is_compiled, original_of
 from ucudnn.kernels.results import Progress
 from ucudnn.kernels.tuner import device_type, tune_problems
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.comparing import PlanComparer
-from ucudnn.steps.fit import MemoryBudget
+from ucudnn.steps.fit import DividedStep, fit
+from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.independence import examined
 from ucudnn.steps.judge import (
     LAYOUT_RACE_STEPS,
     RACE_STEPS,
@@ -29,15 +35,22 @@ from ucudnn.steps.judge import (
     judged_in_layouts,
     reason_against_race,
 )
-from ucudnn.steps.run import tensors_of
-from ucudnn.steps.search import faster_division
+from ucudnn.steps.run import (
+    STEP_ERRORS,
+    Steps,
+    batch_of,
+    reason_against_steps,
+    tensors_of,
+    undisturbed,
+)
+from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
 
-# The largest number of passes of tuning with a memory budget. If kernels need more memory in a step
-# than when they were measured alone, the next pass lowers their workspace limits by the difference.
-_MOST_PASSES = 4
-
 Report = Callable[[Progress], None]
+
+# Steps are compared on a part of the batch, if this many times the peak of torch's step exceed the
+# memory that is free.
+_OF_PEAK = 1.5
 
 
 def tune(
@@ -101,85 +114,71 @@ class _Tuning:
     began: float
     # Arguments for `trace_layers`; another layout or division is traced anew.
     how: Mapping[str, Any]
-    budget: MemoryBudget | None = None
+    # How the step is divided, and what that leaves to kernels if there is a memory budget.
     division: StepDivision = WHOLE
-    # Modules by which divided steps were not torch's, each with the reason.
-    reasons: tuple[tuple[str, str], ...] = ()
+    step: DividedStep | None = None
 
     def run(self) -> Plan:
-        """Tune the model and judge the plan; repeat both while steps exceed the memory budget.
-
-        A divided step is compared with torch's. If it computes something else, the step is divided
-        anew without the segments that are the cause.
-        """
+        """Tune the model, judge the plan, and compare divided steps with torch's."""
         traced = self._traced()
-        if self.config.memory_budget is None:
+        if self.config.memory_budget is not None:
+            until = half_of(self.config, self.began)
+            plan = fit(
+                *(self.model, self.inputs, self.config, traced),
+                *(partial(self._within, traced), self._compared, until),
+            )
+        else:
             self.division = faster_division(
                 self.model, self.inputs, traced, self.config, self.began
             )
             plan = self._tuned_and_judged(self._divided(traced))
-        else:
-            self.budget = MemoryBudget(self.model, self.inputs, self.config, self.began, traced)
-            self.config = self.budget.config
-            plan = self._within_budget(self.budget, traced)
-        while self.division != WHOLE:
-            try:
-                comparer = self._comparer(plan)
-                comparison, reason = comparer.compare()
-                causes = comparer.causes(reason) if reason else {}
-            # Segments that were not compared are in no plan.
-            except KeyboardInterrupt:
-                undivided = replace(plan, segments=(), micro_batch=None)
-                raise TuningInterruptedError(undivided) from None
-            if not reason:
-                plan = replace(plan, comparison=comparison)
-                plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
-                break
-            plan = self._without(causes, reason, traced)
-        reasons = self.reasons + (() if self.budget is None else self.budget.reasons)
-        return self._described(replace(plan, reasons=tuple(dict(reasons).items())))
+            if self.division != WHOLE:
+                plan, causes = self._compared(plan, is_unaligned=True)
+                if causes:
+                    self.division = WHOLE
+                    named = tuple((one.module, why) for one, why in causes.items())
+                    plan = replace(self._tuned_and_judged(traced), reasons=named)
+        if plan.division != WHOLE:
+            plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
+        return self._described(plan)
 
-    def _comparer(self, plan: Plan) -> PlanComparer:
+    def _within(self, traced: Traced, step: DividedStep) -> Plan:
+        """The plan of a divided step, whose kernels stay within its limits."""
+        self.step, self.division, self.config = step, step.division, step.config
+        return self._tuned_and_judged(self._divided(traced))
+
+    def _compared(self, plan: Plan, is_unaligned: bool) -> tuple[Plan, Mapping[Segment, str]]:
+        """The plan after a comparison with torch, and the segments by which they differ."""
         (inputs,) = self.inputs if isinstance(self.inputs, list) else [self.inputs]
-        return PlanComparer(
+        comparer = PlanComparer(
             self.model,
             inputs,
             plan,
             is_training=self.config.ops != ("fprop",),
-            is_unaligned=self.budget is None or self.budget.is_unaligned,
+            is_unaligned=is_unaligned,
+            samples=self._samples_to_compare(plan, batch_of(inputs)),
         )
-
-    def _without(self, causes: Mapping[Segment, str], reason: str, traced: Traced) -> Plan:
-        """The plan of a step without segments by which it is not torch's."""
-        if self.budget is None:
-            self.division = WHOLE
-            self.reasons = tuple((one.module, why) for one, why in causes.items())
-            self.reasons = self.reasons or (("", reason),)
-            return self._tuned_and_judged(traced)
-        if self.division.micro_batch is not None:
+        try:
+            comparison, reason = comparer.compare()
+            causes = comparer.causes(reason) if reason else {}
+        # Segments that were not compared are in no plan.
+        except KeyboardInterrupt:
+            undivided = replace(plan, segments=(), micro_batch=None)
+            raise TuningInterruptedError(undivided) from None
+        if reason and plan.micro_batch is not None:
             raise PlanError(
                 f"a training loop over micro-batches computes something else: {reason}; leave out "
                 f"loop=True"
             )
-        self.budget.divides_without(causes)
-        return self._within_budget(self.budget, traced)
+        return replace(plan, comparison=comparison), causes
 
-    def _within_budget(self, budget: MemoryBudget, traced: Traced) -> Plan:
-        errors: list[PlanError] = []
-        for _ in range(_MOST_PASSES):
-            self.division = budget.division
-            try:
-                plan = self._tuned_and_judged(self._divided(traced))
-            except PlanError as error:
-                if not budget.divides_anew(error):
-                    raise
-                errors.append(error)
-                continue
-            checked = budget.checked(plan)
-            if checked is not None:
-                return checked
-        # Of the divisions in which kernels lacked workspace, the one that needs the least budget.
-        raise min(errors, key=lambda one: one.smallest_bytes or 0, default=budget.refusal())
+    def _samples_to_compare(self, plan: Plan, batch: int) -> int | None:
+        """Samples for which there is memory for a step by torch; None: all."""
+        if plan.memory is None:
+            return None
+        free = open_backend(plan.backend).memory_bytes()
+        need = max(1, plan.memory.torch_peak_bytes - plan.memory.held_bytes)
+        return None if _OF_PEAK * need <= free else max(2, int(batch * free / (_OF_PEAK * need)))
 
     def _divided(self, traced: Traced) -> Traced:
         return traced if self.division == WHOLE else self._traced()
@@ -284,10 +283,6 @@ class _Tuning:
     ) -> Plan:
         """A plan for one layout, before it is judged."""
         races = reserved_steps if self.config.step_race else 0
-        budget = self.budget
-        if budget is not None and not budget.has_seen(memory_format, traced):
-            self.how = {**self.how, "real": True}
-            traced = self._traced(memory_format)
         plan = tune_problems(
             traced.layers,
             self.config,
@@ -295,14 +290,14 @@ class _Tuning:
             biased=traced.biased,
             reserved_steps=races,
             remeasure=self.remeasure,
-            limits=None if budget is None else budget.limits(memory_format),
+            limits=None if self.step is None else self.step.limits(memory_format),
             budget_s=budget_s,
         )
         segments, micro_batch = self.division
         plan = replace(
             plan, memory_format=memory_format, segments=segments, micro_batch=micro_batch
         )
-        return plan if budget is None else budget.noted(plan)
+        return plan if self.step is None else self.step.noted(plan)
 
     def _described(self, plan: Plan) -> Plan:
         """The plan with its model's name, its inputs, and the time that all of tuning took."""
@@ -321,3 +316,54 @@ class _Tuning:
 
 def _problems(traced: Traced) -> list[Any]:
     return [problem for _, problem in traced.layers]
+
+
+def faster_division(
+    model: nn.Module, inputs: Any, traced: Traced, config: Config, began: float
+) -> StepDivision:
+    """The division that makes steps faster without a larger peak; `WHOLE` if there is none.
+
+    Args:
+        model: any module.
+        inputs: the inputs that the model was traced with.
+        traced: the convolutions of the model.
+        config: the settings, without a memory budget.
+        began: the `time.monotonic` from which the time budget counts.
+    """
+    several = inputs if isinstance(inputs, list) else [inputs]
+    is_run = config.step_race and not config.is_replayed and not is_compiled(model)
+    if not is_run or len(several) > 1:
+        return WHOLE
+    (inputs,), backend = several, open_backend(config.backend)
+    # If all results of convolutions together fit the cache, micro-batches would not be faster.
+    results = sum(
+        prod(problem.result_shape) * problem.bytes_per_element
+        for _, problem in traced.layers
+        if problem.op == "fprop"
+    )
+    if results <= backend.cache_bytes() or reason_against_steps(
+        model, inputs, backend.device().type
+    ):
+        return WHOLE
+    try:
+        with undisturbed(model):
+            # The model is examined before it is profiled, because most networks cannot run in
+            # micro-batches in training.
+            steps = Steps(model, inputs, backward=False)
+            with torch.no_grad():
+                found = examined(steps.model, steps, {"": max(1, steps.batch // 2)})[""]
+            if not found.reason and found.samples == steps.batch:
+                del steps
+                foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",))
+                search = SegmentSearch(foreseer, until=half_of(config, began))
+                return search.faster(config.loop)
+    # A model that was traced on fake tensors may still fail on real ones. It is no error here,
+    # because the race of whole steps reports it.
+    except STEP_ERRORS:
+        pass
+    return WHOLE
+
+
+def half_of(config: Config, began: float) -> float | None:
+    """The `time.monotonic` at which half of the time budget is over; None if no budget was set."""
+    return None if config.time_budget_s is None else began + config.time_budget_s / 2
