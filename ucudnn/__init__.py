@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ucudnn.plan import Split as Split
     from ucudnn.problem import Problem as Problem
     from ucudnn.steps.advise import advise as advise
+    from ucudnn.steps.foresee import foresee as foresee
     from ucudnn.steps.tracing import trace as trace
     from ucudnn.steps.tune import tune as tune
 
@@ -44,6 +45,7 @@ _MODULE_BY_NAME = {
     "Split": "plan",
     "UcudnnError": "errors",
     "advise": "steps.advise",
+    "foresee": "steps.foresee",
     "convert_": "convert",
     "installed": "convert",
     "revert_": "convert",

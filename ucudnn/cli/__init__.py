@@ -71,6 +71,7 @@ def _before(context: typer.Context, version: VersionOption = False) -> None:
 
 
 app.command()(tune)
+app.command()(machine.foresee)
 app.command()(machine.advise)
 app.command()(tables.trace)
 app.command("enumerate")(tables.enumerate_)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,22 +147,36 @@ def bar(title: str) -> Iterator[Callable[..., None]]:
 
             yield update
     else:
-        yield _Lines(title)
+        lines = _Lines(title)
+        try:
+            yield lines
+        finally:
+            lines.end()
 
 
 class _Lines:
-    """Shows progress as lines that are at least `_LINE_S` seconds apart."""
+    """Shows progress as a line every `_LINE_S` seconds, also while nothing is reported."""
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._next = time.monotonic() + _LINE_S
+        self._parts: tuple[str, ...] = ()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def __call__(self, done: int, total: int | None, what: str = "", left: str = "") -> None:
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _LINE_S
-        parts = [self._title, f"{done} of {total}" if total else "", what, left]
-        say_error(", ".join(part for part in parts if part))
+        self._parts = f"{done} of {total}" if total else "", what, left
+
+    def end(self) -> None:
+        """Show no more lines."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._ended.wait(_LINE_S):
+            passed = f"{time.monotonic() - began:.0f} s"
+            say_error(", ".join(filter(None, [self._title, passed, *self._parts])))
 
 
 @contextmanager

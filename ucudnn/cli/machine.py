@@ -1,4 +1,4 @@
-"""`ucudnn advise` and `doctor`: examine the steps of a model without a plan, and this machine."""
+"""`ucudnn foresee`, `advise` and `doctor`: what steps of a model take, and what this machine is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import to_builtins
 from rich.table import Table
 
 import ucudnn
@@ -16,13 +17,73 @@ from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.reports.text import simple_table
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.plan import Plan
+from ucudnn.reports.text import as_sentence, simple_table
+from ucudnn.units import format_bytes, format_ns, parse_bytes
 
 if TYPE_CHECKING:
     from ucudnn.doctor import Diagnosis
     from ucudnn.plan import Timing
     from ucudnn.steps.advice import Advice
+
+
+# The most modules that `foresee` lists.
+_MOST_MODULES = 8
+
+
+@options.takes(options.ModelArgument, ("backend",))
+def foresee(
+    recipe: Recipe,
+    given: dict[str, Any],
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan that the step follows.", metavar="FILE")
+    ] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Forward only, in evaluation mode.", metavar="")
+    ] = False,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Count its state, such as adamw's.", metavar="NAME")
+    ] = None,
+    fits: Annotated[
+        str | None,
+        typer.Option(help="Print the largest batch that fits, such as 8GiB.", metavar="BYTES"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Foresee the peak memory and the time of a step, without running it.
+
+    Example: ucudnn foresee examples/models.py:resnet18 --input 32x3x224x224 --fits 2GiB
+    """
+    limit = None if fits is None else parse_bytes(fits, "--fits")
+    recipe = recipe._replace(infer=recipe.infer or evaluate)
+    config = settings(None, with_passes(given, recipe.infer))
+    known = None if plan is None else Plan.load(plan)
+    from ucudnn.steps import foresee as room
+
+    named = name_model(recipe)
+    named.fill()
+    arguments = named.module, named.examples, known, config
+    with bar("foreseeing a step"), named.context():
+        found = room.foresee(*arguments, optimizer=optimizer)
+        batches = None
+        if limit is not None:
+            batches = room.largest_batches(*arguments, limit, optimizer=optimizer)
+    if as_json:
+        values = to_builtins(found)
+        print_json(values if batches is None else {**values, "fits": batches})
+        return
+    say(as_sentence(str(found)))
+    parts = [*found.held, *found.fills]
+    for what, size in parts[: _MOST_MODULES + len(found.held)]:
+        say(f"{format_bytes(size):>12}  {what}")
+    if len(found.fills) > _MOST_MODULES:
+        rest = sum(size for _, size in found.fills[_MOST_MODULES:])
+        say(f"{format_bytes(rest):>12}  {len(found.fills) - _MOST_MODULES} other modules")
+    for note in found.notes:
+        say(f"Not exact: {note}.")
+    if batches is not None:
+        for way, batch in batches.items():
+            say(f"Within {fits}, {batch} samples fit {way}.")
 
 
 @options.takes(options.ModelArgument, ("ops", "backend", "memory_budget"))
@@ -31,6 +92,9 @@ def advise(
     given: dict[str, Any],
     config_file: options.ConfigFileOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Print all kernels, too.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Foresee all of it, and run no step.", metavar="")
+    ] = False,
     ranks: Annotated[
         int | None, typer.Option(help="Ranks of a job that is not here; with --link.")
     ] = None,
@@ -56,7 +120,7 @@ def advise(
     from ucudnn.distributed import startup
 
     if ranks is not None or link is not None or startup.is_in_job():
-        if given or config_file or everything:
+        if given or config_file or everything or dry:
             raise ConfigError(
                 "in ranks, advise takes no settings and no --all, as it is about exchanges; leave "
                 "them out"
@@ -76,6 +140,7 @@ def advise(
             named.examples,
             config,
             real=recipe.real,
+            dry=dry,
             on_kernel=lambda done, total: update(done, total, "timing kernels"),
         )
     if as_json:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -119,22 +119,6 @@ class Largest:
 
     def __str__(self) -> str:
         return f"{'~' * self.is_estimated}{self.batch}"
-
-
-def largest_batch(points: Sequence[tuple[int, int]], budget: int) -> tuple[int, int]:
-    """The largest batch within a budget, and its peak, on a line through the last two points.
-
-    >>> largest_batch([(4, 50), (8, 90)], 125)
-    (11, 120)
-
-    Args:
-        points: (batch, peak in bytes) of at least two steps of different batches.
-        budget: memory budget in bytes.
-    """
-    (one, at_one), (other, at_other) = points[-2:]
-    slope = max(1, ceil((at_other - at_one) / (other - one)))
-    batch = max(0, other + (budget - at_other) // slope)
-    return batch, at_other + (batch - other) * slope
 
 
 @dataclass(frozen=True, slots=True)

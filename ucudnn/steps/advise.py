@@ -13,8 +13,7 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import nn
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
 from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, filling
@@ -28,7 +27,9 @@ from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice
+from ucudnn.steps.foresee import Foreseer, largest_batch
+from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.race import race, tells
 from ucudnn.steps.run import (
     STEP_ERRORS,
@@ -39,7 +40,6 @@ from ucudnn.steps.run import (
     undisturbed,
 )
 from ucudnn.steps.search import Seen, SegmentSearch
-from ucudnn.steps.step_profile import StepProfile, StepProfiler
 from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_bytes
 
@@ -60,8 +60,6 @@ _SHARES = (0.5, 0.25, 0.75)
 _SEARCH_STEPS, _TRIAL_STEPS = 6, 4
 # Number of steps for the first trial, that of micro-batches of at least two sizes.
 _FIRST_STEPS = 9
-# The largest number of steps that are run to check the estimate of the largest batch.
-_MOST_CHECKS = 3
 # A way is too slow to be of use for its time if a step takes more than this many times as long as
 # by its rival: the step as it is, or the fastest micro-batches.
 _SLOWER = 1.1
@@ -76,15 +74,17 @@ def advise(
     config: Config | None = None,
     *,
     real: bool = False,
+    dry: bool = False,
     on_kernel: Callable[[int, int], None] | None = None,
 ) -> Advice:
-    """Run a step in several ways, report what fills its memory, and give a verdict.
+    """Foresee and run a step in several ways, report what fills its memory, and give a verdict.
 
     The ways are the step as it is, channels_last, segments, micro-batches, checkpoints and, by
     estimate, a plan for the convolutions. With a memory budget, the verdict is the largest batch
-    that fits it. There is no search for plans, and nothing is cached. Advice takes about a minute
-    for steps of up to a second. Steps are run on deep copies of the model; the model and the states
-    of random generators do not change. A compiled model is run uncompiled, with a warning.
+    that fits it. A step that does not fit the memory is foreseen and not run. There is no search
+    for plans, and nothing is cached. Advice takes about a minute for steps of up to a second. Steps
+    are run on deep copies of the model; the model and the states of random generators do not
+    change. A compiled model is run uncompiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -98,6 +98,7 @@ def advise(
         config: the settings; only `ops`, `backend` and `memory_budget` matter; default: `Config()`.
         real: compute one step to find the convolutions, for a model whose control flow depends on
             values.
+        dry: run no step: everything is foreseen, which takes seconds.
         on_kernel: called after every kernel, with the numbers of kernels done and of all kernels.
 
     Raises:
@@ -118,7 +119,9 @@ def advise(
     began, backend = monotonic(), open_backend(config.backend)
     # torch has no channels_last layout in 1-D, and "nhwc" problems are in channels_last already.
     has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in names)
-    advice = _Trials(model, example_inputs, backend, config, began).advice(has_other)
+    advice = _Trials(model, example_inputs, backend, config, began, dry).advice(has_other)
+    if dry:
+        return advice
     until = max(began + _MOST_S, monotonic() + _LEAST_S)
     found: dict[Problem, KernelAdvice] = {}
     # Function modes of the caller, such as `with torch.device(...)`, would change where operands
@@ -154,12 +157,12 @@ class _Trials:
     backend: AbstractBackend
     config: Config
     began: float
+    is_dry: bool = False
     ways: list[WayAdvice] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
     search: SegmentSearch | None = None
-    plain: Steps | None = None
     last: Steps | None = None
     spread: float = 0.0
 
@@ -212,11 +215,6 @@ class _Trials:
             reason=reason,
         )
 
-    @property
-    def _held(self) -> int:
-        """Bytes that are allocated during the whole step."""
-        return 0 if self.profile is None else self.profile.held.total
-
     def _note_load(self) -> None:
         self.loads.append(self.backend.state().load)
 
@@ -237,28 +235,26 @@ class _Trials:
         return False
 
     def _as_it_is(self) -> None:
-        """Run the step as it is."""
+        """Foresee the step as it is, and run it if it fits the memory."""
+        self.foreseer = Foreseer(self.model, self.inputs, self.backend, self.is_training)
+        self.profile = own = self.foreseer.step()
+        self.own_ns = own.time_ns
         if self.is_single:
-            with self._trying("segments and micro-batches"):
-                self.search = SegmentSearch(
-                    self.model, self.example, self.backend, self.is_training
-                )
-        with self._trying("what fills the memory"):
-            self.profile = StepProfiler(
-                self.model, self.inputs, self.backend, self.is_training
-            ).profile()
-        how = "leave it as it is"
-        if self.search is not None:
-            _, peak, self.own_ns = self.search.seen[0]
-            # The peak is taken from the profile, so that the causes in the profile add up to it.
-            if self.profile is not None:
-                peak = self.profile.peak_bytes - self._held
+            self.search = SegmentSearch(self.foreseer)
         else:
-            if not self.is_single:
-                self.left_out.append("segments and micro-batches (one example at a time)")
+            self.left_out.append("segments and micro-batches (one example at a time)")
+        how, fits = "leave it as it is", own.own_bytes <= self.backend.memory_bytes()
+        budget = self.config.with_budget_of(own.peak_bytes).budget_bytes
+        self.may_run = not self.is_dry and fits and (budget is None or own.peak_bytes <= budget)
+        if self.may_run:
             self.plain = Steps(self.model, self.inputs, self.is_training)
-            peak, self.own_ns = self._run(self.plain)
-        self.ways.append(WayAdvice("as it is", how, peak + self._held, self.own_ns))
+            _, self.own_ns = self._run(self.plain)
+        elif not self.is_dry:
+            self.left_out.append(
+                f"the step as it is (it needs {format_bytes(own.peak_bytes)}, foreseen)"
+            )
+        own_way = WayAdvice("as it is", how, own.peak_bytes, self.own_ns)
+        self.ways.append(replace(own_way, is_estimated=not self.may_run))
 
     def _run(self, steps: Steps) -> tuple[int, int]:
         """Peak of a step beyond what was allocated before it, and its time."""
@@ -271,14 +267,15 @@ class _Trials:
 
     def _add(self, name: str, how: str, seen: Seen) -> None:
         if all(way.division != seen.division for way in self.ways):
-            peak = seen.peak_bytes + self._held
-            self.ways.append(WayAdvice(name, how, peak, seen.time_ns, division=seen.division))
+            way = WayAdvice(name, how, seen.peak_bytes, seen.time_ns, division=seen.division)
+            self.ways.append(replace(way, is_estimated=not seen.times_ns))
 
     def _all_ways(self, has_other: bool) -> None:
         """Try all ways, the most useful first."""
         search = self.search
         trials: dict[str, Callable[[], None]] = {}
         if search is not None:
+            search.is_dry = self.is_dry
             name = "loop" if self.is_training else "micro-batches"
             trials[name] = partial(self._try_sizes, search, name)
             for share in _SHARES:
@@ -302,6 +299,7 @@ class _Trials:
         if self._has_time("checkpoint per block", _TRIAL_STEPS):
             seen = search.in_blocks()
             if seen is not None:
+                search.run_if_fits(seen)
                 self._add("checkpoint per block", "checkpoint each block", seen)
 
     def _try_sizes(self, search: SegmentSearch, name: str) -> None:
@@ -313,12 +311,12 @@ class _Trials:
         # This way is the most useful one, so it gets time for some steps even if these are long.
         assert search.until is not None
         search.until = max(search.until, monotonic() + _FIRST_STEPS * self.own_ns / 1e9)
-        before = len(search.seen)
         if self.is_training:
             search.in_parts()
         else:
             search.try_sizes()
-        tried = search.seen[before:]
+        found = [one for one in search.seen if one.division != WHOLE and _is_of_model(one)]
+        tried = [one for one in found if one.times_ns or self.is_dry]
         if not tried:
             self.left_out.append(f"{name} (no time)")
             return
@@ -335,20 +333,17 @@ class _Trials:
     def _try_segments(self, search: SegmentSearch, share: float) -> None:
         """Try segments with a peak of at most this share of the peak of the step as it is."""
         own, name = self.ways[0].peak_bytes, f"segments at {share:.0%}"
-        limit = int(share * own) - self._held
+        limit = int(share * own)
         # Segments that were found for a larger share may have a peak within this share, too. Then
         # no search is needed.
         done = [way.peak_bytes for way in self.ways if way.name.startswith("segments")]
-        if share < _SHARES[0] and any(peak <= limit + self._held for peak in done):
-            return
-        if limit <= 0:
-            self.left_out.append(f"{name} (parameters, inputs and the like take more)")
+        if share < _SHARES[0] and any(peak <= limit for peak in done):
             return
         part = 1.0 if share == _SHARES[0] else _TRIALS_PART
         if not self._has_time(name, _SEARCH_STEPS, part):
             return
         seen = search.within(limit)
-        peak, setting = seen.peak_bytes + self._held, f"{share:.0%}"
+        peak, setting = seen.peak_bytes, f"{share:.0%}"
         if seen.peak_bytes > limit:
             self.left_out.append(f"{name} (the smallest peak that was found is {peak / own:.0%})")
             setting = format_bytes(peak).replace(" ", "")
@@ -360,15 +355,18 @@ class _Trials:
         """Try the step in channels_last."""
         name = "channels_last"
         if self._has_time(name, _TRIAL_STEPS, _STEPS_PART):
-            self.last = Steps(self.model, self.inputs, self.is_training, name)
-            peak, time_ns = self._run(self.last)
-            way = WayAdvice(name, f"use {name}", peak + self._held, time_ns, memory_format=name)
-            self.ways.append(way)
+            found = self.foreseer.step(memory_format=name)
+            time_ns = found.time_ns
+            if self.may_run:
+                self.last = Steps(self.model, self.inputs, self.is_training, name)
+                _, time_ns = self._run(self.last)
+            way = WayAdvice(name, f"use {name}", found.peak_bytes, time_ns, memory_format=name)
+            self.ways.append(replace(way, is_estimated=not self.may_run))
 
     def _elapsed_ns(self, way: WayAdvice) -> int:
         """Time of one more step by a way."""
         is_last = way.memory_format == "channels_last"
-        if self.search is not None and not is_last:
+        if self.search is not None and way.division != WHOLE:
             return self.search.elapsed_ns(way.division)
         steps = self.last if is_last else self.plain
         assert steps is not None
@@ -389,8 +387,10 @@ class _Trials:
 
     def _race(self) -> None:
         """Time the promising ways in turn with the step as it is."""
+        if not self.may_run:
+            return
         own = self.ways[0]
-        rivals = self._rivals(own)
+        rivals = [way for way in self._rivals(own) if not way.is_estimated]
         if len(self.ways) > 1 and not rivals:
             self.left_out.append("timing ways in turn (no time)")
         own_s, faults = own.time_ns / 1e9, list[int]()
@@ -437,97 +437,34 @@ class _Trials:
         """The memory budget in bytes; None: it is not set, or no largest batch can be found."""
         if self.config.memory_budget is None:
             return None
-        if self.profile is None or not (self.is_single and self.batch):
+        if not (self.is_single and self.batch):
             self.left_out.append("the largest batch (it takes one example with a batch)")
             return None
         return self.config.with_budget_of(self.ways[0].peak_bytes).budget_bytes
 
     def _find_largest(self, budget: int) -> None:
-        """Estimate each way's largest batch from a step of another batch; check the best one."""
-        other = self.batch // 2 or 2
-        points: dict[str, list[tuple[int, int]]] = {}
+        """Foresee each way's largest batch."""
         for place, way in enumerate(self.ways):
-            name = f"the largest batch by {way.name}"
-            if place > 1 and not self._has_time(name, 1, _STEPS_PART):
-                continue
-            with self._trying(name):
-                peak, _ = self._step_at(way, other)
-                points[way.name] = [(other, peak), (self.batch, way.peak_bytes)]
-                self._set_largest(place, *largest_batch(points[way.name], budget))
-        for _ in range(_MOST_CHECKS):
-            answer = Advice((), self.backend.device(), tuple(self.ways)).roomiest
-            if answer is None or answer.largest is None or not answer.largest.is_estimated:
-                break
-            with self._trying("a step of the largest batch"):
-                if not self._check(answer, points[answer.name], budget):
-                    break
+            with self._trying(f"the largest batch by {way.name}"):
+                step = partial(self._peak_at, way)
+                batch, peak = largest_batch(step, self.batch, budget)
+                largest = Largest(batch, peak, way.time_ns * batch // self.batch)
+                self.ways[place] = replace(way, largest=largest)
 
-    def _set_largest(self, place: int, batch: int, peak: int, time_ns: int | None = None) -> None:
-        way = self.ways[place]
-        foreseen_ns = way.time_ns * batch // self.batch
-        largest = Largest(batch, peak, foreseen_ns if time_ns is None else time_ns, time_ns is None)
-        self.ways[place] = replace(way, largest=largest)
+    def _peak_at(self, way: WayAdvice, batch: int) -> int:
+        """Foreseen peak of a step of another batch."""
+        foreseer = replace(self.foreseer, operators="in part").of_batch(batch)
+        return foreseer.step(way.division, way.memory_format, names=()).peak_bytes
 
-    def _check(self, way: WayAdvice, points: list[tuple[int, int]], budget: int) -> bool:
-        """Run a step of a way's largest batch; False if there is no time or memory for it."""
-        place, largest = self.ways.index(way), way.largest
-        assert largest is not None
-        if largest.batch == self.batch:
-            self._set_largest(place, self.batch, way.peak_bytes, way.time_ns)
-            return True
-        steps = largest.batch // self.batch + 1
-        if not self._has_time(f"a step of batch {largest.batch}", steps, 1.0):
-            return False
-        if largest.peak_bytes > self.backend.memory_bytes():
-            self.left_out.append(f"a step of batch {largest.batch} (too little memory is free)")
-            return False
-        peak, time_ns = self._step_at(way, largest.batch)
-        points.append((largest.batch, peak))
-        if peak <= budget:
-            self._set_largest(place, largest.batch, peak, time_ns)
-        else:
-            batch, foreseen = largest_batch(points, budget)
-            self._set_largest(place, min(batch, largest.batch - 1), foreseen)
-        return True
 
-    def _step_at(self, way: WayAdvice, batch: int) -> tuple[int, int]:
-        """Peak and time of a step of another batch; the peak counts what is held all through it."""
-        inputs = _resized(self.example, self.batch, batch)
-        steps = Steps(self.model, inputs, self.is_training, way.memory_format, way.division)
-        times = list[int]()
-        with gradient_mode(self.is_training):
-            spans = self.backend.spans(lambda _: times.append(self.backend.elapsed_ns(steps)))
-        assert spans is not None
-        grown = _bytes_of_batch(inputs, batch) - _bytes_of_batch(self.example, self.batch)
-        return self._held + grown + max(span.peak_bytes for span in spans), times[0]
+def _is_of_model(one: Seen) -> bool:
+    """True if the whole model runs in micro-batches."""
+    segments, micro_batch = one.division
+    return micro_batch is not None or [each.module for each in segments] == [""]
 
 
 def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _bytes_of_batch(inputs: Any, batch: int) -> int:
-    """Bytes of the tensors that have `batch` samples."""
-    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
-    return sum(one.numel() * one.element_size() for one in tensors if len(one) == batch)
-
-
-def _resized(inputs: Any, count: int, batch: int) -> Any:
-    """Inputs with another number of samples: the first samples, or all samples repeated.
-
-    >>> _resized(torch.arange(3), 3, 5)
-    tensor([0, 1, 2, 0, 1])
-    """
-
-    def resized(one: Tensor) -> Tensor:
-        if not one.dim() or len(one) != count:
-            return one
-        whole, rest = divmod(batch, count)
-        return torch.cat([*[one.detach()] * whole, one.detach()[:rest]]).requires_grad_(
-            one.requires_grad
-        )
-
-    return tree_map_only(Tensor, resized, inputs)
 
 
 def _timed_kernel(

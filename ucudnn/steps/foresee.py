@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -51,6 +51,8 @@ from ucudnn.steps.tracing import StepRecorder, as_written, record_step, uninterr
 _SMALL = 1 << 16
 # The most bytes of the operands of an operator that is called with a part of the samples.
 _PART_BYTES = 64 << 20
+# No larger batch is looked for.
+_MOST_BATCH = 1 << 24
 Operators = Literal["whole", "in part", "none"]
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -410,6 +412,74 @@ def foresee(
     else:
         found = foreseer.step(plan.division, plan.memory_format, plan)
     return found.foresight(foreseer.batch, foreseer.is_training)
+
+
+def largest_batch(peak_at: Callable[[int], int], batch: int, budget: int) -> tuple[int, int]:
+    """The largest batch within a budget, and its peak; (0, 0) if not even one sample fits.
+
+    >>> largest_batch(lambda batch: 10 + 10 * batch, 4, 125)
+    (11, 120)
+
+    Args:
+        peak_at: peak in bytes of a step of a batch; it must not fall with the batch.
+        batch: where to begin.
+        budget: memory budget in bytes.
+    """
+    fits, exceeds = (0, 0), 0
+    peaks: dict[int, int] = {}
+    while not exceeds or exceeds - fits[0] > 1:
+        peaks[batch] = peak_at(batch)
+        if peaks[batch] <= budget:
+            fits = batch, peaks[batch]
+        else:
+            exceeds = batch
+        # Peaks grow nearly in a line, which the two batches nearest to the budget show.
+        near = sorted(peaks, key=lambda one: abs(peaks[one] - budget))[:2]
+        most = exceeds - 1 if exceeds else _MOST_BATCH
+        if len(near) == 1:
+            batch = 2 * batch if not exceeds else batch // 2
+        else:
+            slope = (peaks[near[1]] - peaks[near[0]]) / (near[1] - near[0])
+            batch = near[0] + int((budget - peaks[near[0]]) / max(1.0, slope))
+        batch = min(max(batch, fits[0] + 1), most)
+        if fits[0] >= most:
+            break
+    return fits
+
+
+def largest_batches(
+    model: nn.Module,
+    example_inputs: Any,
+    plan: Plan | None,
+    config: Config,
+    limit: int,
+    *,
+    optimizer: str | None = None,
+) -> dict[str, int]:
+    """The largest batches of which a step fits a limit, by torch and, if there is one, by a plan.
+
+    Args:
+        model: as for `foresee`, like the next three.
+        example_inputs: one example.
+        plan: the plan.
+        config: the settings.
+        limit: bytes that a step may have allocated.
+        optimizer: as for `foresee`.
+
+    Returns:
+        For each way in words, the number of samples; 0 if not even one fits.
+    """
+    (inputs,) = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+
+    def peak(by: Plan | None, batch: int) -> int:
+        found = foresee(
+            *(model, inputs, by, config), optimizer=optimizer, batch=batch, operators="in part"
+        )
+        return found.peak_bytes
+
+    ways = {"undivided": None} | ({} if plan is None else {"by the plan": plan})
+    given = batch_of(inputs)
+    return {way: largest_batch(partial(peak, by), given, limit)[0] for way, by in ways.items()}
 
 
 def with_state(held: Held, model: nn.Module, optimizer: str) -> Held:

@@ -157,6 +157,8 @@ class SegmentSearch:
         self._samples = {call.name: call.samples for call in self._root.walk()}
         self._steps: Steps | None = None
         self._examined_batch = 0
+        # True: no step is run; what is foreseen decides.
+        self.is_dry = False
         # The search by which modules are examined, if it is not this one.
         self._outer: SegmentSearch | None = None
 
@@ -324,7 +326,7 @@ class SegmentSearch:
             best = self._best(limit)
             fitting = [one for one in self._candidates() if one.fits(limit)]
             is_run = any(one.times_ns for one in fitting)
-            if not fitting or best.times_ns or (is_run and self.is_over(2)):
+            if self.is_dry or not fitting or best.times_ns or (is_run and self.is_over(2)):
                 break
             self.run(best)
         self._time_again(limit)
@@ -430,7 +432,8 @@ class SegmentSearch:
             self._go_inside(limit, None)
         while fitting():
             best = min(fitting(), key=lambda one: one.time_ns)
-            if best.times_ns or (any(one.times_ns for one in fitting()) and self.is_over(2)):
+            is_run = any(one.times_ns for one in fitting())
+            if self.is_dry or best.times_ns or (is_run and self.is_over(2)):
                 return min(fitting(), key=lambda one: (not one.times_ns, one.time_ns))
             self.run(best)
         return None
@@ -556,6 +559,11 @@ class SegmentSearch:
         self.seen.append(Seen(division, profile))
         return self.seen[-1]
 
+    def run_if_fits(self, seen: Seen) -> None:
+        """Run two steps by a division as `run` does, if there is memory for them."""
+        if not self.is_dry and seen.profile.own_bytes <= self._backend.memory_bytes():
+            self.run(seen)
+
     def run(self, seen: Seen) -> None:
         """Run two steps by a division: for its real peak, and for the time of each segment.
 
@@ -612,8 +620,9 @@ class SegmentSearch:
         for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
             one = self._described(Segment("", size, recompute=False))
             for division in (StepDivision((one,)), StepDivision(micro_batch=size))[: 1 + loop]:
-                if not self.is_over(_LEAST_STEPS) and (seen := self.foresee(division)):
-                    self.run(seen)
+                seen = self.foresee(division)
+                if seen is not None and not self.is_over(_LEAST_STEPS):
+                    self.run_if_fits(seen)
 
     def in_blocks(self) -> Seen | None:
         """A step in which each block is recomputed as a whole, as by torch.utils.checkpoint.
