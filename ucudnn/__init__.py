@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ucudnn.convert import tune_ as tune_
     from ucudnn.errors import PlanError as PlanError
     from ucudnn.errors import UcudnnError as UcudnnError
-    from ucudnn.plan import Chunk as Chunk
     from ucudnn.plan import Plan as Plan
     from ucudnn.plan import Split as Split
     from ucudnn.problem import Problem as Problem
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 # The names imported above, each with its module. Type checkers find the names in the imports, and
 # `__getattr__` finds them in this table.
 _MODULE_BY_NAME = {
-    "Chunk": "plan",
     "Config": "config",
     "Plan": "plan",
     "PlanError": "errors",

@@ -31,6 +31,7 @@ from ucudnn.measurement import Subject as Subject
 from ucudnn.outcomes import Comparison as Comparison
 from ucudnn.outcomes import Compilation as Compilation
 from ucudnn.outcomes import Contestant as Contestant
+from ucudnn.outcomes import Foresight as Foresight
 from ucudnn.outcomes import LayoutHint as LayoutHint
 from ucudnn.outcomes import LayoutRace as LayoutRace
 from ucudnn.outcomes import Origin as Origin
@@ -42,6 +43,7 @@ from ucudnn.plan import Timing as Timing
 from ucudnn.segment import MicroBatch as MicroBatch
 from ucudnn.segment import Segment as Segment
 from ucudnn.segment import StepDivision as StepDivision
+from ucudnn.split import Chunk as Chunk
 from ucudnn.steps.advice import Advice as Advice
 from ucudnn.steps.advice import KernelAdvice as KernelAdvice
 from ucudnn.steps.advice import Largest as Largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from ucudnn.steps.run import batch_of
 
 # Operators of at least this time are timed once, shorter ones in `_ROUNDS` rounds.
 _LONG_NS, _ROUNDS = 10_000_000, 3
+# The least samples of which a part shows how the needs grow with the batch.
+_LEAST_CUT = 4
 # Time of an operator that is too small to be measured.
 SMALL_NS = 5_000
 # Errors of an operator that is called alone.
@@ -66,38 +68,45 @@ class OperatorTable:
             most_bytes: larger operands are cut: two calls with fewer samples show how the needs
                 grow with the batch; None: no operand is cut, unless memory is short.
         """
-        key = (operator, way, most_bytes, _settings(), *map(_key, tree_leaves((args, kwargs))))
-        if key not in self._known:
-            with context or nullcontext():
-                self._known[key] = self._measured(operator, args, kwargs, most_bytes)
-        return self._known[key]
+        with context or nullcontext():
+            return self._measured(operator, args, kwargs, way, most_bytes)
 
-    def _measured(self, operator: Any, args: Any, kwargs: Any, most_bytes: int | None) -> Inside:
+    def _measured(
+        self, operator: Any, args: Any, kwargs: Any, way: Hashable, most_bytes: int | None
+    ) -> Inside:
         count = batch_of(args)
         size = sum(map(_bytes, tree_leaves((args, kwargs))))
         parts = 1
-        while most_bytes is not None and size // parts > most_bytes and 4 * parts <= count:
-            parts *= 2
+        if most_bytes is not None and size > most_bytes and count >= _LEAST_CUT:
+            parts = -(-size // most_bytes)
         while True:
             try:
                 if parts == 1:
-                    return self._run(operator, args, kwargs)
-                sizes = count // parts, count // (2 * parts)
-                large, small = (
-                    self._run(operator, *tree_map(partial(_cut, count, part), (args, kwargs)))
-                    for part in sizes
+                    return self._known_of(operator, args, kwargs, way)
+                # Powers of two, so that several batches have the same parts.
+                large = 1 << max(1, (count // parts).bit_length() - 1)
+                cuts = (partial(_cut, count, part) for part in (large, large // 2))
+                found, half = (
+                    self._known_of(operator, tree_map(cut, args), tree_map(cut, kwargs), way)
+                    for cut in cuts
                 )
             except _ERRORS as error:
                 # Some operators need values that are not known here, such as a range of indices.
-                if not is_out_of_memory(error) or 8 * parts > count:
+                if not is_out_of_memory(error) or 2 * parts > count or count < _LEAST_CUT:
                     self.failed[str(operator)] = first_line(error)
                     return Inside(0, SMALL_NS)
                 del error
                 parts *= 2
                 continue
-            factor = (count - sizes[0]) / (sizes[0] - sizes[1])
-            grown = (round(b + factor * (b - s)) for b, s in zip(large, small, strict=True))
+            factor = (count - large) / (large - large // 2)
+            grown = (round(b + factor * (b - s)) for b, s in zip(found, half, strict=True))
             return Inside(*(max(0, one) for one in grown))
+
+    def _known_of(self, operator: Any, args: Any, kwargs: Any, way: Hashable) -> Inside:
+        key = (operator, way, _settings(), *map(_key, tree_leaves((args, kwargs))))
+        if key not in self._known:
+            self._known[key] = self._run(operator, args, kwargs)
+        return self._known[key]
 
     def _run(self, operator: Any, args: Any, kwargs: Any) -> Inside:
         # What reaches an operator in a step has passed autocast; called alone, it would be cast
@@ -127,10 +136,13 @@ class OperatorTable:
         return Inside(max(0, workspace), sorted(times)[len(times) // 2])
 
 
-@lru_cache
+_tables: dict[Hashable, OperatorTable] = {}
+
+
 def operators_of(backend: AbstractBackend) -> OperatorTable:
-    """The table of a backend, which all steps of this process share."""
-    return OperatorTable(backend)
+    """The table of a device, which all steps of this process share."""
+    key = backend.name, backend.device()
+    return _tables.setdefault(key, OperatorTable(backend))
 
 
 def _settings() -> Hashable:

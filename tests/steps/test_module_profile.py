@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ucudnn.backends import open_backend
-from ucudnn.steps.module_profile import ModuleCall, ModuleWatcher, profiled
-from ucudnn.steps.run import Steps
+from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.profile import ModuleCall, ModuleWatcher
 
 # Marks, hooks and Python's own objects on the way: some KiB.
 SLACK = 24 << 10
@@ -26,11 +26,8 @@ def _settings(one_thread):
 
 
 def profile(model, x, backward=True):
-    steps = Steps(model, x, backward)
     names = [name for name, _ in model.named_modules() if name]
-    with nullcontext() if backward else torch.no_grad():
-        steps()
-        return profiled(steps, names, open_backend("torch_cpu"))
+    return Foreseer(model, x, open_backend("torch_cpu"), backward).step(names=names)
 
 
 def calls(found):
