@@ -117,7 +117,8 @@ class SegmentForward:
         for (begin, end), within in self.stretches.items():
             if begin <= stretch.begin and stretch.end <= end:
                 inner = stretch._replace(begin=stretch.begin - begin, end=stretch.end - begin)
-                return _installed(within).add(inner, segment)
+                _installed(within).add(inner, segment)
+                return
         own = self.stretches[stretch.begin, stretch.end] = nn.Sequential()
         _installed(own).segment = segment
 
