@@ -142,7 +142,7 @@ class SegmentForward:
         return _applied(forward, args, kwargs)
 
     @untraced
-    def _parts(self) -> list[nn.Module]:
+    def _parts(self) -> list[_Run]:
         """The children of the sequence; those of a stretch are one."""
         parts: list[tuple[str, Any]] = [*self.module._modules.items()]
         # From the last stretch to the first, so that the places of earlier ones stay the same.
@@ -152,7 +152,9 @@ class SegmentForward:
             if [*stretch._modules.items()] != own:
                 stretch._modules = dict(own)
             stretch.training = self.module.training
-            parts[begin:end] = [("", stretch)]
+            # The model does not have this module: hooks of all modules see it only while it has a
+            # hook of its own, by which it is measured.
+            parts[begin:end] = [("", stretch if stretch._forward_hooks else stretch.forward)]
         return [one for _, one in parts]
 
     @untraced
@@ -429,7 +431,7 @@ def _applied(forward: _Run, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _chained(parts: Sequence[nn.Module], input: Any) -> Any:
+def _chained(parts: Sequence[_Run], input: Any) -> Any:
     for one in parts:
         input = one(input)
     return input
