@@ -10,7 +10,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -171,6 +171,8 @@ class _Probe:
     with_backward: bool
     found: dict[str, Independence]
     busy: list[_Probe]
+    # Indices of tensors that have samples, among the leaves of the arguments of any call.
+    rows: set[int] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.hidden or type(self.module).forward.__get__(self.module)
@@ -188,7 +190,27 @@ class _Probe:
                 found = self._finding(forward, arguments)
             finally:
                 self.busy.clear()
-            self.found[self.name] = replace(found, least=max(found.least, before.least))
+            leaves, _ = take_apart(arguments)
+            self.rows |= {n for n, one in enumerate(leaves) if _has_rows(one, found.samples)}
+            self.found[self.name] = self._of_all_calls(before, found)
+
+    def _of_all_calls(self, before: Independence, found: Independence) -> Independence:
+        """What holds for the earlier calls of the module and for one more."""
+        shared = tuple(sorted({*before.shared, *found.shared}))
+        lists = dict(before.lists) | dict(found.lists)
+        is_alike = self.rows.isdisjoint(shared) and lists == dict(found.lists) | dict(before.lists)
+        reason = found.reason or ("" if is_alike else "its calls do not divide the same arguments")
+        return replace(
+            found,
+            reason=reason,
+            shared=shared,
+            lists=tuple(lists.items()),
+            least=max(found.least, before.least),
+            is_unaligned=found.is_unaligned or before.is_unaligned,
+            divides_in=() if reason else _united(before.divides_in, found.divides_in),
+            repeats_in=_united(before.repeats_in, found.repeats_in) if found.repeats else (),
+            infers_in=() if reason else _united(before.infers_in, found.infers_in),
+        )
 
     def _finding(self, forward: Callable[..., Any], arguments: Any) -> Independence:
         is_training = self.with_backward and torch.is_grad_enabled()
@@ -230,6 +252,12 @@ class _Sequence:
             assert child is not None
             input = child(input)
         return input
+
+
+def _united(
+    modes: tuple[tuple[str, ...], ...], others: tuple[tuple[str, ...], ...]
+) -> tuple[tuple[str, ...], ...]:
+    return tuple(dict.fromkeys(modes + others))
 
 
 class _Run(NamedTuple):
