@@ -128,10 +128,7 @@ REPEATED = {
     "offloaded": [Segment("body", None, recompute=False, offload=True)],
     "stretches": [FIRST, LAST],
     "nested": [Segment("body", None), FIRST, Segment("body.layers[1:2]", None), LAST],
-    "selective inside": [
-        Segment("body", None),
-        Segment("body.layers", None, False, selective=True),
-    ],
+    "selective inside": [Segment("body", None), replace(SELECTIVE, module="body.layers")],
     "in the model": [Segment("", None), Segment("body", None), FIRST, LAST],
 }
 # If its samples do not depend on each other.

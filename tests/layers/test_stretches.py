@@ -368,9 +368,20 @@ def test_compiled_and_exported() -> None:
     model, x = net().float(), samples().detach().float().requires_grad_()
     names = ("layers[0:2]", "layers[2:5]", "layers[3:5]")
     ours = assert_as_torch(model, recomputed(*names), x, bound=1e-5)
-    compiled = torch.compile(ours, backend="eager")
-    for a, b in zip(left(compiled, x), left(model, x), strict=True):
-        torch.testing.assert_close(a, b)
+    compiled = list[str]()
+
+    def backend(graph: Any, _: object) -> Any:
+        compiled.append(graph.code)
+        return graph
+
+    for segments in (recomputed(*names), recomputed("layers[2:4]")):
+        segment_(ours, segments)
+        torch._dynamo.reset()
+        compiled.clear()
+        for a, b in zip(left(torch.compile(ours, backend=backend), x), left(model, x), strict=True):
+            torch.testing.assert_close(a, b)
+        # What is in stretches, and what is between them.
+        assert all(one in "".join(compiled) for one in ("tanh", "sigmoid"))
     segment_(ours, [Segment("layers[0:3]", 2), Segment("layers[3:5]", 2, recompute=False)])
     traced = torch.fx.symbolic_trace(ours)
     exported = torch.export.export(ours, (x.detach(),)).module()

@@ -137,25 +137,34 @@ class SegmentForward:
     @untraced_alone
     def _forward(self, args: Any, kwargs: Any) -> Any:
         if self.stretches and not _is_rewritten():
-            return _chained(self._parts(), *args, **kwargs)
+            is_compiled = callable(eval_frame.get_eval_frame_callback())
+            return _in_turn(self._parts(is_compiled), *args, **kwargs)
         forward = self.hidden or type(self.module).forward.__get__(self.module)
         return _applied(forward, args, kwargs)
 
     @untraced
-    def _parts(self) -> list[_Run]:
-        """The children of the sequence; those of a stretch are one."""
-        parts: list[tuple[str, Any]] = [*self.module._modules.items()]
-        # From the last stretch to the first, so that the places of earlier ones stay the same.
-        for begin, end in sorted(self.stretches, reverse=True):
-            stretch, own = self.stretches[begin, end], parts[begin:end]
-            # The sequence may have got another child since.
-            if [*stretch._modules.items()] != own:
-                stretch._modules = dict(own)
-            stretch.training = self.module.training
-            # The model does not have this module: hooks of all modules see it only while it has a
-            # hook of its own, by which it is measured.
-            parts[begin:end] = [("", stretch if stretch._forward_hooks else stretch.forward)]
-        return [one for _, one in parts]
+    def _parts(self, is_compiled: bool) -> list[_Run]:
+        """What runs one after the other: stretches, and the children between them."""
+        children: list[tuple[str, Any]] = [*self.module._modules.items()]
+        parts, place = list[_Run](), 0
+        for begin, end in [*sorted(self.stretches), (len(children), 0)]:
+            between = [one for _, one in children[place:begin]]
+            # Children that are compiled belong to one graph. Others get no function of their own,
+            # which would hold their first argument until the last of them is done.
+            parts += [partial(_chained, between)] if is_compiled and between else between
+            if end:
+                parts.append(self._renewed(self.stretches[begin, end], children[begin:end]))
+            place = end
+        return parts
+
+    def _renewed(self, stretch: nn.Sequential, children: list[tuple[str, Any]]) -> _Run:
+        """A stretch, with the children that the sequence has now."""
+        if [*stretch._modules.items()] != children:
+            stretch._modules = dict(children)
+        stretch.training = self.module.training
+        # The model does not have this module: hooks of all modules see it only while it has a hook
+        # of its own, by which it is measured.
+        return stretch if stretch._forward_hooks else stretch.forward
 
     @untraced
     def _is_as_planned(self, segment: Segment) -> bool:
@@ -431,6 +440,14 @@ def _applied(forward: _Run, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
+@untraced_alone
+def _in_turn(parts: Sequence[_Run], input: Any) -> Any:
+    for one in parts:
+        input = one(input)
+    return input
+
+
+# Dynamo compiles no loop whose body breaks the graph, as that of `_in_turn` does.
 def _chained(parts: Sequence[_Run], input: Any) -> Any:
     for one in parts:
         input = one(input)
