@@ -108,14 +108,18 @@ class Node:
         children: the modules inside it in the order of their forward; operations between these
             modules are nodes with one option.
         outer: ways to run the module around a division of its inside.
+        stretches: neighbours among the children that may run as one node instead: the place of the
+            first of them, the place after the last, and this node. They may overlap.
 
     Raises:
-        ConfigError: the node has neither an option nor a child, or a value has a wrong type.
+        ConfigError: the node has neither an option nor a child, a value has a wrong type, or there
+            are no such children.
     """
 
     options: tuple[Option, ...] = ()
     children: tuple[Node, ...] = ()
     outer: tuple[OuterOption, ...] = ()
+    stretches: tuple[tuple[int, int, Node], ...] = ()
 
     def __post_init__(self) -> None:
         for name, values, kind in (
@@ -130,6 +134,12 @@ class Node:
                 )
         if not (self.options or self.children or self.outer):
             raise ConfigError("a node must have an option or a child, got neither")
+        for begin, end, node in self.stretches:
+            if type(node) is not Node or not 0 <= begin < end <= len(self.children):
+                raise ConfigError(
+                    f"a stretch of a node must have two places among its {len(self.children)} "
+                    f"children and a ucudnn.solvers.Node, got {quoted((begin, end, node))}"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +246,8 @@ def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
 
     If several options of a node give the same memory and time, together with all that follows, the
     first option is chosen. An option of the node is chosen before options around its inside, and
-    these before options of its children.
+    these before options of its children. A child's own options are chosen before those of stretches
+    that begin with it.
 
     Args:
         root: the whole step.
@@ -305,7 +316,7 @@ class _Search:
         count = len(node.options) * len(rest.rooms)
         others = [self._around(option, rest) for option in node.outer]
         if node.children:
-            others.append(self._along(node.children, rest))
+            others.append(self._along(node, rest))
         room = np.concatenate([*rooms, *(one.rooms for one in others)])
         time = np.concatenate([*times, *(one.times for one in others)])
         points = self._undominated(room, time)
@@ -318,11 +329,26 @@ class _Search:
             entries[~is_own] = known[points[~is_own] - count]
         return _Rest(room[points], time[points], entries)
 
-    def _along(self, nodes: Sequence[Node], rest: _Rest) -> _Rest:
-        """The front of nodes one after the other, with all that follows them."""
-        for node in reversed(nodes):
-            rest = self._ahead(node, rest)
-        return rest
+    def _along(self, node: Node, rest: _Rest) -> _Rest:
+        """The front of the children of a node, with all that follows them."""
+        # From each place on, the fronts of the children and of the stretches that begin there.
+        count = len(node.children)
+        fronts = [rest] * (count + 1)
+        for place in reversed(range(count)):
+            ways = [(place + 1, node.children[place])]
+            ways += [(end, one) for begin, end, one in node.stretches if begin == place]
+            fronts[place] = self._united([self._ahead(one, fronts[end]) for end, one in ways])
+        return fronts[0]
+
+    def _united(self, ways: Sequence[_Rest]) -> _Rest:
+        """The front of several fronts."""
+        if len(ways) == 1:
+            return ways[0]
+        room = np.concatenate([one.rooms for one in ways])
+        time = np.concatenate([one.times for one in ways])
+        points = self._undominated(room, time)
+        entries = np.concatenate([one.entries for one in ways])
+        return _Rest(room[points], time[points], entries[points])
 
     def _around(self, option: OuterOption, rest: _Rest) -> _Rest:
         """The front of an option around a division, with all that follows it."""
@@ -385,6 +411,7 @@ def _most(node: Node, known: dict[int, int]) -> int:
     if id(node) not in known:
         own: list[Option | OuterOption] = [*node.options, *node.outer]
         inside = [*node.children, *(one.inside for one in node.outer)]
+        inside += [one for _, _, one in node.stretches]
         known[id(node)] = (
             sum(abs(one.kept_bytes) + one.peak_bytes + one.time_ns for one in own)
             + sum(one.beside_bytes for one in node.outer)

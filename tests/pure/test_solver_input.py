@@ -57,6 +57,10 @@ LEAF = Node((Option(0, 0, 0, None),))
         (lambda: OuterOption(0, -1, 0, None, LEAF), "peak_bytes of an option .* got -1"),
         (lambda: OuterOption(0, 0, 0, None, LEAF, -1), "beside_bytes of an option .* got -1"),
         (lambda: Node(outer=(LEAF,)), "outer of a node must be .*OuterOption values, got"),
+        (
+            lambda: Node(children=(LEAF,), stretches=((0, 2, LEAF),)),
+            r"a stretch of a node must have two places among its 1 children and .*got \(0, 2, Node",
+        ),
         (lambda: Option(0, 0, True, None), "time_ns of an option .* got True"),
         (lambda: Item(0, 0, 1, "a"), "batch of an item .* at least 1, got 0"),
         (lambda: Item(1, -1, 1, "a"), "workspace_bytes of an item .* at least 0, got -1"),
