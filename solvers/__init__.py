@@ -9,7 +9,7 @@ from ucudnn.solvers.load_balancing import balance
 from ucudnn.solvers.overlap import Buckets, Contention, Curve, bucket, overlap
 from ucudnn.solvers.reuse import reuse
 from ucudnn.solvers.reuse_table import ReuseTable, WalkEntry
-from ucudnn.solvers.segments import Node, Option, SegmentTable, segment
+from ucudnn.solvers.segments import Node, Option, OuterOption, SegmentTable, segment
 
 __all__ = [
     "Buckets",
@@ -20,6 +20,7 @@ __all__ = [
     "Link",
     "Node",
     "Option",
+    "OuterOption",
     "ReuseTable",
     "SegmentTable",
     "WalkEntry",

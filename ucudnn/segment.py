@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ class Segment:
     layers.0 whole, selectively recomputed
 
     Args:
-        module: the name of the module in the model; "" is the model itself.
+        module: the name of the module in the model; "" is the model itself. "layers[2:5]" is a
+            stretch: the children 2, 3 and 4 of the `nn.Sequential` that is called "layers".
         micro_batch: the most samples that it runs at once; None: all samples.
         recompute: keep only its inputs, and compute each micro-batch again in backward.
         offload: move the tensors that backward needs from the GPU to the host until backward.
@@ -111,6 +113,50 @@ class Segment:
             how += f", recomputed{f' but for {last}' if self.kept else ''}"
         how += ", offloaded" if self.offload else ""
         return how + (", selectively recomputed" if self.selective else "")
+
+
+class Stretch(NamedTuple):
+    """Neighbours in a sequence that are a segment together.
+
+    >>> str(Stretch("layers", 2, 5))
+    'layers[2:5]'
+
+    Attributes:
+        module: the name of the sequence.
+        begin: the place of the first child in it, counted from 0.
+        end: the place after the last child.
+    """
+
+    module: str
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.module}[{self.begin}:{self.end}]"
+
+    def holds(self, other: Stretch) -> bool:
+        """True if each child of another stretch is one of this stretch."""
+        is_within = self.begin <= other.begin and other.end <= self.end
+        return self.module == other.module and is_within
+
+    def shares(self, other: Stretch) -> bool:
+        """True if a child of another stretch is one of this stretch."""
+        is_apart = self.end <= other.begin or other.end <= self.begin
+        return self.module == other.module and not is_apart
+
+
+def stretch_of(name: str) -> Stretch | None:
+    """The stretch that a name stands for; None for the name of a module.
+
+    >>> stretch_of("layers[2:5]")
+    Stretch(module='layers', begin=2, end=5)
+    >>> stretch_of("[0:3]"), stretch_of("layers.2")
+    (Stretch(module='', begin=0, end=3), None)
+    """
+    found = re.fullmatch(r"(.*)\[(0|[1-9]\d*):([1-9]\d*)\]", name, re.ASCII | re.DOTALL)
+    if found is None or int(found[2]) >= int(found[3]):
+        return None
+    return Stretch(found[1], int(found[2]), int(found[3]))
 
 
 def is_size(value: object) -> bool:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import prod
 
 import pulp
 import pytest
 
 from ucudnn.errors import PlanError
-from ucudnn.solvers import Node, Option, SegmentTable, segment
+from ucudnn.solvers import Node, Option, OuterOption, SegmentTable, segment
+
+# What runs, in the order of its forward; of an option around a division also what runs inside it.
+Run = Option | tuple[OuterOption, tuple["Run", ...]]
 
 
-def random_tree(draw: random.Random, depth: int = 3, scale: int = 1) -> Node:
+def random_tree(
+    draw: random.Random, depth: int = 3, scale: int = 1, *, may_nest: bool = False
+) -> Node:
     """Few bytes and times, so that ties are common; negative bytes; no tree of too many choices."""
     inner = depth > 0 and draw.random() < (0.9 if depth == 3 else 0.4)
     width = draw.randint(1, 4) if inner else 0
@@ -26,37 +32,83 @@ def random_tree(draw: random.Random, depth: int = 3, scale: int = 1) -> Node:
         )
         for _ in range(draw.randint(0 if inner else 1, 3))
     ]
-    children = tuple(random_tree(draw, depth - 1, scale) for _ in range(width))
-    return Node(tuple(options), children)
+    children = tuple(random_tree(draw, depth - 1, scale, may_nest=may_nest) for _ in range(width))
+    outer = []
+    for _ in range(draw.randint(0, 2) if may_nest and depth > 0 else 0):
+        # Its own children run inside it, or something else does.
+        own = Node(children=children) if children and draw.random() < 0.5 else None
+        outer.append(
+            OuterOption(
+                kept_bytes=draw.randint(-3, 6) * scale,
+                peak_bytes=draw.randint(0, 9) * scale,
+                time_ns=draw.randint(0, 6) * scale,
+                choice=draw.random(),
+                inside=own or random_tree(draw, depth - 1, scale, may_nest=True),
+                beside_bytes=draw.randint(0, 4) * scale,
+            )
+        )
+    stretches = []
+    for _ in range(draw.randint(0, 3) if may_nest and children else 0):
+        begin = draw.randint(0, width - 1)
+        inside = random_tree(draw, min(1, depth - 1), scale, may_nest=True)
+        stretches.append((begin, draw.randint(begin + 1, width), inside))
+    return Node(tuple(options), children, tuple(outer), tuple(stretches))
 
 
-def choices(node: Node) -> Iterator[tuple[Option, ...]]:
+def choices(node: Node) -> Iterator[tuple[Run, ...]]:
     """Every choice of options, in the order of their forward."""
     for option in node.options:
         yield (option,)
-    if node.children:
-        for parts in product(*(list(choices(child)) for child in node.children)):
+    for outer in node.outer:
+        for inside in choices(outer.inside):
+            yield ((outer, inside),)
+    for nodes in rows(node) if node.children else ():
+        for parts in product(*(list(choices(one)) for one in nodes)):
             yield tuple(option for part in parts for option in part)
 
 
+def rows(node: Node, place: int = 0) -> Iterator[tuple[Node, ...]]:
+    """Every way to run the children from a place on: each is its own node, or within a stretch."""
+    if place == len(node.children):
+        yield ()
+        return
+    for begin, end, one in ((place, place + 1, node.children[place]), *node.stretches):
+        if begin == place:
+            yield from ((one, *others) for others in rows(node, end))
+
+
 def count(node: Node) -> int:
-    inner = 1 if node.children else 0
-    for child in node.children:
-        inner *= count(child)
-    return len(node.options) + inner
+    inner = sum(prod(map(count, nodes)) for nodes in rows(node)) if node.children else 0
+    return len(node.options) + inner + sum(count(outer.inside) for outer in node.outer)
 
 
-def run(options: Sequence[Option]) -> tuple[int, int]:
+def listed(choice: Sequence[Run]) -> Iterator[Option | OuterOption]:
+    """The options of a choice one after the other, as `choose` returns them."""
+    for one in choice:
+        if isinstance(one, Option):
+            yield one
+        else:
+            yield one[0]
+            yield from listed(one[1])
+
+
+def run(choice: Sequence[Run]) -> tuple[int, int]:
     """Peak and time of a step that is run, forward and then backward."""
     allocated = peak = time_ns = 0
-    for option in options:
-        peak = max(peak, allocated + option.peak_bytes)
-        allocated += option.kept_bytes
+    needs = []
+    for one in choice:
+        option, inside = (one, ()) if isinstance(one, Option) else one
+        within, inner_ns = run(inside)
+        beside = 0 if isinstance(option, Option) else option.beside_bytes
+        needs.append((option.kept_bytes, max(option.peak_bytes, beside + within)))
+        time_ns += option.time_ns + inner_ns
+    for kept, most in needs:
+        peak = max(peak, allocated + most)
+        allocated += kept
         peak = max(peak, allocated)
-        time_ns += option.time_ns
-    for option in reversed(options):
-        allocated -= option.kept_bytes
-        peak = max(peak, allocated + option.peak_bytes)
+    for kept, most in reversed(needs):
+        allocated -= kept
+        peak = max(peak, allocated + most)
     assert allocated == 0
     return peak, time_ns
 
@@ -71,51 +123,63 @@ def best(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     ]
 
 
-def assert_is_front(table: SegmentTable) -> None:
-    """Peaks rise, times fall, and the options of each point need just that."""
+def assert_is_front(table: SegmentTable, tree: Node) -> None:
+    """Peaks rise, times fall, and the options of each point are a choice that needs just that."""
     front = table.front()
     assert front == best(front)
+    # A list of options may be that of several choices: a child may run inside its parent or not.
+    needs: dict[tuple[Option | OuterOption, ...], set[tuple[int, int]]] = {}
+    for choice in choices(tree):
+        needs.setdefault(tuple(listed(choice)), set()).add(run(choice))
     for peak, time_ns in front:
-        assert run(table.choose(peak)) == (peak, time_ns)
+        assert (peak, time_ns) in needs[table.choose(peak)]
         assert table.time_ns(peak) == time_ns
-    assert run(table.choose()) == front[-1]
+    assert front[-1] in needs[table.choose()]
     assert table.time_ns() == front[-1][1]
     assert table.smallest_bytes == front[0][0]
 
 
-def trees(seeds: range, scale: int = 1) -> Iterator[Node]:
+def trees(seeds: range, scale: int = 1, *, may_nest: bool = False) -> Iterator[Node]:
     """Trees of at most a few hundred choices."""
     for seed in seeds:
         draw = random.Random(seed)
-        while count(tree := random_tree(draw, scale=scale)) > 400:
+        while count(tree := random_tree(draw, scale=scale, may_nest=may_nest)) > 400:
             pass
         yield tree
 
 
+EITHER = pytest.mark.parametrize("may_nest", [False, True])
+
+
 @pytest.mark.slow
-def test_the_front_is_that_of_all_choices_of_2000_trees() -> None:
-    sizes = []
-    for tree in trees(range(2000)):
-        every = {choice: run(choice) for choice in choices(tree)}
+@EITHER
+def test_the_front_is_that_of_all_choices_of_2000_trees(may_nest: bool) -> None:
+    sizes, depths = [], []
+    for tree in trees(range(2000), may_nest=may_nest):
+        every = [run(choice) for choice in choices(tree)]
         table = segment(tree)
-        assert table.front() == best(list(every.values()))
-        assert_is_front(table)
-        assert {table.choose(peak) for peak, _ in table.front()} <= set(every)
+        assert table.front() == best(every)
+        assert_is_front(table, tree)
         sizes.append(len(every))
+        depths += [
+            sum(type(one) is OuterOption for one in table.choose(peak)) for peak, _ in table.front()
+        ]
     # That the trees are such that this says something.
     assert sum(size > 50 for size in sizes) > 300
+    assert (sum(depth > 1 for depth in depths) > 50) is may_nest
 
 
+@EITHER
 @pytest.mark.parametrize("resolution", [2, 3, 7, 1000, 10**30])
-def test_a_resolution_costs_at_most_itself_for_each_option(resolution: int) -> None:
+def test_a_resolution_costs_at_most_itself_for_each_option(resolution: int, may_nest: bool) -> None:
     dropped = 0
-    for tree in trees(range(300)):
+    for tree in trees(range(300), may_nest=may_nest):
         table = segment(tree, resolution)
-        assert_is_front(table)
+        assert_is_front(table, tree)
         front = table.front()
         for choice in choices(tree):
             peak, time_ns = run(choice)
-            most = peak + len(choice) * (resolution - 1)
+            most = peak + len([*listed(choice)]) * (resolution - 1)
             assert any(p <= most and t <= time_ns for p, t in front)
         exact = segment(tree).front()
         # The smallest peak and the least time are exact.
@@ -213,9 +277,53 @@ def test_a_limit_below_every_choice_says_what_would_fit() -> None:
     assert len(table.choose(5 << 20)) == 2
 
 
+def test_options_inside_follow_the_one_around_them() -> None:
+    def node(name: str, *outer: OuterOption) -> Node:
+        return Node((Option(4, 6, 2, name),), outer=outer)
+
+    parts = Node(children=(Node((Option(1, 2, 2, "a"),)), Node((Option(1, 2, 2, "b"),))))
+    half = node("half", OuterOption(1, 2, 3, "in half", parts, beside_bytes=1))
+    whole = node("whole", OuterOption(1, 3, 9, "around", Node(children=(half, node("c")))))
+    table = segment(Node(children=(node("first"), whole, node("last"))))
+    # As a whole, the last one has 4 + 4 beside its 6 bytes. Around its inside, the second one has 4
+    # beside the 1 + 6 of "c", and the last one 4 + 1 beside its 6.
+    assert table.front() == [(11, 22), (14, 6)]
+    chosen = [option.choice for option in table.choose(13)]
+    assert chosen == ["first", "around", "in half", "a", "b", "c", "last"]
+    assert [option.choice for option in table.choose()] == ["first", "whole", "last"]
+
+
+def test_stretches_may_overlap() -> None:
+    leaf = Node((Option(4, 4, 1, "leaf"),))
+    stretches = [
+        (begin, begin + size, Node((Option(1, 4 * size, 2 * size, f"{begin}+{size}"),)))
+        for size in (2, 3)
+        for begin in range(5 - size)
+    ]
+    table = segment(Node(children=(leaf,) * 4, stretches=tuple(stretches)))
+    # The first two together keep 1, so that the others fit in 1 + 4 + 4. "1+2" needs 4 + 8.
+    assert table.front() == [(9, 6), (16, 4)]
+    assert [option.choice for option in table.choose(12)] == ["0+2", "leaf", "leaf"]
+    assert [option.choice for option in table.choose()] == ["leaf"] * 4
+
+
+def test_an_inside_that_options_share_is_solved_once() -> None:
+    # Each module may run around the one inside it in two ways: solved anew, 2^100 times.
+    node = Node((Option(3, 5, 1, "leaf"),))
+    for time_ns in (2, 1) * 50:
+        outer = [OuterOption(1, peak, time_ns, "around", node) for peak in (2, 3)]
+        node = Node(outer=tuple(outer))
+    table = segment(node)
+    assert table.front() == [(5, 151)]
+    assert len(table.choose()) == 101
+
+
+@EITHER
 @pytest.mark.parametrize("scale", [10**6, 10**18, 10**30])
-def test_numbers_do_not_overflow(scale: int) -> None:
-    for small, large in zip(trees(range(50)), trees(range(50), scale), strict=True):
+def test_numbers_do_not_overflow(scale: int, may_nest: bool) -> None:
+    small_trees = trees(range(50), may_nest=may_nest)
+    large_trees = trees(range(50), scale, may_nest=may_nest)
+    for small, large in zip(small_trees, large_trees, strict=True):
         front = segment(large).front()
         assert front == [(p * scale, t * scale) for p, t in segment(small).front()]
         assert all(type(value) is int for point in front for value in point)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.solvers import Item, Node, Option, balance, divide, reuse, segment
+from ucudnn.solvers import Item, Node, Option, OuterOption, balance, divide, reuse, segment
 
 ONE = Item(2, 1 << 20, 5, "gemm")
 LEAF = Node((Option(0, 0, 0, None),))
@@ -53,6 +53,14 @@ LEAF = Node((Option(0, 0, 0, None),))
         (lambda: Node(children=(1,)), r"children of a node must be .*Node values, got \(1,\)"),
         (lambda: Option(0.5, 0, 1, None), "kept_bytes of an option must be an int, got 0.5"),
         (lambda: Option(0, -1, 1, None), "peak_bytes of an option .* at least 0, got -1"),
+        (lambda: OuterOption(0, 0, 0, None, 1), "inside of an option must be .*Node, got 1"),
+        (lambda: OuterOption(0, -1, 0, None, LEAF), "peak_bytes of an option .* got -1"),
+        (lambda: OuterOption(0, 0, 0, None, LEAF, -1), "beside_bytes of an option .* got -1"),
+        (lambda: Node(outer=(LEAF,)), "outer of a node must be .*OuterOption values, got"),
+        (
+            lambda: Node(children=(LEAF,), stretches=((0, 2, LEAF),)),
+            r"a stretch of a node must have two places among its 1 children and .*got \(0, 2, Node",
+        ),
         (lambda: Option(0, 0, True, None), "time_ns of an option .* got True"),
         (lambda: Item(0, 0, 1, "a"), "batch of an item .* at least 1, got 0"),
         (lambda: Item(1, -1, 1, "a"), "workspace_bytes of an item .* at least 0, got -1"),

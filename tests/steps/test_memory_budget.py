@@ -16,7 +16,6 @@ import pytest
 import torch
 from by_hand import chunks_of, front, in_chunks, least_ns, random_costs, where_it_can
 from torch import nn
-from ucudnn.steps import fit
 
 import ucudnn
 from ucudnn.backends import open_backend
@@ -27,8 +26,8 @@ from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import StepDivision
-from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.search import SegmentSearch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),

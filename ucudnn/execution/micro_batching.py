@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 from operator import is_
 from typing import Any, TypeGuard
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import _symbolic_trace
 from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +23,7 @@ from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Again, Remembered
 from ucudnn.execution.selective import Selective
-from ucudnn.segment import Segment
+from ucudnn.segment import Segment, Stretch, stretch_of
 
 _Run = Callable[..., Any]
 # A module that runs in micro-batches may return values of these types, if they are equal in all
@@ -41,11 +43,17 @@ class SegmentForward:
 
     As an attribute of the module, it hides the forward of the module's class. The class stays the
     same, and so do the module's name, hooks, parameters and `state_dict`.
+
+    Stretches of a sequence are segments, too: its forward calls a sequence of their own instead of
+    these children.
     """
 
-    def __init__(self, module: nn.Module, segment: Segment) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.segment: Segment | None = segment
+        self.segment: Segment | None = None
+        # The stretches of its children that are segments, by the places at which they begin and
+        # end. Shorter ones inside these belong to them.
+        self.stretches: dict[tuple[int, int], nn.Sequential] = {}
         # Another library may have given the module a forward of its own as an attribute.
         self.hidden = vars(module).get("forward")
         # For training and evaluation: True if forward ends in an operator that fills a tensor after
@@ -92,16 +100,33 @@ class SegmentForward:
     )
 
     def extra_repr(self) -> str:
-        """The module's own `extra_repr`, followed by how the segment runs."""
+        """The module's own `extra_repr`, followed by how the segment and its stretches run."""
         own = type(self.module).extra_repr(self.module)
         manner = self.segment.manner if self.segment else ""
-        return ", ".join(filter(None, [own, manner]))
+        inner = [f"[{name.rpartition('[')[2]} {how}" for name, how in self._manners()]
+        return ", ".join(filter(None, [own, manner, *inner]))
+
+    def _manners(self) -> Iterator[tuple[str, str]]:
+        for one in map(_installed, self.stretches.values()):
+            assert one.segment is not None
+            yield one.segment.module, one.segment.manner
+            yield from one._manners()
+
+    def add(self, stretch: Stretch, segment: Segment) -> None:
+        """Let neighbours among the children run as a segment, after those around them."""
+        for (begin, end), within in self.stretches.items():
+            if begin <= stretch.begin and stretch.end <= end:
+                inner = stretch._replace(begin=stretch.begin - begin, end=stretch.end - begin)
+                _installed(within).add(inner, segment)
+                return
+        own = self.stretches[stretch.begin, stretch.end] = nn.Sequential()
+        _installed(own).segment = segment
 
     def remove(self) -> None:
         """Let the module run undivided again."""
         attributes = vars(self.module)
         del attributes["extra_repr"]
-        self.segment = None
+        self.segment, self.stretches = None, {}
         # If another library has put its own forward in the place of this one since, that forward
         # stays.
         if attributes.get("forward") is self:
@@ -111,8 +136,35 @@ class SegmentForward:
 
     @untraced_alone
     def _forward(self, args: Any, kwargs: Any) -> Any:
+        if self.stretches and not _is_rewritten():
+            is_compiled = callable(eval_frame.get_eval_frame_callback())
+            return _in_turn(self._parts(is_compiled), *args, **kwargs)
         forward = self.hidden or type(self.module).forward.__get__(self.module)
         return _applied(forward, args, kwargs)
+
+    @untraced
+    def _parts(self, is_compiled: bool) -> list[_Run]:
+        """What runs one after the other: stretches, and the children between them."""
+        children: list[tuple[str, Any]] = [*self.module._modules.items()]
+        parts, place = list[_Run](), 0
+        for begin, end in [*sorted(self.stretches), (len(children), 0)]:
+            between = [one for _, one in children[place:begin]]
+            # Children that are compiled belong to one graph. Others get no function of their own,
+            # which would hold their first argument until the last of them is done.
+            parts += [partial(_chained, between)] if is_compiled and between else between
+            if end:
+                parts.append(self._renewed(self.stretches[begin, end], children[begin:end]))
+            place = end
+        return parts
+
+    def _renewed(self, stretch: nn.Sequential, children: list[tuple[str, Any]]) -> _Run:
+        """A stretch, with the children that the sequence has now."""
+        if [*stretch._modules.items()] != children:
+            stretch._modules = dict(children)
+        stretch.training = self.module.training
+        # The model does not have this module: hooks of all modules see it only while it has a hook
+        # of its own, by which it is measured.
+        return stretch if stretch._forward_hooks else stretch.forward
 
     @untraced
     def _is_as_planned(self, segment: Segment) -> bool:
@@ -376,6 +428,7 @@ def _is_rewritten() -> bool:
     return (
         torch.compiler.is_exporting()
         or torch._C._is_tracing()
+        or _symbolic_trace._is_fx_tracing_flag
         # Backward of a graph from outside a transform repeats what has not been transformed.
         or (torch._C._are_functorch_transforms_active() and torch._C._current_graph_task_id() == -1)
     )
@@ -385,6 +438,20 @@ def _is_rewritten() -> bool:
 # even if `forward` belongs to one of torch's own modules.
 def _applied(forward: _Run, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
+
+
+@untraced_alone
+def _in_turn(parts: Sequence[_Run], input: Any) -> Any:
+    for one in parts:
+        input = one(input)
+    return input
+
+
+# Dynamo compiles no loop whose body breaks the graph, as that of `_in_turn` does.
+def _chained(parts: Sequence[_Run], input: Any) -> Any:
+    for one in parts:
+        input = one(input)
+    return input
 
 
 @untraced_alone
@@ -586,14 +653,51 @@ def _require_alike(
         )
 
 
-def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
-    """Raise a PlanError if a segment names a module that the model does not have."""
-    names = {name for name, _ in model.named_modules()}
-    for one in segments:
-        if one.module not in names:
+def located(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, Stretch | None]]:
+    """For each name the module, or the sequence and the stretch of it.
+
+    Raises:
+        PlanError: the model has no such module or stretch.
+    """
+    modules = dict(model.named_modules())
+    found = dict[str, tuple[nn.Module, Stretch | None]]()
+    for name in names:
+        stretch = None if name in modules else stretch_of(name)
+        module = modules.get(name if stretch is None else stretch.module)
+        reason = "" if stretch is None or module is None else _reason_against(stretch, module)
+        if module is None or reason:
             raise PlanError(
-                f"the plan has {one.module!r} as a segment, and {type(model).__name__} has no such "
-                f"module; use the plan of this model"
+                f"the plan has {name!r} as a segment, and "
+                f"{reason or f'{type(model).__name__} has no such module'}; use the plan of this "
+                f"model"
+            )
+        found[name] = module, stretch
+    return found
+
+
+def _reason_against(stretch: Stretch, module: nn.Module) -> str:
+    """Why a module has no such stretch; "" if it has."""
+    forward, kind = vars(module).get("forward"), type(module)
+    while isinstance(forward, SegmentForward):
+        forward = forward.hidden
+    is_torchs = forward is None and isinstance(module, nn.Sequential)
+    name, count = stretch.module or "the model", len(module._modules)
+    if not is_torchs or any(
+        getattr(kind, one) is not getattr(nn.Sequential, one) for one in ("forward", "__iter__")
+    ):
+        return f"{name} is no nn.Sequential that runs its children one after the other"
+    return f"{name} has {count} children" if stretch.end > count else ""
+
+
+def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
+    """Raise a PlanError if segments name what the model does not have, or stretches that cross."""
+    found = located(model, (one.module for one in segments))
+    stretches = [one for _, one in found.values() if one is not None]
+    for one, other in combinations(stretches, 2):
+        if one.shares(other) and not (one.holds(other) or other.holds(one)):
+            raise PlanError(
+                f"segments '{one}' and '{other}' share children, and neither is inside the other; "
+                f"leave one out of the plan's segments"
             )
 
 
@@ -601,19 +705,56 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
     """Let modules of a model run as their segments say, in place; earlier segments are removed.
 
     A segment inside another segment runs in each micro-batch of the outer segment.
+
+    Raises:
+        PlanError: as of `require_modules`.
     """
+    require_modules(model, segments)
     unsegment_(model)
-    modules = dict(model.named_modules())
+    found = located(model, (one.module for one in segments))
+    inner = list[tuple[Stretch, Segment]]()
     for one in segments:
-        forward = SegmentForward(modules[one.module], one)
+        module, stretch = found[one.module]
+        if stretch is None:
+            _installed(module).segment = one
+        else:
+            inner.append((stretch, one))
+    # Those inside others come after them.
+    for stretch, one in sorted(inner, key=lambda pair: pair[0].begin - pair[0].end):
+        _installed(found[one.module][0]).add(stretch, one)
+
+
+def _installed(module: nn.Module) -> SegmentForward:
+    """The forward for segments that a module has, or gets now."""
+    forward = _forward_of(module)
+    if forward is None:
+        forward = SegmentForward(module)
         # These attributes hide the methods of the module's class; `extra_repr` shows the segment in
         # `repr`.
-        vars(forward.module).update(forward=forward, extra_repr=forward.extra_repr)
+        vars(module).update(forward=forward, extra_repr=forward.extra_repr)
+    return forward
+
+
+def _forward_of(module: nn.Module) -> SegmentForward | None:
+    forward = getattr(vars(module).get("extra_repr"), "__self__", None)
+    return forward if isinstance(forward, SegmentForward) else None
+
+
+def named_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model and the stretches that are segments, by name."""
+    stack = [*model.named_modules()][::-1]
+    while stack:
+        name, module = stack.pop()
+        yield name, module
+        if forward := _forward_of(module):
+            for one in forward.stretches.values():
+                segment = _installed(one).segment
+                assert segment is not None
+                stack.append((segment.module, one))
 
 
 def unsegment_(model: nn.Module) -> None:
     """Remove all segments of a model, in place, so that its modules run undivided again."""
     for module in model.modules():
-        forward = getattr(vars(module).get("extra_repr"), "__self__", None)
-        if isinstance(forward, SegmentForward):
+        if forward := _forward_of(module):
             forward.remove()

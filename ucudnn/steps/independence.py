@@ -10,7 +10,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ucudnn.errors import first_line
-from ucudnn.execution.micro_batching import cut_up, has_samples, modes_of, reason_of_hooks
+from ucudnn.execution.micro_batching import cut_up, has_samples, located, modes_of, reason_of_hooks
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, left_by, values_in
-from ucudnn.segment import Segment
+from ucudnn.segment import Segment, Stretch
 from ucudnn.steps.run import STEP_ERRORS, same_random_states, tensors_of
 from ucudnn.steps.same_numbers import SameForSamples, seed_extremes
 
@@ -103,7 +103,10 @@ def examined(
     Args:
         model: the model of the step.
         step: a function that runs the step.
-        sizes: for each module to try, by name, the size of the micro-batch.
+        sizes: for each module or stretch to try, by name, the size of the micro-batch.
+
+    Raises:
+        PlanError: the model has no such module or stretch.
     """
     found = _examined(model, step, sizes, torch.is_grad_enabled())
     modules = [*model.modules()]
@@ -130,15 +133,31 @@ def _examined(
 ) -> dict[str, Independence]:
     found: dict[str, Independence] = {}
     busy: list[_Probe] = []
-    modules = dict(model.named_modules())
+    places = located(model, sizes)
     with ExitStack() as stack:
-        for name, size in sizes.items():
-            hidden = vars(modules[name]).get("forward")
-            probe = _Probe(modules[name], hidden, name, size, with_backward, found, busy)
-            modules[name].__dict__.update(forward=probe)
-            stack.callback(probe.remove)
+        sequences = {id(one): _Sequence(one, []) for one, stretch in places.values() if stretch}
+        for one in sequences.values():
+            _hide(one.module, one, stack)
+        for name, (module, stretch) in places.items():
+            own = nn.Sequential() if stretch else module
+            probe = _Probe(own, None, name, sizes[name], with_backward, found, busy)
+            if stretch:
+                sequences[id(module)].stretches.append((stretch, probe))
+            else:
+                probe.hidden = _hide(module, probe, stack)
         step()
     return found
+
+
+def _hide(module: nn.Module, forward: Callable[..., Any], stack: ExitStack) -> Any:
+    """Hide a module's forward until a stack is closed; return one that was hidden already."""
+    hidden = vars(module).get("forward")
+    vars(module).update(forward=forward)
+    if hidden is None:
+        stack.callback(vars(module).pop, "forward")
+    else:
+        stack.callback(vars(module).update, forward=hidden)
+    return hidden
 
 
 @dataclass
@@ -152,25 +171,46 @@ class _Probe:
     with_backward: bool
     found: dict[str, Independence]
     busy: list[_Probe]
-
-    def remove(self) -> None:
-        del self.module.forward
-        if self.hidden is not None:
-            self.module.__dict__.update(forward=self.hidden)
+    # Indices of tensors that have samples, among the leaves of the arguments of any call.
+    rows: set[int] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.hidden or type(self.module).forward.__get__(self.module)
+        self.test(forward, (args, kwargs))
+        return forward(*args, **kwargs)
+
+    def test(self, forward: Callable[..., Any], arguments: Any) -> None:
+        """Test the module with the arguments of a call."""
         # A module is not tried while a module around it is being tried. It is tried again in each
         # later call, until one shows a reason against micro-batches.
         before = self.found.get(self.name, Independence())
         if not self.busy and not before.reason:
             self.busy.append(self)
             try:
-                found = self._finding(forward, (args, kwargs))
+                found = self._finding(forward, arguments)
             finally:
                 self.busy.clear()
-            self.found[self.name] = replace(found, least=max(found.least, before.least))
-        return forward(*args, **kwargs)
+            leaves, _ = take_apart(arguments)
+            self.rows |= {n for n, one in enumerate(leaves) if _has_rows(one, found.samples)}
+            self.found[self.name] = self._of_all_calls(before, found)
+
+    def _of_all_calls(self, before: Independence, found: Independence) -> Independence:
+        """What holds for the earlier calls of the module and for one more."""
+        shared = tuple(sorted({*before.shared, *found.shared}))
+        lists = dict(before.lists) | dict(found.lists)
+        is_alike = self.rows.isdisjoint(shared) and lists == dict(found.lists) | dict(before.lists)
+        reason = found.reason or ("" if is_alike else "its calls do not divide the same arguments")
+        return replace(
+            found,
+            reason=reason,
+            shared=shared,
+            lists=tuple(lists.items()),
+            least=max(found.least, before.least),
+            is_unaligned=found.is_unaligned or before.is_unaligned,
+            divides_in=() if reason else _united(before.divides_in, found.divides_in),
+            repeats_in=_united(before.repeats_in, found.repeats_in) if found.repeats else (),
+            infers_in=() if reason else _united(before.infers_in, found.infers_in),
+        )
 
     def _finding(self, forward: Callable[..., Any], arguments: Any) -> Independence:
         is_training = self.with_backward and torch.is_grad_enabled()
@@ -192,6 +232,32 @@ class _Probe:
                 repeats_in=modes if is_training and found.repeats else (),
                 infers_in=() if found.reason else modes,
             )
+
+
+@dataclass
+class _Sequence:
+    """Replaces a sequence's forward: it tests stretches, each where its first child begins."""
+
+    module: nn.Module
+    stretches: list[tuple[Stretch, _Probe]]
+
+    def __call__(self, input: Any) -> Any:
+        children = [*self.module._modules.items()]
+        for place, (_, child) in enumerate(children):
+            for stretch, probe in self.stretches:
+                if stretch.begin == place:
+                    probe.module._modules = dict(children[place : stretch.end])
+                    probe.module.training = self.module.training
+                    probe.test(probe.module.forward, ((input,), {}))
+            assert child is not None
+            input = child(input)
+        return input
+
+
+def _united(
+    modes: tuple[tuple[str, ...], ...], others: tuple[tuple[str, ...], ...]
+) -> tuple[tuple[str, ...], ...]:
+    return tuple(dict.fromkeys(modes + others))
 
 
 class _Run(NamedTuple):

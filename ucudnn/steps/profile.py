@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import Span
 from ucudnn.execution.channels_last import optimizer_states
+from ucudnn.execution.micro_batching import named_parts
 from ucudnn.outcomes import Foresight, StepMemory
 from ucudnn.problem import Problem
 from ucudnn.solvers import Option
@@ -72,7 +73,7 @@ class ModuleWatcher:
 
     Args:
         model: the model whose step is run.
-        names: names of the modules whose calls are noted.
+        names: names of the modules, and of stretches that are segments, whose calls are noted.
         mark: function that makes a mark, such as one that notes the time.
     """
 
@@ -97,7 +98,7 @@ class ModuleWatcher:
     def run(self, step: Callable[[], object]) -> None:
         """Run a step, and note the calls of modules in it."""
         with ExitStack() as stack:
-            for name, module in self._model.named_modules():
+            for name, module in named_parts(self._model):
                 if name in self._names:
                     # Both hooks, the one before forward and the one after it, run after the hooks
                     # that the module has already.
