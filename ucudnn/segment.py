@@ -159,6 +159,28 @@ def stretch_of(name: str) -> Stretch | None:
     return Stretch(found[1], int(found[2]), int(found[3]))
 
 
+def is_inside(name: str, other: str) -> bool:
+    """True if a module or stretch is inside another one.
+
+    >>> is_inside("layers.2.conv", "layers[1:3]"), is_inside("layers[1:3]", "layers")
+    (True, True)
+    >>> is_inside("layers[1:3]", "layers[0:3]"), is_inside("layers.3", "layers[1:3]")
+    (True, False)
+    """
+    if name == other:
+        return False
+    inner, outer = stretch_of(name), stretch_of(other)
+    if outer is None:
+        return other == "" or name.startswith((f"{other}.", f"{other}["))
+    if inner is not None and inner.module == outer.module:
+        return outer.holds(inner)
+    prefix = f"{outer.module}." if outer.module else ""
+    child = name.removeprefix(prefix).partition(".")[0].partition("[")[0]
+    # The places of children with other names are not known here.
+    is_child = not child.isdigit() or outer.begin <= int(child) < outer.end
+    return name.startswith(prefix) and is_child
+
+
 def is_size(value: object) -> bool:
     """True if a value may be the number of samples of a micro-batch: an int of at least 1."""
     return type(value) is int and value >= 1

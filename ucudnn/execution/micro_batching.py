@@ -675,6 +675,11 @@ def located(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module
     return found
 
 
+def is_sequence(module: nn.Module) -> bool:
+    """True if stretches of a module's children may be segments."""
+    return not _reason_against(Stretch("", 0, 1), module)
+
+
 def _reason_against(stretch: Stretch, module: nn.Module) -> str:
     """Why a module has no such stretch; "" if it has."""
     forward, kind = vars(module).get("forward"), type(module)

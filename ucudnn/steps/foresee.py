@@ -26,6 +26,7 @@ from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.execution.compiling import original_of
+from ucudnn.execution.micro_batching import is_sequence
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
 from ucudnn.outcomes import Foresight
@@ -207,9 +208,14 @@ class Foreseer:
         self._given = self.batch = batch_of(examples[0])
         self._steps: dict[Hashable, StepProfile] = {}
         self.held = held_by(self.model, examples, self.backend.allocated_bytes())
-        # Modules without children keep their result and little else.
+        # Modules without children keep their result and little else, but a stretch of a sequence
+        # may begin or end with one.
         self.modules = dict(original_of(self.model).named_modules())
-        self._names = [name for name, one in self.modules.items() if any(one.children())]
+        names = {name for name, one in self.modules.items() if any(one.children())}
+        for name, one in self.modules.items():
+            if is_sequence(one):
+                names |= {f"{name}.{child}".lstrip(".") for child, _ in one.named_children()}
+        self._names = names
 
     def of_batch(self, batch: int) -> Foreseer:
         """A foreseer of steps with another number of samples."""

@@ -16,9 +16,10 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.errors import ConfigError, first_line
+from ucudnn.execution.micro_batching import is_sequence
 from ucudnn.outcomes import Way
-from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.solvers import Node, Option, SegmentTable, segment
+from ucudnn.segment import WHOLE, Segment, StepDivision, Stretch, is_inside, stretch_of
+from ucudnn.solvers import Node, Option, OuterOption, SegmentTable, segment
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import Independence, examined
 from ucudnn.steps.profile import ModuleCall, ModuleCost, ModuleWatcher, StepProfile
@@ -46,6 +47,8 @@ CLEARLY = 0.95
 _LEAST_STEPS = 6
 # Largest number of divisions into segments that are foreseen for one limit.
 _MOST_TRIALS = 12
+# Stretches of a sequence that are considered have so many children.
+_STRETCHES = (2, 3, 4, 6, 8, 12, 16, 24)
 # The reason against micro-batches of one sample, as by InstanceNorm in channels_last (torch 2.13).
 _OF_ONE = "a micro-batch of one sample has other gradients than in the batch"
 # Of the steps that fit a limit, so many are timed again, in so many rounds.
@@ -213,18 +216,64 @@ class SegmentSearch:
                 return cost.forward_bytes - call.result_bytes >= least
             return len(call.backward) == 2 and cost.kept_bytes - call.result_bytes >= least
 
-        def pruned(call: ModuleCall) -> Iterator[ModuleCall]:
-            children = [one for child in call.children for one in pruned(child)]
-            if not matters(call):
-                yield from children
-            else:
+        def pruned(call: ModuleCall, *, is_kept: bool) -> Iterator[ModuleCall]:
+            # Stretches of a sequence are told by the places of all its children.
+            keeps = self._is_sequence(call.name)
+            children = [one for child in call.children for one in pruned(child, is_kept=keeps)]
+            if is_kept or matters(call):
                 yield replace(call, children=children)
+            else:
+                yield from children
 
-        top = replace(root, children=[one for child in root.children for one in pruned(child)])
+        (top,) = pruned(root, is_kept=True)
         for call in top.walk():
-            if call.name is not None:
+            if call.name is not None and matters(call):
                 self._estimate(call)
+                for one in self._stretches_of(call):
+                    if matters(one):
+                        self._estimate(one)
         return top
+
+    def _is_sequence(self, name: str | None) -> bool:
+        return name is not None and is_sequence(self._modules[name])
+
+    def _stretches_of(self, call: ModuleCall) -> list[ModuleCall]:
+        """Stretches of a sequence, each as one call; none if it is no sequence."""
+        children = call.children
+        is_whole = self._is_sequence(call.name) and len(children) == len(
+            self._modules[call.name or ""]._modules
+        )
+        if not is_whole or not call.is_nested:
+            return []
+        found = []
+        for size in (one for one in _STRETCHES if one < len(children)):
+            for begin in range(0, len(children) - 1, size):
+                inner = children[begin : begin + size]
+                first, last = inner[0], inner[-1]
+                if len(inner) > 1 and all(len(one.backward) == 2 for one in inner):
+                    name = str(Stretch(call.name or "", begin, begin + len(inner)))
+                    found.append(
+                        ModuleCall(
+                            name,
+                            [first.forward[0], last.forward[1]],
+                            [last.backward[0], first.backward[1]],
+                            inner,
+                            first.samples,
+                            last.result_bytes,
+                            first.argument_bytes,
+                            call.number,
+                        )
+                    )
+        return found
+
+    def _parameters_of(self, name: str) -> Iterator[nn.Parameter]:
+        stretch = stretch_of(name) if name not in self._modules else None
+        if stretch is None:
+            yield from self._modules[name].parameters()
+            return
+        children = [*self._modules[stretch.module].children()]
+        for child in children[stretch.begin : stretch.end]:
+            yield from child.parameters()
 
     def _estimate(self, call: ModuleCall) -> None:
         """Note each segment that this call could be run as, with its estimated cost."""
@@ -232,7 +281,7 @@ class SegmentSearch:
         cost, name = self._own.cost(call), call.name
         gradients = sum(
             one.numel() * one.element_size()
-            for one in self._modules[name].parameters()
+            for one in self._parameters_of(name)
             if one.requires_grad
         )
         selective = self._selective.get(call.key, cost)
@@ -272,18 +321,48 @@ class SegmentSearch:
         return segment(self._node(self._root), resolution)
 
     def _node(self, call: ModuleCall) -> Node:
-        options = [
-            self._option(known)
-            for (one, of), known in self._known.items()
-            if one.module == call.name and of == call.number and self._may_be(one)
-        ]
+        options = self._options(call)
         if not (call.children and call.is_nested):
             return Node((self._own.cost(call).option(None), *options))
         between = [Node((option,)) for option in self._own.between(call)]
         children = [between[0]]
         for child, after in zip(call.children, between[1:], strict=True):
             children += [self._node(child), after]
-        return Node(tuple(options), tuple(children))
+        stretches = []
+        for one in self._stretches_of(call):
+            found = self._options(one)
+            stretch = stretch_of(one.name or "")
+            assert stretch is not None
+            # Between two children, and before the first one, there is a node of its own.
+            begin, end = 2 * stretch.begin + 1, 2 * stretch.end
+            inside = Node(children=tuple(children[begin:end]))
+            outer = self._outer_options(one, inside)
+            if found or outer:
+                stretches.append((begin, end, Node(tuple(found), outer=outer)))
+        inside = Node(children=tuple(children), stretches=tuple(stretches))
+        outer = self._outer_options(call, inside)
+        return Node(tuple(options), inside.children, outer, inside.stretches)
+
+    def _options(self, call: ModuleCall) -> list[Option]:
+        return [
+            self._option(known)
+            for (one, number), known in self._known.items()
+            if one.module == call.name and number == call.number and self._may_be(one)
+        ]
+
+    def _outer_options(self, call: ModuleCall, inside: Node) -> tuple[OuterOption, ...]:
+        """A call recomputed as a whole, around a division of its inside."""
+        if call.name is None or len(call.backward) != 2 or not self._is_training:
+            return ()
+        one = Segment(call.name, None)
+        if (one, call.number) not in self._known or not self._may_be(one):
+            return ()
+        cost, result = self._own.cost(call), call.result_bytes
+        # In the first forward, nothing is kept but the result of each child.
+        peak = max(
+            self._own.cost(child).forward_bytes + child.argument_bytes for child in call.children
+        )
+        return (OuterOption(result, result + peak, cost.forward_ns, one, inside, result),)
 
     def _may_be(self, one: Segment) -> bool:
         if one.selective and one.module in self._unselective:
@@ -343,9 +422,16 @@ class SegmentSearch:
             if not all(map(self._may_be, chosen)):
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
-            if any(one.division == division for one in self.seen):
+            is_new = all(one.division != division for one in self.seen)
+            found = self.foresee(division)
+            if found is None or is_new:
+                continue
+            # Segments inside others, and modules that run several times, have no costs of their
+            # own in a step with them. So the solver does not learn what they cost, and gets less
+            # room instead.
+            if found.fits(limit) or room <= table.smallest_bytes:
                 break
-            self.foresee(division)
+            room -= found.peak_bytes - limit
 
     def _candidates(self) -> list[Seen]:
         """The steps that were foreseen, without loops over micro-batches."""
@@ -607,7 +693,12 @@ class SegmentSearch:
             except STEP_ERRORS as alone:
                 causes[one] = alone
         if not causes and division.segments:
-            causes = {max(division.segments, key=lambda one: one.module.count(".")): error}
+            innermost = [
+                one
+                for one in division.segments
+                if not any(is_inside(other.module, one.module) for other in division.segments)
+            ]
+            causes = {innermost[0]: error}
         for one, cause in causes.items():
             self.exclude(one, f"a step with it fails ({first_line(cause)})")
 
@@ -647,12 +738,12 @@ class SegmentSearch:
         return self.foresee(StepDivision(tuple(segments))) if segments else None
 
 
-def _one_for_each(options: Sequence[Option]) -> list[Segment]:
+def _one_for_each(options: Sequence[Option | OuterOption]) -> list[Segment]:
     """One segment for each module, of which several calls may have different ones.
 
     Of these, the one that keeps least is taken.
     """
-    found: dict[str, Option] = {}
+    found: dict[str, Option | OuterOption] = {}
     for option in options:
         name = option.choice.module
         if name not in found or option.kept_bytes < found[name].kept_bytes:
@@ -661,11 +752,15 @@ def _one_for_each(options: Sequence[Option]) -> list[Segment]:
 
 
 def _by_module(division: StepDivision) -> dict[str, Segment]:
-    """The segments whose modules have costs of their own in a step."""
+    """The segments that have costs of their own in a step: those around or inside no other one."""
     names = {one.module: one for one in division.segments}
-    # Inside micro-batches, a module runs several times.
-    is_inside = division.micro_batch is not None or (len(names) > 1 and "" in names)
-    return {} if is_inside else names
+    if division.micro_batch is not None:
+        return {}
+    return {
+        name: one
+        for name, one in names.items()
+        if not any(is_inside(name, other) or is_inside(other, name) for other in names)
+    }
 
 
 def _plain(one: Segment) -> Segment:
