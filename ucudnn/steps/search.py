@@ -156,8 +156,8 @@ class SegmentSearch:
             else:
                 self.seen.append(Seen(everywhere, profile))
                 self._selective = {one.key: profile.cost(one) for one in profile.root.walk()}
+        self._samples: dict[str, int] = {}
         self._root = self._tree(self._own.root)
-        self._samples = {call.name: call.samples for call in self._root.walk()}
         self._steps: Steps | None = None
         self._examined_batch = 0
         # True: no step is run; what is foreseen decides.
@@ -279,6 +279,7 @@ class SegmentSearch:
         """Note each segment that this call could be run as, with its estimated cost."""
         assert call.name is not None
         cost, name = self._own.cost(call), call.name
+        self._samples[name] = call.samples
         gradients = sum(
             one.numel() * one.element_size()
             for one in self._parameters_of(name)
