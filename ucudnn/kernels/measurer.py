@@ -12,7 +12,7 @@ from dataclasses import replace
 from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
 from ucudnn.benchmark.bench import AbstractBench, Arm, Look
-from ucudnn.benchmark.failures import failure_of
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, failure_of
 from ucudnn.benchmark.rounds import Result
 from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.errors import WrongResultWarning, warn
@@ -286,7 +286,7 @@ class KernelMeasurer:
         key, candidate = self._records.key(arm), self._listed.by_arm[arm]
         try:
             look = self.bench.look(arm, limit)
-        except RuntimeError as error:
+        except CANDIDATE_ERRORS as error:
             kind, reason = failure_of(error)
             if kind == FailureKind.OUT_OF_MEMORY:
                 self._records.skipped.add(arm)

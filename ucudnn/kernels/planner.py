@@ -138,7 +138,8 @@ class KernelPlanner:
         # is that of the whole call, unless the whole call adds a bias.
         if splits == [default] and own is not None and not self._source.kernel.has_bias:
             return predict(tables, splits, own)
-        # `raced` is None if the time is over, or if a recording lacks this race.
+        # `raced` is None if the time is over, if there is too little memory for whole calls, or if
+        # a recording lacks this race.
         raced = self._source.race(splits)
         return predict(tables, splits, self._source.default) if raced is None else raced
 
@@ -282,7 +283,9 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> Pl
     # kept.
     if failed or not evidence.everything:
         reasons = "; ".join(failed) or "there was too little memory"
-        return PlanError(f"no algorithm could be run on {problem}: {reasons}")
+        error = PlanError(f"no algorithm could be run on {problem}: {reasons}")
+        error.lacks_memory = not failed
+        return error
     return PlanError(
         f"{problem} has no split, because the chunks that were measured do not add up to all of "
         f"it; measure more sizes"
