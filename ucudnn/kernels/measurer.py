@@ -167,6 +167,11 @@ class KernelMeasurer:
             return True
         return bool(first_runs or wanted)
 
+    @property
+    def lacks_memory(self) -> bool:
+        """True if a chunk could not be run, because there was too little memory."""
+        return bool(self._records.skipped)
+
     def _is_over(self) -> bool:
         """True after the time for chunks; if a plan is still needed, after the time for races."""
         if not self._session.is_over:

@@ -114,7 +114,9 @@ class KernelPlanner:
     def _refuse_unless_over(self, evidence: Evidence) -> None:
         # If measuring was cut short, a split that was not measured may fit.
         if not self._is_cut_short:
-            raise self._nothing_fits(evidence)
+            error = self._nothing_fits(evidence)
+            error.lacks_memory = error.smallest_bytes is None and self._source.lacks_memory
+            raise error
 
     @property
     def _is_cut_short(self) -> bool:
@@ -283,9 +285,7 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> Pl
     # kept.
     if failed or not evidence.everything:
         reasons = "; ".join(failed) or "there was too little memory"
-        error = PlanError(f"no algorithm could be run on {problem}: {reasons}")
-        error.lacks_memory = not failed
-        return error
+        return PlanError(f"no algorithm could be run on {problem}: {reasons}")
     return PlanError(
         f"{problem} has no split, because the chunks that were measured do not add up to all of "
         f"it; measure more sizes"

@@ -87,7 +87,7 @@ class Results:
     # Kernels that have no split within the user's limit. They are named together at the end, so
     # that the user can raise the limit once for all of them.
     over_limit: dict[Problem, PlanError] = field(default_factory=dict)
-    # Kernels of which nothing could be run, because there was too little memory.
+    # Kernels of which too little could be run for a plan, because there was too little memory.
     too_large: dict[Problem, PlanError] = field(default_factory=dict)
     # Kernels that have no plan for some smaller batches, because the time did not suffice.
     unfinished: set[Problem] = field(default_factory=set)
@@ -253,7 +253,7 @@ class Results:
         )
 
     def judge_too_large(self) -> None:
-        """Warn of kernels of which nothing could be run, because there was too little memory.
+        """Warn of kernels of which too little could be run for a plan, for lack of memory.
 
         Raises PlanError instead if `unplanned` is "error" or no other kernel has a plan.
         """
