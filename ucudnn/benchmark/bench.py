@@ -241,13 +241,11 @@ class LocalBench(AbstractBench):
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
         """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
-        ring = self.ring
-        bias = ring.bias() if has_bias else None
         workspaces = [0] * len(splits)
 
         def enter(place: int) -> Entrant:
-            call = bind(self._backend, self._axis.problem, splits[place])
-            loop = WholeLoop(ring, call, bias)
+            ring, call = self.ring, bind(self._backend, self._axis.problem, splits[place])
+            loop = WholeLoop(ring, call, ring.bias() if has_bias else None)
             sampler = Sampler(loop, self._backend)
             # This is the first run of the call. If it fails, the call takes no part in the race.
             workspaces[place] = self._workspace_of(loop, call)

@@ -203,6 +203,10 @@ class KernelPlanner:
         # A limit that suffices must hold the whole call, not only its largest chunk.
         least += self._call_overhead_bytes
         if limit is None or least <= limit:
+            if source.lacks_memory:
+                return PlanError(
+                    f"there was too little memory to time the chunks of any plan for {problem}"
+                )
             return PlanError(
                 f"no plan for {problem} can be made of what was measured: {what}, needs "
                 f"{format_bytes(least)} and was not timed; tune on the device with these settings"
