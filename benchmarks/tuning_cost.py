@@ -109,7 +109,7 @@ class Table:
 
 
 class _Replayed(RecordedBackend):
-    def memory_bytes(self) -> int:
+    def available_bytes(self) -> int:
         return 1 << 62
 
 

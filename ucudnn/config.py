@@ -18,6 +18,13 @@ from ucudnn.units import parse_bytes
 
 # A memory budget such as 50%: a share of the peak memory of a step with torch's own convolutions.
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*")
+# The memory budget that is all memory a device has free when tuning begins, less a margin: this
+# fraction of it, and at least so many bytes. The budget counts what tensors need, and a device
+# needs more. torch's allocator for GPUs loses the ends of blocks that it has split. malloc keeps
+# freed blocks, and pages of its own for each thread. Libraries load code, and other processes come.
+AVAILABLE = "available"
+MARGIN_SHARE = 0.05
+LEAST_MARGIN_BYTES = 64 << 20
 
 Policy = Literal["undivided", "powers-of-two", "all"]
 Unplanned = Literal["torch", "error"]
@@ -85,8 +92,15 @@ def _size(name: str, value: Any) -> int | None:
 
 
 def _budget(name: str, value: Any) -> int | str | None:
-    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
-    return f"{share[1]}%" if share else _size(name, value)
+    if isinstance(value, str):
+        if value.strip() == AVAILABLE:
+            return AVAILABLE
+        if share := _SHARE.fullmatch(value):
+            return f"{share[1]}%"
+    try:
+        return _size(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or a share such as 50%, or {AVAILABLE}") from error
 
 
 def _choice(name: str, value: Any) -> str:
@@ -153,8 +167,10 @@ SETTINGS: dict[str, Setting] = {
     "memory_budget": Setting(
         None,
         _budget,
-        "Memory of a step, such as 8GiB or 50%. A percentage is of what a step by torch has "
-        "allocated. Parameters, gradients, optimiser state, activations and workspace count. "
+        "Memory of a step: 8GiB, 50% or available. A percentage is of what a step by torch has "
+        "allocated. With available it is what the device has free when tuning begins, less 5 % or "
+        "at least 64MiB, and what the model and its inputs have allocated already. "
+        "Parameters, gradients, optimiser state, activations and workspace count. "
         "Where the budget requires it, modules run in micro-batches.",
         "SIZE",
         page="memory.md",
@@ -358,19 +374,38 @@ class Config:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The memory budget in bytes; None if there is no budget, or if it is given in percent.
+        """The memory budget in bytes; None without a budget, or if it must be resolved first.
 
         >>> Config(memory_budget="50%").with_budget_of(300).budget_bytes
         150
         """
         return None if isinstance(self.memory_budget, str) else self.memory_budget
 
-    def with_budget_of(self, peak_bytes: int) -> Config:
-        """These settings, with a memory budget in percent replaced by that share of a peak."""
+    def with_budget_of(
+        self, peak_bytes: int, available_bytes: int | None = None, held_bytes: int = 0
+    ) -> Config:
+        """These settings, with a memory budget of a share or of what is available in bytes.
+
+        >>> Config(memory_budget="available").with_budget_of(0, 1000 << 20, 9 << 20).budget_bytes
+        990904320
+
+        Args:
+            peak_bytes: the peak of a step by torch, for a share.
+            available_bytes: what the process can still allocate on the device.
+            held_bytes: what it has allocated of that which a budget counts.
+        """
         if not isinstance(self.memory_budget, str):
             return self
-        share = float(self.memory_budget.removesuffix("%")) / 100
-        return replace(self, memory_budget=int(share * peak_bytes))
+        if self.memory_budget != AVAILABLE:
+            share = float(self.memory_budget.removesuffix("%")) / 100
+            return replace(self, memory_budget=int(share * peak_bytes))
+        if available_bytes is None:
+            raise ConfigError(
+                f"memory_budget={AVAILABLE} is what the device has free, and that is not known "
+                f"here; give bytes or a share such as 50%"
+            )
+        margin = max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * available_bytes))
+        return replace(self, memory_budget=held_bytes + max(0, available_bytes - margin))
 
     @property
     def is_replayed(self) -> bool:

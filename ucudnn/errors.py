@@ -72,7 +72,10 @@ class PlanError(UcudnnError):
     Attributes:
         smallest_bytes: the smallest workspace limit in bytes with which a plan exists; None if
             there is no such limit, or if the error is not about limits.
+        lacks_memory: True if there was too little memory to run all that might make a plan.
     """
+
+    lacks_memory = False
 
     def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
         super().__init__(message)

@@ -43,7 +43,7 @@ class Origin:
         seconds: seconds that tuning took, rounded.
         load: average number of processes that ran or waited to run in the last minute of tuning.
         left_out: kernels that have no plan, or none for some smaller batches, because the time
-            budget was used up.
+            budget was used up or there was too little memory.
         over_limit: kernels without a plan, because no split fits the workspace limit.
     """
 

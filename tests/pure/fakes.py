@@ -130,8 +130,8 @@ class ScriptedBackend(AbstractBackend):
     def cache_bytes(self) -> int:
         return 1
 
-    def memory_bytes(self) -> int:
-        return 1 << 30
+    def available_bytes(self) -> int:
+        return 2 << 30
 
 
 class Misbehaving(Executable):

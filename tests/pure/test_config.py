@@ -24,9 +24,23 @@ def test_ops_are_kept_in_one_order_so_that_equal_settings_are_equal() -> None:
     assert Config(ops=["dgrad"]).ops == ("dgrad",)
 
 
+def test_a_budget_of_what_is_available_leaves_a_margin_of_it() -> None:
+    config, gib = Config(memory_budget=" available "), 1 << 30
+    assert config.memory_budget == "available"
+    assert config.budget_bytes is None
+    assert config.with_budget_of(5, 100 * gib, gib).budget_bytes == 96 * gib
+    assert config.with_budget_of(5, gib).budget_bytes == gib - (64 << 20)
+    assert config.with_budget_of(5, 1 << 20, 7).budget_bytes == 7
+    with pytest.raises(ConfigError, match="not known here; give bytes or a share"):
+        config.with_budget_of(5)
+    assert Config(memory_budget=3).with_budget_of(5, gib).budget_bytes == 3
+    assert Config.from_dict(config.to_dict()) == config
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("workspace_limit", "64MB", "workspace_limit must be a number of bytes"),
     ("workspace_limit", -1, "workspace_limit must be a number of bytes"),
+    ("memory_budget", "all", "memory_budget must be .* 50%, or available$"),
     ("policy", "some", "policy must be one of undivided, powers-of-two, all, got 'some'"),
     ("layout", "nhwc", "layout must be one of keep, auto, got 'nhwc'"),
     ("unplanned", "ignore", "unplanned must be one of torch, error, got 'ignore'"),

@@ -28,6 +28,18 @@ def test_nothing_is_written_into_the_results_of_gpus(simulated, repository):
     assert not folder.exists()
 
 
+def test_what_is_available_is_free_memory_within_the_fraction_of_the_process(simulated):
+    program = (
+        "import torch; from ucudnn.backends import open_backend; gpu = open_backend('cudnn');"
+        "free, whole = torch.cuda.mem_get_info(); print(gpu.available_bytes() - free);"
+        "torch.cuda.get_per_process_memory_fraction = lambda _: 0.25;"
+        "torch.cuda.memory_allocated = lambda _: 7;"
+        "torch.cuda.memory_reserved = lambda _: 9;"
+        "print(gpu.available_bytes() == min(free + 2, whole // 4 - 7))"
+    )
+    assert simulated("-c", program).stdout == "0\nTrue\n"
+
+
 def test_the_tests_pass(simulated):
     done = simulated("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
     assert " passed" in done.stdout.splitlines()[-1]

@@ -301,5 +301,9 @@ class AbstractBackend(ABC):
         """Size of the last-level cache; the operands of a benchmark must be larger."""
 
     @abstractmethod
+    def available_bytes(self) -> int:
+        """Bytes that this process can still allocate on the device; 0 if it allocates nothing."""
+
     def memory_bytes(self) -> int:
-        """Bytes of memory that a benchmark may use without disturbing the machine."""
+        """Bytes that the operands of a benchmark may take, and as many again its workspace."""
+        return self.available_bytes() // 2

@@ -206,7 +206,7 @@ class RecordedBackend(AbstractBackend):
     def cache_bytes(self) -> int:
         return 0
 
-    def memory_bytes(self) -> int:
+    def available_bytes(self) -> int:
         return 0
 
 

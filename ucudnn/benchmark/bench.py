@@ -13,7 +13,7 @@ from torch import Tensor
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.accuracy import Check, Reference
-from ucudnn.benchmark.failures import failure_of
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.errors import UnsupportedError
@@ -77,8 +77,8 @@ class AbstractBench(ABC):
         """Run a candidate for the first time, to find its workspace, its error and its time.
 
         If its workspace exceeds the limit in bytes, the candidate is not run again for its time. If
-        it fails, a RuntimeError is raised, whose first line says why. An UnsupportedError means
-        that this kernel cannot be measured at all.
+        it fails, a RuntimeError or MemoryError is raised, whose first line says why. An
+        UnsupportedError means that this kernel cannot be measured at all.
         """
 
     @abstractmethod
@@ -123,8 +123,8 @@ class LocalBench(AbstractBench):
 
     def look(self, arm: Arm, limit: int | None) -> Look:
         """Run a candidate for the first time, to find its workspace, its error and its time."""
-        # The operands are allocated outside of `try`, because too little memory for them is no
-        # failure of the candidate.
+        # The operands are allocated outside of `try`, because that a backend has none is no failure
+        # of the candidate.
         ring = self.ring
         try:
             return self._look(ring, arm, limit)
@@ -207,7 +207,7 @@ class LocalBench(AbstractBench):
             # An entrant that fails leaves the race, and the others are timed. But if the device is
             # broken, as after a fault on a GPU, all others would fail as well, so the error is
             # raised.
-            except (RuntimeError, UnsupportedError) as error:
+            except (*CANDIDATE_ERRORS, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
                 results[place] = Result(failure=failure_of(error))
@@ -241,13 +241,11 @@ class LocalBench(AbstractBench):
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
         """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
-        ring = self.ring
-        bias = ring.bias() if has_bias else None
         workspaces = [0] * len(splits)
 
         def enter(place: int) -> Entrant:
-            call = bind(self._backend, self._axis.problem, splits[place])
-            loop = WholeLoop(ring, call, bias)
+            ring, call = self.ring, bind(self._backend, self._axis.problem, splits[place])
+            loop = WholeLoop(ring, call, ring.bias() if has_bias else None)
             sampler = Sampler(loop, self._backend)
             # This is the first run of the call. If it fails, the call takes no part in the race.
             workspaces[place] = self._workspace_of(loop, call)

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import traceback
 from typing import NamedTuple
 
 import torch
 
+from ucudnn.backends.torch_cpu.processor import give_back_free_blocks, was_short_of_memory
 from ucudnn.errors import first_line
 from ucudnn.measurement import FailureKind
 
-# Texts of errors for lack of memory. torch's CPU allocator, CUDA and cuDNN (status 4003 and 4004)
-# raise a plain RuntimeError for it, which differs from other errors only by its text.
+# Texts of errors for lack of memory. torch's CPU allocator, `std::bad_alloc`, CUDA, cuDNN (status
+# 4003 and 4004) and cuBLAS or cuFFT raise a plain RuntimeError for it, which differs from other
+# errors only by its text.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
+    "Cannot allocate memory",
     "not enough memory",
     "out of memory",
-    "HOST_ALLOCATION_FAILED",
-    "DEVICE_ALLOCATION_FAILED",
+    "bad_alloc",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "can't start new thread",
 )
+# Texts of errors that have other causes as well: oneDNN fails so where there is no page for its
+# code, and where it does not support an operation. Threads need memory for their stacks.
+_MAY_BE_OUT_OF_MEMORY = (
+    "could not create a",
+    "could not execute a",
+    "Resource temporarily unavailable",
+)
+# What running a candidate may raise.
+CANDIDATE_ERRORS = (RuntimeError, MemoryError)
 
 
 class Failure(NamedTuple):
@@ -64,4 +81,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    if isinstance(error, CandidateError):
+        return error.kind == FailureKind.OUT_OF_MEMORY
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(known in text for known in _OUT_OF_MEMORY):
+        return True
+    return any(known in text for known in _MAY_BE_OUT_OF_MEMORY) and was_short_of_memory()
+
+
+def free_after(error: BaseException) -> None:
+    """Free the memory that a failed run held, so that a smaller one may fit.
+
+    The variables of the functions that the error has ended are deleted. Those of the caller are
+    not, because it still runs.
+    """
+    # An error may hold others: its cause, and one that was being handled when it was raised.
+    errors = [error]
+    for one in errors:
+        traceback.clear_frames(one.__traceback__)
+        more = (one.__cause__, one.__context__)
+        errors += [other for other in more if other is not None and other not in errors]
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back_free_blocks()

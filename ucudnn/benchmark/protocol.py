@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
-from ucudnn.errors import UnsupportedError
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, CandidateError, free_after, is_out_of_memory
 from ucudnn.execution.execute import Call, Slices, empty_result, places
-from ucudnn.measurement import Role
+from ucudnn.measurement import FailureKind, Role
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import format_sizes
@@ -87,9 +87,13 @@ _LONG_NS = 50_000_000
 
 @dataclass(frozen=True)
 class Ring:
-    """Rotating buffers: operands that exceed the last-level cache; chunks are taken in turn."""
+    """Rotating buffers: operands that exceed the last-level cache; chunks are taken in turn.
 
-    problem: Problem  # the whole call, of which the chunks are parts
+    If there is too little memory for whole calls, the ring has operands for calls on fewer samples.
+    Their chunks are computed like those of a whole call.
+    """
+
+    problem: Problem  # the call of which the chunks are parts, at the batch that memory allows
     samples: int  # number of samples in the operands, at least the problem's batch
     a: Tensor  # x for fprop and wgrad, dy for dgrad
     b: Tensor  # w for fprop and dgrad, dy for wgrad
@@ -97,16 +101,32 @@ class Ring:
 
     @classmethod
     def allocate(cls, backend: AbstractBackend, problem: Problem) -> Ring:
-        """Random operands that fill twice the last-level cache, and hold a whole batch at least."""
-        samples = ring_samples(problem, backend.cache_bytes())
+        """Random operands that fill twice the last-level cache, and hold a whole batch at least.
+
+        If they do not fit the memory, they hold half of the samples, or a quarter and so on. Raises
+        an error for lack of memory if a single sample does not fit.
+        """
+        samples, room = ring_samples(problem, backend.cache_bytes()), backend.memory_bytes()
+        while True:
+            part = problem.with_batch(min(samples, problem.batch))
+            try:
+                return cls._within(backend, part, samples, room)
+            except CANDIDATE_ERRORS as error:
+                if samples == 1 or not is_out_of_memory(error):
+                    raise
+                free_after(error)
+            samples = part.batch if samples > part.batch else samples // 2
+
+    @classmethod
+    def _within(cls, backend: AbstractBackend, problem: Problem, samples: int, room: int) -> Ring:
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
-        room = backend.memory_bytes()
         if needed > room:
             need, half = format_sizes(needed, room)
-            raise UnsupportedError(
+            raise CandidateError(
                 f"{problem} needs {need} of operands to be measured, and half of the free memory "
-                f"is {half}; use a smaller batch"
+                f"is {half}",
+                FailureKind.OUT_OF_MEMORY,
             )
         a, b = backend.operands(problem, samples)
         total = empty_total(problem, a).zero_() if problem.op == "wgrad" else None
@@ -122,7 +142,16 @@ class Ring:
         return self.a[a], self.b[b], out
 
     def places(self, part: Problem, number: int) -> tuple[Slices, Slices, Slices]:
-        """The parts of both operands and of a call's result that `chunk` uses."""
+        """The parts of both operands and of a call's result that `chunk` uses.
+
+        Raises an error for lack of memory if the ring has fewer samples than the chunk.
+        """
+        if part.batch > self.problem.batch:
+            raise CandidateError(
+                f"there is memory for the operands of {self.problem.batch} samples only, and "
+                f"{part} needs more",
+                FailureKind.OUT_OF_MEMORY,
+            )
         turns = row_count(self.problem) // row_count(part)
         group, turn = divmod(number, turns)
         x_rows = _window(part.input_size[0], self.problem.input_size[0], turn, turns)

@@ -9,7 +9,7 @@ from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING
 
 from ucudnn.backends import AbstractBackend, DeviceState
-from ucudnn.benchmark.failures import Failure, failure_of
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, Failure, failure_of
 from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interval
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _take_turns(
         on_turn(number)
         try:
             readings[number] = _read(backend, entrants[number])
-        except RuntimeError as error:
+        except CANDIDATE_ERRORS as error:
             # After a fault on a GPU everything in this process fails. Then the error is raised, so
             # that the other entrants are not noted as failed.
             if backend.is_broken():

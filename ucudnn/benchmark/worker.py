@@ -19,7 +19,13 @@ import torch
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
-from ucudnn.benchmark.failures import CandidateError, Failure, LostError, failure_of
+from ucudnn.benchmark.failures import (
+    CANDIDATE_ERRORS,
+    CandidateError,
+    Failure,
+    LostError,
+    failure_of,
+)
 from ucudnn.benchmark.rounds import Result
 from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
@@ -207,7 +213,7 @@ def serve(descriptor: int) -> None:
                 measured = axis, how
             try:
                 answer = ("done", getattr(bench, method)(*arguments))
-            except (RuntimeError, UcudnnError) as error:
+            except (*CANDIDATE_ERRORS, UcudnnError) as error:
                 if backend.is_broken():
                     answer = ("lost", failure_of(error).reason)
                 elif isinstance(error, UcudnnError):

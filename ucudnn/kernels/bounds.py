@@ -8,7 +8,7 @@ operations and that of the traffic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import is_
@@ -64,6 +64,8 @@ class WorkspaceModel:
     limit: int | None
     # Memory in bytes that a benchmark may use on this machine.
     available_bytes: int
+    # Arms that ran out of memory.
+    skipped: Collection[Arm] = ()
 
     @cached_property
     def most_bytes(self) -> int:
@@ -94,7 +96,8 @@ class WorkspaceModel:
     def can_be_run(self, arm: Arm) -> bool:
         """True for an arm that never ran and is expected to fit."""
         workspace = self.expected(arm)
-        return arm not in self.records and workspace is not None and self.may_run(arm, workspace)
+        is_new = arm not in self.records and arm not in self.skipped
+        return is_new and workspace is not None and self.may_run(arm, workspace)
 
     def known(self, arm: Arm) -> int | None:
         """Workspace of an arm in bytes, as measured or as stated by the backend."""

@@ -44,10 +44,11 @@ def race(
     problem: Problem,
     splits: Sequence[Split],
     has_bias: bool = False,
-) -> list[Finalist]:
+) -> list[Finalist] | None:
     """Time whole calls in interleaved rounds, or take the race from the cache if it is complete.
 
-    Every call adds a bias if `has_bias`. Raises UnsupportedError if no split could be run.
+    Every call adds a bias if `has_bias`. None if there was too little memory for any of them.
+    Raises UnsupportedError if no split could be run for another reason.
     """
     # Samples are compared in pairs of one round, so a race is recalled as a whole or run anew.
     recalled = recall_race(session, problem, splits, has_bias)
@@ -72,6 +73,8 @@ def race(
     # The race is written to the cache now, so that it is kept if tuning is interrupted.
     session.flush()
     finalists = _finalists(splits, found)
+    if found and all(entry.failure == FailureKind.OUT_OF_MEMORY for entry in found):
+        return None
     if splits and not finalists:
         raise UnsupportedError(f"a whole call could not be run to be timed: {found[0].reason}")
     return finalists

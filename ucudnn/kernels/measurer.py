@@ -12,7 +12,7 @@ from dataclasses import replace
 from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
 from ucudnn.benchmark.bench import AbstractBench, Arm, Look
-from ucudnn.benchmark.failures import failure_of
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, failure_of
 from ucudnn.benchmark.rounds import Result
 from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.errors import WrongResultWarning, warn
@@ -167,6 +167,11 @@ class KernelMeasurer:
             return True
         return bool(first_runs or wanted)
 
+    @property
+    def lacks_memory(self) -> bool:
+        """True if a chunk could not be run, because there was too little memory."""
+        return bool(self._records.skipped)
+
     def _is_over(self) -> bool:
         """True after the time for chunks; if a plan is still needed, after the time for races."""
         if not self._session.is_over:
@@ -286,7 +291,7 @@ class KernelMeasurer:
         key, candidate = self._records.key(arm), self._listed.by_arm[arm]
         try:
             look = self.bench.look(arm, limit)
-        except RuntimeError as error:
+        except CANDIDATE_ERRORS as error:
             kind, reason = failure_of(error)
             if kind == FailureKind.OUT_OF_MEMORY:
                 self._records.skipped.add(arm)

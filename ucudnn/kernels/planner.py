@@ -114,7 +114,9 @@ class KernelPlanner:
     def _refuse_unless_over(self, evidence: Evidence) -> None:
         # If measuring was cut short, a split that was not measured may fit.
         if not self._is_cut_short:
-            raise self._nothing_fits(evidence)
+            error = self._nothing_fits(evidence)
+            error.lacks_memory = error.smallest_bytes is None and self._source.lacks_memory
+            raise error
 
     @property
     def _is_cut_short(self) -> bool:
@@ -138,7 +140,8 @@ class KernelPlanner:
         # is that of the whole call, unless the whole call adds a bias.
         if splits == [default] and own is not None and not self._source.kernel.has_bias:
             return predict(tables, splits, own)
-        # `raced` is None if the time is over, or if a recording lacks this race.
+        # `raced` is None if the time is over, if there is too little memory for whole calls, or if
+        # a recording lacks this race.
         raced = self._source.race(splits)
         return predict(tables, splits, self._source.default) if raced is None else raced
 
@@ -200,6 +203,10 @@ class KernelPlanner:
         # A limit that suffices must hold the whole call, not only its largest chunk.
         least += self._call_overhead_bytes
         if limit is None or least <= limit:
+            if source.lacks_memory:
+                return PlanError(
+                    f"there was too little memory to time the chunks of any plan for {problem}"
+                )
             return PlanError(
                 f"no plan for {problem} can be made of what was measured: {what}, needs "
                 f"{format_bytes(least)} and was not timed; tune on the device with these settings"

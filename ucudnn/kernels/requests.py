@@ -48,7 +48,7 @@ class KernelRecords:
     def workspaces(self) -> WorkspaceModel:
         """Known and extrapolated workspace of the candidates."""
         memory = self.session.backend.memory_bytes()
-        return WorkspaceModel(self.listed, self.by_arm, self.limit, memory)
+        return WorkspaceModel(self.listed, self.by_arm, self.limit, memory, self.skipped)
 
     def recall(self) -> None:
         """Read known measurements: from the cache, and those of kernels with the same chunks."""

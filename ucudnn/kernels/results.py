@@ -87,6 +87,8 @@ class Results:
     # Kernels that have no split within the user's limit. They are named together at the end, so
     # that the user can raise the limit once for all of them.
     over_limit: dict[Problem, PlanError] = field(default_factory=dict)
+    # Kernels of which too little could be run for a plan, because there was too little memory.
+    too_large: dict[Problem, PlanError] = field(default_factory=dict)
     # Kernels that have no plan for some smaller batches, because the time did not suffice.
     unfinished: set[Problem] = field(default_factory=set)
 
@@ -110,21 +112,23 @@ class Results:
     def missing(self) -> list[Problem]:
         """Kernels that have no plan so far, but may still get one."""
         done = {kernel.problem for kernel in self.kernels}
-        refused = self.refusals.keys() | self.over_limit.keys()
-        return [p for p in self.layers if p not in done and p not in refused]
+        return [p for p in self.layers if p not in done and p not in self._refused]
 
     @property
     def unraced(self) -> list[Problem]:
         """Kernels that have no plan, or one that rests on a prediction or on a single run."""
-        refused = self.refusals.keys() | self.over_limit.keys()
         raced = {p for p, plan in self.plans.items() if plan.timing.samples > 1}
-        return [p for p in self.layers if p not in refused and p not in raced]
+        return [p for p in self.layers if p not in self._refused and p not in raced]
+
+    @property
+    def _refused(self) -> set[Problem]:
+        return {*self.refusals, *self.over_limit, *self.too_large}
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Kernels that have no plan, or none for a smaller batch, because the time was over."""
         plans = {kernel.problem: kernel for kernel in self.kernels}
-        planned = plans.keys() | self.over_limit.keys()
+        planned = plans.keys() | self.over_limit.keys() | self.too_large.keys()
         missing = [problem for problem in self.layers if problem not in planned]
         # A kernel whose smaller batches are not all planned is named with the largest batch that
         # has no plan.
@@ -224,6 +228,8 @@ class Results:
             self.refusals[problem] = error
         elif error.smallest_bytes is not None:
             self.over_limit[problem] = error
+        elif error.lacks_memory:
+            self.too_large[problem] = error
         else:
             return False
         return True
@@ -243,6 +249,22 @@ class Results:
         warn(
             f"{len(self.over_limit)} of {len(self.layers)} kernels exceed the workspace limit and "
             f"run torch's own convolution: {error}",
+            UntunedWarning,
+        )
+
+    def judge_too_large(self) -> None:
+        """Warn of kernels of which too little could be run for a plan, for lack of memory.
+
+        Raises PlanError instead if `unplanned` is "error" or no other kernel has a plan.
+        """
+        if not self.too_large:
+            return
+        error = next(iter(self.too_large.values()))
+        if self.config.unplanned == "error" or not self.kernels:
+            raise error
+        warn(
+            f"{len(self.too_large)} of {len(self.layers)} kernels could not be measured and run "
+            f"torch's own convolution: {error}",
             UntunedWarning,
         )
 

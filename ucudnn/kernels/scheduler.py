@@ -118,6 +118,7 @@ class TuningScheduler:
             self.session.close()
         self._report("")
         self.results.judge_over_limit()
+        self.results.judge_too_large()
         left_out, is_recorded = len(self.results.left_out), self.session.is_recorded
         warn_of_untuned(left_out, self.budget_s, is_recorded)
 

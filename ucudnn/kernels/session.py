@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ucudnn.backends import AbstractBackend, Cost, DeviceState, Roofline
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, is_out_of_memory
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.kernels.budget import EFFORTS, Effort
@@ -106,7 +107,7 @@ class Session:
             return None
         keys = [self._machine_key(one, dtype) for one in (Subject.OPERATIONS, Subject.TRAFFIC)]
         if not all(map(self.find, keys)):
-            found = self.backend.roofline(dtype)
+            found = self._measured_roofline(dtype)
             if found is None:
                 return None
             for key, speed in zip(keys, found[:2], strict=True):
@@ -117,6 +118,15 @@ class Session:
         operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
+
+    def _measured_roofline(self, dtype: str) -> Roofline | None:
+        try:
+            return self.backend.roofline(dtype)
+        except CANDIDATE_ERRORS as error:
+            # Too little memory for operands that exceed the caches is no reason not to tune.
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     @property
     def started_s(self) -> float:

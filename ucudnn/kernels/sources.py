@@ -159,6 +159,11 @@ class AbstractSource(ABC):
         """True if a measurement was left out because it would have ended after the time budget."""
         return False
 
+    @property
+    def lacks_memory(self) -> bool:
+        """True if a chunk could not be run, because there was too little memory."""
+        return False
+
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Race splits as whole calls, or recall their race; None if neither is possible."""
@@ -246,6 +251,11 @@ class LiveSource(AbstractSource):
     def lacks_time(self) -> bool:
         """True if a measurement was left out because it would have ended after the time budget."""
         return any(measurer.lacks_time for measurer in self._measurer_by_cut.values())
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True if a chunk could not be run, because there was too little memory."""
+        return any(measurer.lacks_memory for measurer in self._measurer_by_cut.values())
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Race splits as whole calls if there is time for it, else recall their race."""

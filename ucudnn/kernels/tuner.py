@@ -165,7 +165,7 @@ def _plan(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
             budget="" if budget_s is None else f"{budget_s:g}",
             seconds=round(monotonic() - began),
             load=f"{os.getloadavg()[0]:.1f}",
-            left_out=scheduler.results.left_out,
+            left_out=(*scheduler.results.left_out, *map(str, scheduler.results.too_large)),
             over_limit=tuple(map(str, scheduler.results.over_limit)),
         ),
         device=backend.device(),

@@ -143,7 +143,7 @@ def left_out_sentence(plan: Plan) -> str:
     assert plan.origin is not None
     reasons = []
     if plan.origin.left_out:
-        reasons.append("the time was over; tune again to go on")
+        reasons.append("the time or the memory was too little; tune again to go on")
     if plan.origin.over_limit:
         over = ", ".join(plan.origin.over_limit)
         reasons.append(f"nothing fits the workspace limit for {over}")

@@ -298,9 +298,12 @@ class CudnnBackend(AbstractBackend):
     def cache_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self._index).L2_cache_size)
 
-    def memory_bytes(self) -> int:
-        """Half of the memory that is free, or unused in torch's allocator."""
-        free, _ = torch.cuda.mem_get_info(self._index)
-        kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+    def available_bytes(self) -> int:
+        """Memory that is free or unused in torch's allocator, within the limit of the process."""
+        free, whole = torch.cuda.mem_get_info(self._index)
+        allocated = self.allocated_bytes()
         # Blocks that torch's allocator keeps unused are not free for CUDA, but torch can use them.
-        return int(free + kept) // 2
+        kept = torch.cuda.memory_reserved(self._index) - allocated
+        # The fraction of the memory that `torch.cuda.set_per_process_memory_fraction` has allowed.
+        most = int(torch.cuda.get_per_process_memory_fraction(self._index) * whole)
+        return max(0, min(int(free + kept), most - allocated))

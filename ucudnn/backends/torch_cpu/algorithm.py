@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ ONEDNN_KERNELS = frozenset({"onednn", "onednn_nhwc"})
 COLUMN_KERNELS = frozenset(
     {"slow_conv2d", "slow_conv3d", "slow_conv_dilated2d", "slow_conv_dilated3d"}
 )
+
+_BYTE = ctypes.c_char()
 
 
 class AbstractAlgorithm(ABC):
@@ -95,17 +98,36 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
     """
     # mmap refuses a length of 0.
     size = max(prod(shape) * problem.bytes_per_element, 1)
-    # The operating system backs an anonymous page with memory only when it is first written.
+    # The operating system backs an anonymous page with memory only when it is first written. But a
+    # process may have a limit of addresses, too.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         pages = mmap.mmap(-1, size, flags=flags)
     except (OSError, OverflowError) as error:
-        raise UnsupportedError(
-            f"{problem} has tensors of {format_bytes(size)}, more than this machine can address; "
+        raise MemoryError(
+            f"{problem} has tensors of {format_bytes(size)}, more than this process can address; "
             f"use a smaller batch"
         ) from error
     # The tensor holds a reference to the mapping, so that the mapping lives as long as the tensor.
-    flat = torch.frombuffer(pages, dtype=torch_dtype(problem), count=prod(shape))
+    return _laid_out(problem, shape, pages)
+
+
+def outline(problem: Problem, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that only stands for a shape and takes no addresses: its values must not be read."""
+    size = prod(shape) * problem.bytes_per_element
+    try:
+        # ctypes believes that there are so many bytes.
+        claimed = (ctypes.c_char * size).from_address(ctypes.addressof(_BYTE))
+    except (ValueError, OverflowError) as error:
+        raise UnsupportedError(
+            f"{problem} has tensors of {format_bytes(size)}, more than any machine can address; "
+            f"use a smaller batch"
+        ) from error
+    return _laid_out(problem, shape, claimed)
+
+
+def _laid_out(problem: Problem, shape: tuple[int, ...], memory: Any) -> Tensor:
+    flat = torch.frombuffer(memory, dtype=torch_dtype(problem), count=prod(shape))
     if problem.layout == "nchw":
         return flat.view(shape)
     batch, channels, *spatial = shape

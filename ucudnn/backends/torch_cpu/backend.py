@@ -190,8 +190,8 @@ class TorchCpuBackend(AbstractBackend):
     def cache_bytes(self) -> int:
         return processor.usable_cache_bytes()
 
-    def memory_bytes(self) -> int:
-        return processor.available_memory_bytes() // 2
+    def available_bytes(self) -> int:
+        return processor.available_memory_bytes()
 
 
 def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

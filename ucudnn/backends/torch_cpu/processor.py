@@ -8,7 +8,7 @@ import platform
 import re
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
@@ -23,14 +23,21 @@ from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
 _CPUINFO = Path("/proc/cpuinfo")
-# Files with the limit, use and statistics of a container's memory: control groups 2, then 1.
+# Control groups that limit memory, versions 2 and 1: how their line of /proc/self/cgroup begins,
+# the folder of the outermost group, and the files with the limit and with the use.
 _CONTROL_GROUPS = (
-    tuple(f"sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat")),
-    tuple(
-        f"sys/fs/cgroup/memory/memory.{name}"
-        for name in ("limit_in_bytes", "usage_in_bytes", "stat")
+    (r"0::", "", "memory.max", "memory.current"),
+    (
+        r"\d+:(?:[^:]*,)?memory(?:,[^:]*)?:",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
     ),
 )
+# Limits of a process, and what counts towards each, by its name in /proc/self/status.
+_PROCESS_LIMITS = (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData"))
+# Memory was short if less than this was left within a limit: oneDNN takes single pages for code.
+_SHORT_BYTES = 64 << 20
 # Buffers of a benchmark must be larger than the cache. The size of the cache is assumed to be at
 # most this, because an overstated size would cost memory and time.
 _MOST_CACHE_BYTES = 64 << 20
@@ -109,25 +116,67 @@ def usable_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be allocated without swapping and within a container's limit."""
-    meminfo = root / "proc/meminfo"
-    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
+    """Memory that this process can allocate without swapping and within all of its limits.
+
+    The limits are those of its control groups, such as a container's, and of `ulimit -v` and `-d`.
+    Blocks that malloc keeps unused count as taken; see `give_back_free_blocks`.
+    """
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    free = [int(match[1]) << 10 if match else physical]
-    for limit, used, statistics in _CONTROL_GROUPS:
-        if (root / limit).exists() and (root / used).exists():
-            text = (root / limit).read_text().strip()  # "max" if there is no limit
-            if text.isdigit():
-                in_use = int((root / used).read_text()) - _idle_bytes(root / statistics)
-                free.append(max(int(text) - in_use, 0))
-    return min(free)
+    left = [int(match[1]) << 10 if match else physical]
+    membership = _text(root / "proc/self/cgroup")
+    for line, folder, limit, use in _CONTROL_GROUPS:
+        found = re.search(f"^{line}(.*)$", membership, re.MULTILINE)
+        for group in _groups(root / "sys/fs/cgroup" / folder, found[1] if found else "/"):
+            most, used = _text(group / limit), _text(group / use)  # "max" if there is no limit
+            if most.isdigit() and used.isdigit():
+                left.append(int(most) - int(used) + _idle_bytes(group / "memory.stat"))
+    left += [most - used for most, used, _ in _process_limits(root)]
+    return max(0, min(left))
+
+
+def _groups(outermost: Path, path: str) -> list[Path]:
+    """The folders of a process's control group and of those that contain it."""
+    # In a container, the path may begin outside of what the container sees as the outermost group.
+    parts = Path(path).parts[1:]
+    seen = (Path(*parts[place:]) for place in range(len(parts)))
+    inner = next((path for path in seen if (outermost / path).is_dir()), Path())
+    return [outermost / group for group in (inner, *inner.parents)]
 
 
 def _idle_bytes(path: Path) -> int:
-    """Bytes of cached files in a container's memory, which the system drops when needed."""
-    text = path.read_text() if path.exists() else ""
-    match = re.search(r"^(?:total_)?inactive_file (\d+)$", text, re.MULTILINE)
-    return int(match[1]) if match else 0
+    """Bytes of cached files in a control group's memory, which the system drops when needed."""
+    # Version 1 also has numbers without "total_", which leave out the groups inside this one.
+    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", _text(path), re.MULTILINE)
+    return max(map(int, found), default=0)
+
+
+def _process_limits(root: Path = Path("/")) -> Iterator[tuple[int, int, int]]:
+    """Each limit of this process, what it uses now of it, and the most that it can have used."""
+    status = {
+        name: int(size) << 10
+        for name, size in re.findall(
+            r"^(Vm\w+):\s+(\d+) kB", _text(root / "proc/self/status"), re.M
+        )
+    }
+    for limit, name in _PROCESS_LIMITS:
+        most = resource.getrlimit(getattr(resource, limit))[0]
+        if most != resource.RLIM_INFINITY and name in status:
+            used = status[name]
+            yield most, used, used + status.get("VmPeak", 0) - status.get("VmSize", 0)
+
+
+def was_short_of_memory() -> bool:
+    """True if this process has come near a limit of its own (`ulimit -v` or `-d`) at any time."""
+    return any(peak > most - _SHORT_BYTES for most, _, peak in _process_limits())
+
+
+def _text(path: Path) -> str:
+    """The text of a file of the system, without space around it; "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _cpu_name() -> str:

@@ -152,6 +152,7 @@ def install(profile: str) -> None:
         "device": _Device,
         "current_stream": _current_stream,
         "default_stream": lambda *_: _default_stream,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
         "mem_get_info": lambda *_: (_FREE_BYTES, fields["totalGlobalMem"]),
         "memory_stats": lambda *_: defaultdict(int),
         "get_allocator_backend": lambda: "native",
