@@ -187,9 +187,11 @@ class _Trials:
             with undisturbed(self.model):
                 self._as_it_is()
                 self._all_ways(has_other)
-                budget = self._budget()
-                if budget is not None:
+                budget = self.budget_bytes
+                if budget is not None and self.is_single and self.batch:
                     self._find_largest(budget)
+                elif budget is not None:
+                    self.left_out.append("the largest batch (it takes one example with a batch)")
                 self._race()
         # A model that was traced on fake tensors may still fail on real ones. Its kernels can be
         # timed all the same.
@@ -243,8 +245,8 @@ class _Trials:
             self.search = SegmentSearch(self.foreseer)
         else:
             self.left_out.append("segments and micro-batches (one example at a time)")
-        how, fits = "leave it as it is", own.own_bytes <= self.backend.memory_bytes()
-        budget = self.config.with_budget_of(own.peak_bytes).budget_bytes
+        how, fits = "leave it as it is", self.foreseer.can_run(own)
+        self.budget_bytes = budget = self._budget(own)
         self.may_run = not self.is_dry and fits and (budget is None or own.peak_bytes <= budget)
         if self.may_run:
             self.plain = Steps(self.model, self.inputs, self.is_training)
@@ -433,14 +435,12 @@ class _Trials:
         way = WayAdvice("malloc that keeps blocks", how, own.peak_bytes, time_ns)
         self.ways.append(replace(way, is_estimated=True))
 
-    def _budget(self) -> int | None:
-        """The memory budget in bytes; None: it is not set, or no largest batch can be found."""
+    def _budget(self, own: StepProfile) -> int | None:
+        """The memory budget in bytes; None: it is not set."""
         if self.config.memory_budget is None:
             return None
-        if not (self.is_single and self.batch):
-            self.left_out.append("the largest batch (it takes one example with a batch)")
-            return None
-        return self.config.with_budget_of(self.ways[0].peak_bytes).budget_bytes
+        free = self.foreseer.free_bytes
+        return self.config.with_budget_of(own.peak_bytes, free, own.held.total).budget_bytes
 
     def _find_largest(self, budget: int) -> None:
         """Foresee each way's largest batch."""

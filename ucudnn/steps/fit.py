@@ -180,7 +180,7 @@ def _fitted(
     until: float | None,
 ) -> Plan:
     own = foreseer.step()
-    config = config.with_budget_of(own.peak_bytes)
+    config = config.with_budget_of(own.peak_bytes, foreseer.free_bytes, own.held.total)
     budget = config.budget_bytes
     assert budget is not None
     memory = own.memory(budget, foreseer.is_training)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends import AbstractBackend, Span, open_backend
 from ucudnn.backends.tensors import memory_format, problem_of
+from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.execution.compiling import original_of
@@ -216,6 +217,17 @@ class Foreseer:
             if is_sequence(one):
                 names |= {f"{name}.{child}".lstrip(".") for child, _ in one.named_children()}
         self._names = names
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that a step can allocate here now, beside a copy of the model and its inputs."""
+        give_back_free_blocks()
+        copied = bytes_of([*self.model.parameters(), *self.model.buffers(), *self._examples])
+        return max(0, self.backend.available_bytes() - copied)
+
+    def can_run(self, step: StepProfile) -> bool:
+        """True if there is memory here for a real step that takes this."""
+        return step.own_bytes <= self.free_bytes
 
     def of_batch(self, batch: int) -> Foreseer:
         """A foreseer of steps with another number of samples."""

@@ -146,7 +146,7 @@ def reason_against_torchs(memory: StepMemory | None, backend: AbstractBackend) -
     if memory is None:
         return ""
     need = memory.torch_peak_bytes
-    most = min(memory.budget_bytes, memory.held_bytes + backend.memory_bytes())
+    most = min(memory.budget_bytes, memory.held_bytes + backend.available_bytes())
     return f"torch's step needs {format_bytes(need)} and was not run" if need > most else ""
 
 

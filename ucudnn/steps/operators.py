@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.failures import is_out_of_memory
+from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.errors import first_line
 from ucudnn.steps.run import batch_of
 
@@ -95,6 +95,7 @@ class OperatorTable:
                 if not is_out_of_memory(error) or 2 * parts > count or count < _LEAST_CUT:
                     self.failed[str(operator)] = first_line(error)
                     return Inside(0, SMALL_NS)
+                free_after(error)
                 del error
                 parts *= 2
                 continue

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.failures import is_out_of_memory
+from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.errors import ConfigError, first_line
 from ucudnn.execution.micro_batching import is_sequence
@@ -408,7 +408,10 @@ class SegmentSearch:
             is_run = any(one.times_ns for one in fitting)
             if self.is_dry or not fitting or best.times_ns or (is_run and self.is_over(2)):
                 break
-            self.run(best)
+            if self._foreseer.can_run(best.profile):
+                self.run(best)
+            else:
+                best.is_allowed = False
         self._time_again(limit)
         return self._best(limit)
 
@@ -522,7 +525,10 @@ class SegmentSearch:
             is_run = any(one.times_ns for one in fitting())
             if self.is_dry or best.times_ns or (is_run and self.is_over(2)):
                 return min(fitting(), key=lambda one: (not one.times_ns, one.time_ns))
-            self.run(best)
+            if self._foreseer.can_run(best.profile):
+                self.run(best)
+            else:
+                best.is_allowed = False
         return None
 
     def reason_against_parts(self) -> str:
@@ -614,7 +620,7 @@ class SegmentSearch:
             needs = _OF_PEAK * part * own.own_bytes
             left_s = None if self.until is None else _OF_TIME * (self.until - monotonic())
             is_short = left_s is not None and _OF_STEP * part * own.time_ns / 1e9 > left_s
-            if needs <= self._backend.memory_bytes() and not is_short:
+            if needs <= self._foreseer.free_bytes and not is_short:
                 break
             samples //= 2
         return samples
@@ -648,7 +654,7 @@ class SegmentSearch:
 
     def run_if_fits(self, seen: Seen) -> None:
         """Run two steps by a division as `run` does, if there is memory for them."""
-        if not self.is_dry and seen.profile.own_bytes <= self._backend.memory_bytes():
+        if not self.is_dry and self._foreseer.can_run(seen.profile):
             self.run(seen)
 
     def run(self, seen: Seen) -> None:
@@ -668,8 +674,9 @@ class SegmentSearch:
             self._failed.add(seen.division)
             self.seen.remove(seen)
             if is_out_of_memory(error):
-                return
-            self._exclude_the_cause(seen.division, error)
+                free_after(error)
+            else:
+                self._exclude_the_cause(seen.division, error)
             return
         seen.times_ns.append(times[-1] - times[0])
         for call in root.walk():

@@ -176,7 +176,7 @@ class _Tuning:
         """Samples for which there is memory for a step by torch; None: all."""
         if plan.memory is None:
             return None
-        free = open_backend(plan.backend).memory_bytes()
+        free = open_backend(plan.backend).available_bytes()
         need = max(1, plan.memory.torch_peak_bytes - plan.memory.held_bytes)
         return None if _OF_PEAK * need <= free else max(2, int(batch * free / (_OF_PEAK * need)))
 
