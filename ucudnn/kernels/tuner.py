@@ -26,6 +26,7 @@ from ucudnn.cache.exchange import read_entries
 from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, quoted, warn
 from ucudnn.execution.validity import require_real
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.noise import noise_of
 from ucudnn.kernels.results import Progress
@@ -53,10 +54,10 @@ def tune_problems(
     measurements: AbstractCache | None = None,
     backend: AbstractBackend | None = None,
     biased: Collection[Problem] = (),
-    reserved_steps: int = 0,
     remeasure: bool = False,
     limits: Limits | None = None,
-    budget_s: float | None = None,
+    deadline: Deadline | None = None,
+    last: Deadline | None = None,
 ) -> Plan:
     """Measure and plan the convolutions of a training step; equal ones are measured once.
 
@@ -70,10 +71,13 @@ def tune_problems(
         measurements: an open cache to use, which stays open; None: the cache of the config.
         backend: backend of the device; None: the one that the settings name.
         biased: problems to whose result a layer adds a bias, which is timed with them.
-        reserved_steps: number of steps for which the budget must leave time after measuring.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
-        budget_s: the part of the time budget for these problems, in seconds; None: the whole.
+        deadline: exceeded by at most one measurement, unless a plan is missing, see `last`; None:
+            `config.time_budget_s` or the default time budget of the effort.
+        last: until this moment kernels go on that must have a plan and have none, until each has
+            one, and so do smaller batches of kernels with a limit; None: until they have a plan,
+            or until the end of `config.time_budget_s` if there is no deadline.
 
     Raises:
         ConfigError: there is no problem to plan.
@@ -91,6 +95,8 @@ def tune_problems(
                 "model, or set workspace_limit instead"
             )
         limits = Limits(config.limit_bytes)
+    if deadline is None and config.time_budget_s is not None:
+        deadline = last = Deadline.within(config.time_budget_s)
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
@@ -102,9 +108,9 @@ def tune_problems(
             limits,
             on_progress=on_progress,
             biased=biased,
-            reserved_steps=reserved_steps,
             remeasure=remeasure,
-            budget_s=budget_s,
+            deadline=deadline,
+            last=last,
         )
         return _run(scheduler, config, began)
 
