@@ -204,7 +204,7 @@ class TuningScheduler:
         for problems in self._shares.by_gain(missing):
             if not self._last.is_over:
                 # After the time for chunks is over, measuring ends as soon as there is a plan.
-                self.session.stop_at(self._deadline, self._last)
+                self.session.stop_at(self._deadline.part(1 - _RACING), self._last)
                 self._tune(problems)
 
     def _must_have_plan(self, problem: Problem) -> bool:
