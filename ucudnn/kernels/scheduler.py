@@ -95,6 +95,7 @@ class TuningScheduler:
         self._at_work = ""
         # Time in ns of all convolutions of a step by torch; 0 until it is known.
         self._total_ns = 0
+        self._counts_from_s = 0.0
         # Kernels that there was no time to run by torch's own convolution.
         self._unseen: set[Problem] = set()
 
@@ -200,12 +201,14 @@ class TuningScheduler:
 
     def _tune_missing(self) -> None:
         """Go on with kernels that must have a plan and have none, until each has its first one."""
-        missing = [problem for problem in self.results.missing if self._must_have_plan(problem)]
-        for problems in self._shares.by_gain(missing):
-            if not self._last.is_over:
-                # After the time for chunks is over, measuring ends as soon as there is a plan.
-                self.session.stop_at(self._deadline.part(1 - _RACING), self._last)
-                self._tune(problems)
+        # When the time for chunks is over, micro-batches are measured until they make a plan. If
+        # none is found, slabs may fit, so everything is measured, as long as there is time.
+        for chunks in (self._deadline.part(1 - _RACING), self._last):
+            missing = [one for one in self.results.missing if self._must_have_plan(one)]
+            for problems in self._shares.by_gain(missing):
+                if not self._last.is_over:
+                    self.session.stop_at(chunks, self._last)
+                    self._tune(problems)
 
     def _must_have_plan(self, problem: Problem) -> bool:
         """True unless torch's own convolution, which was not run yet, may serve a kernel."""
