@@ -233,13 +233,11 @@ class KernelMeasurer:
         looked = False
         for arm in arms:
             entry = self._records.by_arm.get(arm)
-            if self._session.race_until.is_over:
-                return looked
             if (entry is None or entry.status == "untimed") and self._in_time([arm]):
                 self._look_at(arm, self._limit)
                 looked = True
         racing = self._racing(arms)
-        if not racing or self._session.race_until.is_over:
+        if not racing:
             return looked
         # The factor of 2 below is there because each arm also runs before the first round.
         sizes = sum(arm.size for arm in racing)

@@ -74,7 +74,7 @@ class TuningScheduler:
             self._report,
             until=self._deadline,
             race_until=self._deadline,
-            end=self._last,
+            end=self._last if has_pool else self._deadline,
             effort=self._effort,
             remeasure=remeasure,
         )
@@ -142,6 +142,7 @@ class TuningScheduler:
         # not show how fast tuning proceeds.
         self._counts_from_s = self._deadline.clock()
         session.stop_at(self._deadline)
+        self._end_at(self._deadline)
         self._report()
 
     def _tune_all(self) -> None:
@@ -163,7 +164,9 @@ class TuningScheduler:
         # raced. A default budget is not used up for small gains. With layout="auto" no budget is
         # used up, because the first layout must leave time for the second.
         if self._config.layout == "keep" and self._config.time_budget_s is not None:
+            self._end_at(self._deadline)
             self._tune_by_gain(self.results.unraced)
+        self._end_at(self._last)
         self.session.stop_at(self._last)
         for plan in self.results.kernels:
             self._complete(plan)
@@ -201,6 +204,7 @@ class TuningScheduler:
 
     def _tune_missing(self) -> None:
         """Go on with kernels that must have a plan and have none, until each has its first one."""
+        self._end_at(self._last)
         # When the time for chunks is over, micro-batches are measured until they make a plan. If
         # none is found, slabs may fit, so everything is measured, as long as there is time.
         for chunks in (self._deadline.part(1 - _RACING), self._last):
@@ -209,6 +213,11 @@ class TuningScheduler:
                 if not self._last.is_over:
                     self.session.stop_at(chunks, self._last)
                     self._tune(problems)
+
+    def _end_at(self, end: Deadline) -> None:
+        # A pool keeps some time to plan the kernels, and may go on until `last` at any moment.
+        if self.results.pool is None:
+            self.session.end = end
 
     def _must_have_plan(self, problem: Problem) -> bool:
         """True unless torch's own convolution, which was not run yet, may serve a kernel."""
