@@ -73,11 +73,12 @@ def tune_problems(
         biased: problems to whose result a layer adds a bias, which is timed with them.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
-        deadline: exceeded by at most one measurement, unless a plan is missing, see `last`; None:
-            `config.time_budget_s` or the default time budget of the effort.
-        last: until this moment kernels go on that must have a plan and have none, until each has
-            one, and so do smaller batches of kernels with a limit; None: until they have a plan,
-            or until the end of `config.time_budget_s` if there is no deadline.
+        deadline: when measuring ends; it is exceeded by at most one measurement, but see `last`.
+            None: by `config.time_budget_s`, or else by the default time budget of the effort.
+        last: what must have a plan and has none goes on after the deadline until it has one, at
+            most until this moment: kernels that exceed their limit, and smaller batches of kernels
+            that have a limit. None: without end, or until the end of `config.time_budget_s` if the
+            deadline is None, too.
 
     Raises:
         ConfigError: there is no problem to plan.
