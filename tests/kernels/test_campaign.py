@@ -8,12 +8,12 @@ import warnings
 import by_hand
 import pytest
 from by_hand import linear
-from ucudnn.tuning import budget, session
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError, UntunedWarning
 from ucudnn.kernels.confirmation import Finalist, choose
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Chunk, Plan, Split, Timing
 from ucudnn.problem import Problem
@@ -33,8 +33,7 @@ def is_default(plan: Plan, problem: Problem) -> bool:
 def clock(monkeypatch):
     """Time that passes by a second whenever the budget is looked at."""
     ticks = itertools.count()
-    for module in (budget, session):
-        monkeypatch.setattr(module, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("ucudnn.kernels.deadline.monotonic", lambda: float(next(ticks)))
     return ticks
 
 
@@ -62,11 +61,11 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
     assert (False, False) in decided  # as without a budget
 
 
-def test_kernels_that_were_not_looked_at_are_told_with_the_budget_that_was_set(scripted, clock):
+def test_kernels_that_were_not_looked_at_are_told_with_the_budget_that_was_set(scripted):
     scripted(torch_default=linear(2.0))
     layers, sentence = [("a", NARROW), ("b", WIDE)], "2 kernels are not in the plan.* of 20 s was"
     with pytest.warns(UntunedWarning, match=sentence):
-        plan = tune_problems(layers, Config(time_budget_s=20), budget_s=0.5)
+        plan = tune_problems(layers, Config(time_budget_s=20), deadline=Deadline.within(0.0))
     assert plan.kernels == ()
 
 

@@ -17,6 +17,7 @@ from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UntunedWarning
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.measurer import KernelMeasurer
 from ucudnn.kernels.session import Session
 from ucudnn.kernels.tuner import tune_problems
@@ -98,23 +99,20 @@ def test_chooses_the_fastest_split_within_the_limit(scripted, policy, limit_mib)
 
 
 @pytest.mark.parametrize("limit_mib", [None, 3])
-def test_batches_that_there_was_no_time_for_are_named(scripted, monkeypatch, tmp_path, limit_mib):
+def test_batches_that_there_was_no_time_for_are_named(scripted, tmp_path, limit_mib):
     """Looks at the clock take a second each; each batch has an implementation of its own."""
     partial = 0
     for budget in range(1, 120, 3):
         ticks = itertools.count()
-        for module in ("tuning.budget", "tuning.session", "tuning.scheduler"):
-            monkeypatch.setattr(
-                f"ucudnn.{module}.monotonic", lambda ticks=ticks: float(next(ticks))
-            )
+        deadline = Deadline.within(budget, clock=lambda ticks=ticks: float(next(ticks)))
         backend = scripted(**COSTS)
         backend.kernels = {(name, n): f"{name} {n}" for name in COSTS for n in range(1, 17)}
         limit = None if limit_mib is None else limit_mib * MIB
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UntunedWarning)
-            plan, _ = tune(
-                workspace_limit=limit, time_budget_s=budget, cache=str(tmp_path / f"{budget}")
-            )
+            cache = str(tmp_path / f"{budget}")
+            config = Config(workspace_limit=limit, time_budget_s=budget, cache=cache)
+            plan = tune_problems([("layer", FPROP)], config, deadline=deadline, last=deadline)
         for kernel in plan.kernels:
             missing = [str(FPROP.with_batch(n)) for n in kernel.uncovered()]
             partial += bool(missing)
@@ -148,10 +146,11 @@ def test_time_for_races_is_used_where_a_kernel_must_have_a_plan(
     scripted, limit, has_time_for_races
 ):
     backend = scripted(torch_default=linear(1.0, 1.0), lean=linear(2.0, 0.0))
-    race_until = None if has_time_for_races else 0.0
-    session = Session(backend, caches.MemoryCache(), until=0.0, race_until=race_until)
+    session = Session(backend, caches.MemoryCache())
     measurer = KernelMeasurer(session, BatchAxis(FPROP), limit, (1, 4, 16))
     assert measurer.look_at_default().workspace_bytes == 16 * MIB
+    over = Deadline.within(0.0)
+    session.stop_at(over, Deadline.never() if has_time_for_races else over)
     while measurer.step():
         pass
     assert bool(measurer.usable) == (has_time_for_races and limit is not None)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from by_hand import linear
 
 from ucudnn.config import Config
-from ucudnn.kernels.budget import EFFORTS, Budget, Effort
+from ucudnn.kernels.budget import EFFORTS, Stake, StepShares
+from ucudnn.kernels.deadline import Deadline
+from ucudnn.kernels.limits import Limits
+from ucudnn.kernels.session import Session
 from ucudnn.kernels.tuner import tune_problems
 from ucudnn.measurement import Device
 from ucudnn.problem import Problem
@@ -55,49 +57,41 @@ def test_a_budget_that_was_set_and_thorough_tuning_are_also_for_small_gains(scri
 
 
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-@pytest.mark.parametrize("seconds", [1000, 1e-9])
-def test_what_is_reserved_for_steps_goes_first_to_kernels_over_their_limit(
-    scripted, monkeypatch, seconds
-):
-    begin = Budget.begin_tuning
-
-    def begin_too_late(self, *arguments):
-        begin(self, *arguments)
-        self.deadline = 0.0  # all but the reserve
-
-    monkeypatch.setattr(Budget, "begin_tuning", begin_too_late)
-    scripted(torch_default=linear(1, 1))
-    config = Config(workspace_limit=4 * MIB, time_budget_s=seconds)
-    plan = tune_problems([("layer", problem(8))], config)
-    assert len(plan.kernels) == (seconds > 1)
-
-
 @pytest.mark.parametrize(
-    ("reserved_s", "now_s", "race_s", "deadline_s"),
-    [(30, 10, 25, 70), (30, 10, 35, 100), (30, 80, 15, 70), (30, 80, 25, 100), (0, 10, 0, 100)],
+    ("limit", "last", "planned"),
+    [
+        (4 * MIB, None, 2),
+        (4 * MIB, Deadline.never(), 2),
+        (4 * MIB, Deadline.within(0.0), 0),
+        (None, None, 0),
+    ],
 )
-def test_what_is_reserved_for_steps_stays_so_if_they_fit(
-    monkeypatch, reserved_s, now_s, race_s, deadline_s
+def test_after_a_deadline_only_kernels_over_a_limit_go_on_to_their_first_plan(
+    scripted, limit, last, planned
 ):
-    """Of 100 s; the race of steps can begin when kernels are done, but not before now."""
-    clock = [0.0]
-    monkeypatch.setattr("ucudnn.kernels.budget.monotonic", lambda: clock[0])
-    budget = Budget(100.0)
-    budget.begin_tuning(100.0, reserved_s)
-    clock[0] = now_s
-    assert budget.go_on(race_s)
-    assert budget.deadline == deadline_s
+    scripted(torch_default=linear(1, 1), lean=linear(3, 0))
+    layers, over = [("a", problem(8)), ("b", problem(4))], Deadline.within(0.0)
+    config = Config(workspace_limit=limit)
+    plan = tune_problems(layers, config, deadline=over, last=last)
+    assert len(plan.kernels) == planned
+    assert all(kernel.timing.workspace_bytes <= limit for kernel in plan.kernels)
 
 
-def test_a_default_budget_does_not_count_the_start_of_a_process_to_measure_in(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("ucudnn.kernels.budget.monotonic", lambda: clock[0])
-    for seconds, deadline_s in ((None, 18.0), (10.0, 10.0)):
-        clock[0] = 0.0
-        budget = Budget(seconds)
-        clock[0] = 9.0  # of which starting took eight
-        budget.begin_tuning(10.0, 0.0, started_s=8.0)
-        assert budget.deadline == deadline_s
+def test_a_default_budget_does_not_count_the_start_of_a_process_to_measure_in(
+    scripted, monkeypatch
+):
+    began, ends = 100.0, []
+    monkeypatch.setattr("ucudnn.kernels.deadline.monotonic", lambda: began)
+    monkeypatch.setattr(Session, "started_s", 8.0)
+    stop_at = Session.stop_at
+    monkeypatch.setattr(
+        Session, "stop_at", lambda *args: (ends.append(args[1].at_s), stop_at(*args))
+    )
+    scripted(torch_default=linear(1))
+    for seconds, end_s in ((None, 3708.0), (10.0, 110.0)):
+        ends.clear()
+        tune_problems([("layer", problem(8))], Config(time_budget_s=seconds))
+        assert ends[0] == end_s
 
 
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
@@ -112,27 +106,6 @@ def test_no_default_time_budget_leaves_a_kernel_over_the_limit(scripted, monkeyp
     # a time that the user sets holds
     hasty = Config(workspace_limit=limit, effort="quick", time_budget_s=1e-9)
     assert tune_problems(layers, hasty).kernels == ()
-
-
-@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-@pytest.mark.parametrize(
-    ("budgets", "extended"),
-    [([0.0, 1000.0], [1000.0]), ([0.0, 0.0], [0.0, None]), ([None, None], [])],
-)
-def test_kernels_without_a_plan_get_a_second_default_budget(
-    scripted, monkeypatch, budgets, extended
-):
-    """What is over the limit gets as long again, and only then whatever it takes."""
-    answers, seen = iter(budgets), []
-    monkeypatch.setattr(Effort, "budget_s", lambda *_, **__: next(answers))
-    extend = Budget.extend
-    monkeypatch.setattr(
-        Budget, "extend", lambda self, seconds: (seen.append(seconds), extend(self, seconds))
-    )
-    scripted(torch_default=linear(1, 1))
-    plan = tune_problems([("a", problem(8)), ("b", problem(4))], Config(workspace_limit=4 * MIB))
-    assert len(plan.kernels) == 2
-    assert seen == extended
 
 
 def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypatch):
@@ -152,17 +125,19 @@ def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypa
     assert {event.budget_s for event in events} == {None}
 
 
-def test_time_is_kept_for_every_kernel_that_must_have_a_plan(monkeypatch):
-    now, session = [0.0], SimpleNamespace()
-    monkeypatch.setattr("ucudnn.kernels.budget.monotonic", lambda: now[0])
+def test_time_is_kept_for_every_kernel_that_must_have_a_plan():
+    now = [0.0]
     gains_ns, allotted = [10_000, 1_000, 100, 10, 1, 1], []
-    budget = Budget(12.0)
-    budget.keep_for(len(gains_ns))
-    for begun, gain_ns in enumerate(gains_ns):
-        waiting = len(gains_ns) - begun
-        budget.allot(session, gain_ns / sum(gains_ns[begun:]), 1, waiting)
-        allotted.append(session.race_until - now[0])
-        now[0] = session.race_until
+    waiting = [problem(1 + place) for place in range(len(gains_ns))]
+    shares = StepShares(None, {}, Limits(None))
+    shares.stakes = {one: Stake(ns, 0, True) for one, ns in zip(waiting, gains_ns, strict=True)}
+    deadline = Deadline.within(12.0, clock=lambda: now[0])
+    kept_s = shares.kept_s(deadline, waiting)
+    while waiting:
+        part = shares.part_of(deadline, waiting[:1], waiting, kept_s)
+        allotted.append(part.left_s())
+        now[0] = part.at_s
+        del waiting[0]
     # Half of the time is kept, in equal parts; the largest gain has most of the other half.
     assert min(allotted) >= 0.999
     assert allotted[0] > 6

@@ -168,11 +168,11 @@ def test_without_memory_for_a_step_the_model_keeps_its_layout(only_last):
 
 @pytest.fixture
 def tuned(monkeypatch):
-    """The budget and the layout of every list of problems that is tuned."""
+    """The deadline and the layout of every list of problems that is tuned."""
     calls, original = [], ucudnn.steps.tune.tune_problems
 
     def spy(layers, config, *args, **kwargs):
-        calls.append((kwargs["budget_s"], layers[0][1].layout))
+        calls.append((kwargs["deadline"], layers[0][1].layout))
         return original(layers, config, *args, **kwargs)
 
     monkeypatch.setattr("ucudnn.steps.tune.tune_problems", spy)
@@ -181,8 +181,8 @@ def tuned(monkeypatch):
 
 def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
     now = [1000.0]
-    for module in ("model", "judging", "step_judge"):
-        monkeypatch.setattr(f"ucudnn.tuning.{module}.monotonic", lambda: now[0])
+    for module in ("kernels.deadline", "steps.tune", "steps.judge", "steps.step_judge"):
+        monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: now[0])
     original = ucudnn.steps.tune.tune_problems
 
     def takes_25_s(*args, **kwargs):
@@ -195,8 +195,8 @@ def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
     plan = ucudnn.tune(model, x, config)
     (first, own), (second, last) = tuned
     assert (own, last) == ("nchw", "nhwc")
-    assert first == 30
-    assert 17.5 <= second <= 35
+    assert first.at_s == 1030
+    assert 1042.5 <= second.at_s <= 1060
     assert plan.config == config
     assert plan.config.time_budget_s == 60
     assert plan.origin.budget == "60"

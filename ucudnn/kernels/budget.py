@@ -1,4 +1,4 @@
-"""How tuning spends its time: the limits of an effort, the time budget, and each kernel's part.
+"""How tuning spends its time: the limits of an effort, and each kernel's part of the time.
 
 A kernel's part of the time follows from its possible gain in a training step. The times of torch's
 own convolutions give an upper bound of this gain.
@@ -6,10 +6,9 @@ own convolutions give an upper bound of this gain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from time import monotonic
+from math import inf
 from typing import TYPE_CHECKING
 
 from ucudnn.backends import Cost, Roofline
@@ -19,14 +18,12 @@ from ucudnn.problem import Problem
 from ucudnn.system.processes import cached_property
 
 if TYPE_CHECKING:
+    from ucudnn.kernels.deadline import Deadline
     from ucudnn.kernels.limits import Limits
     from ucudnn.kernels.session import Session
 
-# A group of kernels keeps this fraction of its time for timing whole calls. Otherwise its plans
-# would rest on predictions, the sums of the times of their chunks.
-_RACING = 0.4
 # A group of kernels gets at least this fraction of the time that is not kept for any kernel (see
-# `Budget.allot`), however little it could gain.
+# `StepShares.part_of`), however little it could gain.
 _LEAST_PART = 0.05
 # The least number of steps in a race of whole steps: one to warm up and to see how long steps are,
 # two for the peaks of the contestants, and two for one round.
@@ -108,110 +105,6 @@ EFFORTS = {
         wholes=FINALS,
     ),
 }
-
-
-class Budget:
-    """The time budget, from this object's creation on; `seconds` None: unknown or unlimited."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._began = self._counts_from = monotonic()
-        self.seconds = seconds
-        # Only a budget that the user set has an end that must be kept. A default budget is not
-        # known yet.
-        self._end = self.deadline = None if seconds is None else self._began + seconds
-        self._least_s = self._race_from = 0.0
-
-    def begin_tuning(
-        self, seconds: float | None, reserved_s: float, started_s: float = 0.0
-    ) -> None:
-        """Set the budget, now that the time of a step is known, and count progress from now on.
-
-        `reserved_s` of the seconds, but at most half of them, are left for the race of whole steps.
-        """
-        # Progress is counted from here on, because the first runs of torch's own convolutions do
-        # not show how fast tuning proceeds.
-        self._counts_from = monotonic()
-        self.seconds = seconds
-        # The start of a worker does not count towards a default budget: otherwise the budget could
-        # be over on a GPU before anything was measured.
-        if self._end is None:
-            self._began += started_s
-        if seconds is not None:
-            self.deadline = self._race_from = self._began + seconds - min(seconds / 2, reserved_s)
-
-    def extend(self, seconds: float | None) -> None:
-        """Move the deadline, if there is one, to so many seconds from now; None: remove it."""
-        self.seconds = None
-        if self.deadline is not None:
-            self.deadline = None if seconds is None else monotonic() + seconds
-
-    def extensions(self, default_s: float | None) -> list[Callable[[], None]]:
-        """Functions that extend the deadline for kernels over their limit that have no plan.
-
-        If the user set the budget, there is one function: it gives these kernels the time that is
-        reserved for the race of steps. For a default budget there are two functions: the first
-        gives these kernels as much time as the default budget, the second unlimited time.
-        """
-        if self._end is not None:
-            return [self._use_reserve]
-        return [partial(self.extend, seconds) for seconds in (default_s, None)]
-
-    def go_on(self, race_s: float) -> bool:
-        """Move the deadline to the end of a budget that the user set; False if none was set.
-
-        Time that is reserved for the race of whole steps stays reserved, unless less than the
-        `race_s` seconds that a race needs are left of it.
-        """
-        if self._end is None:
-            return False
-        is_too_short = self._end - max(monotonic(), self._race_from) < race_s
-        self.deadline = self._end if is_too_short else self._race_from
-        return True
-
-    def _use_reserve(self) -> None:
-        self.deadline = self._end
-
-    @property
-    def last_moment(self) -> float | None:
-        """The `time.monotonic` at which a budget that was set ends, reserved time included."""
-        return self._end
-
-    @property
-    def is_over(self) -> bool:
-        """True after the deadline."""
-        return self.deadline is not None and monotonic() >= self.deadline
-
-    def keep_for(self, count: int) -> None:
-        """Keep half of the remaining time for `count` kernels that must get a plan, in equal parts.
-
-        Finding any plan of a kernel takes some time, however little the kernel could gain.
-        """
-        if self.deadline is not None and count:
-            self._least_s = max(0.0, self.deadline - monotonic()) / 2 / count
-
-    def allot(self, session: Session, part: float, kept: int, waiting: int) -> None:
-        """Set a session's deadlines for a group of kernels by its part of the remaining time.
-
-        `keep_for` keeps a part of the remaining time for `waiting` kernels, of which `kept` are in
-        the group. The group gets what is kept for its own kernels, and the fraction `part` of the
-        time that is not kept for any kernel.
-        """
-        if self.deadline is None:
-            return
-        left_s = max(0.0, self.deadline - monotonic())
-        free_s = max(0.0, left_s - waiting * self._least_s)
-        own_s = min(left_s, kept * self._least_s + max(part, _LEAST_PART) * free_s)
-        session.race_until = monotonic() + own_s
-        session.until = session.race_until - _RACING * own_s
-
-    def seconds_left(self, done_ns: int, total_ns: int) -> float | None:
-        """Estimated seconds until tuning ends, at most until the deadline; None if unknown."""
-        most_s = None if self.deadline is None else max(0.0, self.deadline - monotonic())
-        if not done_ns:
-            return most_s
-        # Tuning a kernel is assumed to last in proportion to the time of torch's own convolution.
-        left_s = (monotonic() - self._counts_from) * (total_ns - done_ns) / done_ns
-        return left_s if most_s is None else min(left_s, most_s)
 
 
 def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
@@ -306,10 +199,32 @@ class StepShares:
         """Upper bound of the time that plans of some kernels could save in a step."""
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
-    def part(self, problems: Iterable[Problem], waiting: Iterable[Problem]) -> float:
-        """The possible gain of `problems` over that of all waiting kernels; 1 without any gain."""
-        gain_ns = self.gain_ns(waiting)
-        return self.gain_ns(problems) / gain_ns if gain_ns else 1.0
+    def kept_s(self, deadline: Deadline, problems: Collection[Problem]) -> float:
+        """Seconds to keep for each kernel that must get a plan: half of the time, in equal parts.
+
+        Finding any plan of a kernel takes some time, however little the kernel could gain.
+        """
+        return deadline.left_s() / 2 / max(1, self.forced(problems))
+
+    def part_of(
+        self,
+        deadline: Deadline,
+        problems: Collection[Problem],
+        waiting: Collection[Problem],
+        kept_s: float,
+    ) -> Deadline:
+        """The part of the remaining time for some of the waiting kernels.
+
+        They get what is kept for them (`kept_s`), and a part of the time that is not kept for any
+        kernel: in proportion to their possible gain.
+        """
+        left_s, gain_ns = deadline.left_s(), self.gain_ns(waiting)
+        if left_s == inf:
+            return deadline
+        part = self.gain_ns(problems) / gain_ns if gain_ns else 1.0
+        free_s = max(0.0, left_s - kept_s * self.forced(waiting))
+        own_s = kept_s * self.forced(problems) + max(part, _LEAST_PART) * free_s
+        return deadline.at_most(own_s)
 
     def forced(self, problems: Iterable[Problem]) -> int:
         """The number of these kernels that must get a plan."""

@@ -121,7 +121,7 @@ class KernelMeasurer:
             # Read the times of chunks from the cache: they show whether the time budget suffices to
             # run the whole batch.
             self._records.recall()
-            if not self._in_time([arm]):
+            if self._session.is_over or not self._in_time([arm]):
                 return None
             self._look_at(arm, limit=None)
             known = self._records.by_arm.get(arm)
@@ -176,7 +176,7 @@ class KernelMeasurer:
         """True after the time for chunks; if a plan is still needed, after the time for races."""
         if not self._session.is_over:
             return False
-        if not self._session.may_race:
+        if self._session.race_until.is_over:
             return True
         # More time is given only if torch's own convolution does not fit, so that a plan is needed,
         # and only to the one cut that lists torch's own convolution.
@@ -226,8 +226,8 @@ class KernelMeasurer:
             for arm in listed
             # A single run of torch's own convolution both checks and times it. Other candidates run
             # a second time to be timed.
-            if self._session.has_time_for(
-                per_size_ns * arm.size * (1 if arm.algorithm == DEFAULT_ALGORITHM else 2)
+            if self._session.end.has_time(
+                1 if arm.algorithm == DEFAULT_ALGORITHM else 2, per_size_ns * arm.size
             )
         ]
         self.lacks_time |= len(found) < len(listed)
@@ -246,7 +246,7 @@ class KernelMeasurer:
             return looked
         # The factor of 2 below is there because each arm also runs before the first round.
         sizes = sum(arm.size for arm in racing)
-        if not self._session.has_time_for(2 * self.whole_ns * sizes / self._listed.axis.extent):
+        if not self._session.end.has_time(2, self.whole_ns * sizes / self._listed.axis.extent):
             self.lacks_time = True
             return looked
         results = self.bench.rounds(racing, self._records.best_times())

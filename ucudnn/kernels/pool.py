@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 
 import torch
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.budget import Budget, StepShares
+from ucudnn.kernels.budget import StepShares
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.planner import KernelPlanner
 from ucudnn.kernels.session import Session
@@ -125,7 +125,6 @@ class WorkspacePool:
     shares: StepShares
     # Returns the source of a kernel within a limit in bytes; None: within its part of the pool.
     source_of: Callable[[Problem, int | None], AbstractSource]
-    budget: Budget
     on_work: Callable[[Problem], None]
     parts: dict[Problem, int] = field(default_factory=dict)
 
@@ -161,19 +160,18 @@ class WorkspacePool:
         These splits allow a first division of the pool, and their times show how long whole calls
         take. The cheapest kernels come first, because there may not be time for all of them.
         """
-        part, last = _FIRST_PART, self.budget.last_moment
+        part, end = _FIRST_PART, self.session.end
         most = max(problem.batch for problem in self.layers)
         while len(self.parts) < len(self.layers) and part * most >= 1:
             for problem in reversed(self.shares.by_expected_cost()):
                 if self.session.is_over:
                     break
                 self._look_at_chunk(problem, max(1, int(part * problem.batch)))
-            began = monotonic()
+            began = end.clock()
             self.divide_by_known()
             # Keep enough time to plan the kernels by what was measured.
-            if self.session.deadline is not None and last is not None:
-                kept_s = _PLANNING * (monotonic() - began)
-                self.session.deadline = min(self.session.deadline, last - kept_s)
+            kept_s = _PLANNING * (end.clock() - began)
+            self.session.end = min(self.session.end, end.later(-kept_s))
             if self.session.is_over:
                 break
             least = sum(one.least for one in self._known.values() if one.front)
@@ -184,16 +182,14 @@ class WorkspacePool:
         """Divide the pool by what was timed so far; nothing is measured."""
         self._survey(self._problems)
 
-    def divide(self) -> None:
+    def divide(self, deadline: Deadline, last: Deadline) -> None:
         """Find each kernel's part of the pool, in bytes per call.
 
         There is a division as soon as each kernel has a split and these splits together fit the
-        pool. It is improved until no other division can be better, or the time is over. Raises
-        PlanError if the pool is too small.
+        pool; finding one may go on until `last`. It is improved until no other division can be
+        better, or the time is over. Raises PlanError if the pool is too small.
         """
-        deadline = self.budget.deadline
-        now = monotonic()
-        until = None if deadline is None else now + _DIVIDING * max(0.0, deadline - now)
+        until = deadline.part(_DIVIDING)
         try:
             # A pass that measured nothing is the last one, because the next pass would find the
             # same. In a second tune, which finds all measurements in the cache, the first pass is
@@ -202,10 +198,10 @@ class WorkspacePool:
                 before = self.session.measured
                 self._settled = {problem: set() for problem in self.layers}
                 self._survey(self._problems)
-                if not self._is_divided() or _is_over(until):
+                if not self._is_divided(last) or until.is_over:
                     return
                 self._improve(until)
-                if self.session.measured == before or _is_over(until):
+                if self.session.measured == before or until.is_over:
                     return
         finally:
             self.session.flush()
@@ -215,7 +211,7 @@ class WorkspacePool:
         """Record that a kernel has no plan within its part."""
         self._refusals[problem] = error
 
-    def learn(self) -> bool:
+    def learn(self, deadline: Deadline) -> bool:
         """True if planning the kernels has shown that another division is needed or better.
 
         Planning shows how much workspace calls need beyond their chunks, and times more chunks.
@@ -232,7 +228,7 @@ class WorkspacePool:
         if self._refusals:
             self._refusals.clear()
             return True
-        if self.budget.is_over:
+        if deadline.is_over:
             return False
         parts = self.parts
         self._survey(self._problems)
@@ -288,19 +284,18 @@ class WorkspacePool:
         fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
         return KernelChoices(calls, most, fitting, surplus)
 
-    def _is_divided(self) -> bool:
+    def _is_divided(self, last: Deadline) -> bool:
         """Measure until all kernels have splits that together fit the pool; False if time ran out.
 
         Raises PlanError if nothing more can be measured and the splits do not fit the pool.
         """
-        last = self.budget.last_moment
         for problem in self._problems:
-            if not self._known[problem].front and not _is_over(last):
+            if not self._known[problem].front and not last.is_over:
                 self._look_for(problem, self._most(problem), last)
-            if not self._known[problem].front and not _is_over(last):
+            if not self._known[problem].front and not last.is_over:
                 self._refuse(problem)
         known = {problem: one for problem, one in self._known.items() if one.front}
-        while len(self.parts) < len(known) and not _is_over(last):
+        while len(self.parts) < len(known) and not last.is_over:
             unseen = [
                 problem
                 for problem, one in known.items()
@@ -329,15 +324,14 @@ class WorkspacePool:
         """Raise the error of a kernel that has no split within the pool."""
         if problem in self._learned:
             raise self._learned[problem]
-        self.session.stop_at(None)
+        self.session.stop_at(Deadline.never())
         KernelPlanner(self.source_of(problem, self._most(problem))).require_split()
 
-    def _look_for(self, problem: Problem, limit: int, until: float | None) -> None:
+    def _look_for(self, problem: Problem, limit: int, until: Deadline) -> None:
         """Measure a kernel until one of its splits fits a limit."""
-        session = self.session
-        # Any split will do here. The time for chunks (`until`) is set to be over, so that measuring
-        # ends as soon as there is a plan.
-        session.until, session.race_until = 0.0, until
+        # Any split will do here. The time for chunks is set to be over, so that measuring ends as
+        # soon as there is a plan.
+        self.session.stop_at(until.at_most(0.0), until)
         source = self.source_of(problem, limit)
         self.on_work(problem)
         with torch.autocast("cpu", enabled=False):
@@ -349,16 +343,16 @@ class WorkspacePool:
         source.release()
         if source.lacks_time:
             self._lacking_time.add(problem)
-        if self._known[problem].time_within(limit) is None and not _is_over(until):
+        if self._known[problem].time_within(limit) is None and not until.is_over:
             self._settled[problem].add(limit)
 
     def _like(self, problem: Problem) -> Sequence[Problem]:
         groups = self.shares.by_geometry()
         return next(group for group in groups if problem in group)
 
-    def _improve(self, until: float | None) -> None:
+    def _improve(self, until: Deadline) -> None:
         """Measure the kernel that could improve the division most, as long as there is one."""
-        while not _is_over(until):
+        while not until.is_over:
             aim = self._aim()
             if aim is None:
                 break
@@ -367,21 +361,20 @@ class WorkspacePool:
         # did not need.
         for problem in self._problems:
             part = self.parts.get(problem)
-            if part is not None and part not in self._settled[problem] and not _is_over(until):
+            if part is not None and part not in self._settled[problem] and not until.is_over:
                 self._measure(problem, part, until)
 
-    def _measure(self, problem: Problem, limit: int, until: float | None) -> None:
-        session, turn_s = self.session, self._turn_s(problem)
-        end = monotonic() + turn_s
-        end = end if until is None else min(until, end)
-        session.until = session.race_until = end
+    def _measure(self, problem: Problem, limit: int, until: Deadline) -> None:
+        turn_s = self._turn_s(problem)
+        end = until.at_most(turn_s)
+        self.session.stop_at(end)
         source = self.source_of(problem, limit)
         self.on_work(problem)
         # Autocast would cast the operands to another dtype than that of the problem.
         with torch.autocast("cpu", enabled=False):
             source.evidence()
             source.release()
-            if _is_over(end):
+            if end.is_over:
                 # The next turn of this kernel is twice as long. Otherwise a turn that is too short
                 # to measure anything would be repeated again and again.
                 self._turns_s[problem] = 2 * turn_s
@@ -444,7 +437,3 @@ def _reach(limit: int) -> int:
 def _below(one: KernelChoices) -> int:
     """The largest limit in bytes within which a kernel has no known split."""
     return one.points[0][0] - 1
-
-
-def _is_over(until: float | None) -> bool:
-    return until is not None and monotonic() >= until

@@ -7,8 +7,8 @@ pool is divided before any kernel is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from time import monotonic
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 
 import torch
 
@@ -16,7 +16,8 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.budget import EFFORTS, LEAST_RACE_STEPS, Budget, StepShares
+from ucudnn.kernels.budget import EFFORTS, StepShares
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.planner import KernelPlanner
 from ucudnn.kernels.pool import WorkspacePool
@@ -28,8 +29,9 @@ from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
 
-# Before any step was run, a step is assumed to take this many times as long as its convolutions.
-_LONGER = 1.25
+# A group of kernels keeps this fraction of its time for timing whole calls. Otherwise its plans
+# would rest on predictions, the sums of the times of their chunks.
+_RACING = 0.4
 
 
 class TuningScheduler:
@@ -44,9 +46,9 @@ class TuningScheduler:
         limits: Limits,
         on_progress: Callable[[Progress], None] | None = None,
         biased: Collection[Problem] = (),
-        reserved_steps: int = 0,
         remeasure: bool = False,
-        budget_s: float | None = None,
+        deadline: Deadline | None = None,
+        last: Deadline | None = None,
     ) -> None:
         has_pool = config.total_bytes is not None
         if has_pool:
@@ -58,18 +60,23 @@ class TuningScheduler:
         self._biased = frozenset(biased)
         self._on_progress = on_progress
         self._effort = EFFORTS[config.effort]
-        self._reserved_steps = reserved_steps
-        self._budget = Budget(config.time_budget_s if budget_s is None else budget_s)
-        deadline = self._budget.deadline
+        # A default budget counts from here; it is not known yet.
+        self._began = Deadline.within(0.0)
+        self._has_default = deadline is None and config.time_budget_s is None
+        self._deadline = Deadline.never() if deadline is None else deadline
+        # Kernels that must have a plan and have none go on until this moment.
+        self._last = Deadline.never() if last is None else last
+        # The time budget in seconds; None: there is none, or it is not known.
+        self.budget_s = config.time_budget_s
         self.session = Session(
             backend,
             cache,
             self._report,
-            until=deadline,
-            race_until=deadline,
+            until=self._deadline,
+            race_until=self._deadline,
+            end=self._last if has_pool else self._deadline,
             effort=self._effort,
             remeasure=remeasure,
-            deadline=deadline,
         )
         self._shares = StepShares(self.session, layers_by_problem, limits)
         self.results = Results(
@@ -83,15 +90,14 @@ class TuningScheduler:
                 self.session,
                 self._shares,
                 self._source,
-                self._budget,
                 self._report,
             )
         self._at_work = ""
-        # Time in ns of all convolutions of a step by torch, and the estimated time in s of the
-        # whole step; 0 until they are known.
-        self._total_ns, self._step_s = 0, 0.0
-        # Kernels whose tuning has not begun; the time that is left is divided among them.
-        self._left: set[Problem] = set()
+        # Time in ns of all convolutions of a step by torch; 0 until it is known.
+        self._total_ns = 0
+        self._counts_from_s = 0.0
+        # Kernels that there was no time to run by torch's own convolution.
+        self._unseen: set[Problem] = set()
 
     def run(self) -> None:
         """Tune all kernels, or as many as the time allows.
@@ -122,30 +128,22 @@ class TuningScheduler:
         left_out, is_recorded = len(self.results.left_out), self.session.is_recorded
         warn_of_untuned(left_out, self.budget_s, is_recorded)
 
-    @property
-    def budget_s(self) -> float | None:
-        """The time budget in seconds; None: there is none, or the default one is not known yet."""
-        # Messages name the time budget that the user set, even if these problems get only a part of
-        # it.
-        return self._config.time_budget_s or self._budget.seconds
-
-    @property
-    def _default_budget_s(self) -> float | None:
-        on_gpu = self.session.backend.device().type == "cuda"
-        return self._effort.budget_s(self._total_ns, on_gpu=on_gpu)
-
     def _begin_tuning(self) -> None:
-        """Derive the time budget from the time of a step if no budget is set, and report it."""
-        seconds = self._budget.seconds
+        """Derive the time budget from the time of a step if there is no deadline, and report it."""
         self._total_ns = self._shares.cost_ns(self._layers)
-        self._step_s = _LONGER * self._total_ns / 1e9
-        if seconds is None and not self.session.is_recorded:
-            seconds = self._default_budget_s
-        reserved_s = self._reserved_steps * self._step_s
-        self._budget.begin_tuning(seconds, reserved_s, self.session.started_s)
-        # The deadline depends on the time of a step, which was not known when the session was
-        # opened.
-        self.session.stop_at(self._budget.deadline)
+        session = self.session
+        if self._has_default and not session.is_recorded:
+            on_gpu = session.backend.device().type == "cuda"
+            self.budget_s = self._effort.budget_s(self._total_ns, on_gpu=on_gpu)
+            if self.budget_s is not None:
+                # The start of a worker does not count towards a default budget: otherwise the
+                # budget could be over on a GPU before anything was measured.
+                self._deadline = self._began.later(self.budget_s + session.started_s)
+        # Progress is counted from here on, because the first runs of torch's own convolutions do
+        # not show how fast tuning proceeds.
+        self._counts_from_s = self._deadline.clock()
+        session.stop_at(self._deadline)
+        self._end_at(self._deadline)
         self._report()
 
     def _tune_all(self) -> None:
@@ -153,7 +151,9 @@ class TuningScheduler:
             self._tune_within(self.results.pool)
         elif self.session.is_recorded:
             # Replaying costs no time, so kernels need not be ranked by their share of the step.
-            self._tune_each(self._shares.by_geometry())
+            for problems in self._shares.by_geometry():
+                if not self._deadline.is_over:
+                    self._tune(problems)
         else:
             self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
@@ -164,10 +164,11 @@ class TuningScheduler:
         # If the user set a time budget, what is left of it is used for kernels whose plan was not
         # raced. A default budget is not used up for small gains. With layout="auto" no budget is
         # used up, because the first layout must leave time for the second.
-        race_s = LEAST_RACE_STEPS * self._step_s
-        if self._config.layout == "keep" and self._budget.go_on(race_s):
+        if self._config.layout == "keep" and self._config.time_budget_s is not None:
+            self._end_at(self._deadline)
             self._tune_by_gain(self.results.unraced)
-        self.session.stop_at(self._budget.last_moment)
+        self._end_at(self._last)
+        self.session.stop_at(self._last)
         for plan in self.results.kernels:
             self._complete(plan)
 
@@ -175,7 +176,7 @@ class TuningScheduler:
         """Divide a pool, and plan kernels within their parts of it."""
         while True:
             before = dict(pool.parts)
-            pool.divide()
+            pool.divide(self._deadline, self._last)
             # Plans that were made for larger parts would exceed the pool.
             self.results.plans = {
                 problem: plan
@@ -185,7 +186,7 @@ class TuningScheduler:
             self._tune_by_gain(pool.parts)
             # Planning may show that whole calls need more workspace than their chunks, or that
             # other splits are faster. Then the pool is divided anew.
-            if not pool.learn():
+            if not pool.learn(self._deadline):
                 return
 
     def _plan_by_known(self) -> None:
@@ -194,7 +195,7 @@ class TuningScheduler:
         if pool is None:
             return
         self._on_progress = None
-        self.session.stop_at(0.0)
+        self.session.stop_at(Deadline.within(0.0))
         self.results.plans = {}
         pool.divide_by_known()
         for problem in pool.parts:
@@ -203,59 +204,64 @@ class TuningScheduler:
                 self.results.plans[problem] = plan
 
     def _tune_missing(self) -> None:
-        """Tune kernels that have no plan yet, not even one by torch's own convolution."""
-        for extend in self._budget.extensions(self._default_budget_s):
-            if missing := self.results.missing:
-                extend()
-                self._tune_by_gain(missing)
+        """Go on with kernels that must have a plan and have none, until each has its first one."""
+        self._end_at(self._last)
+        # When the time for chunks is over, micro-batches are measured until they make a plan. If
+        # none is found, slabs may fit, so everything is measured, as long as there is time.
+        for chunks in (self._deadline.part(1 - _RACING), self._last):
+            missing = [one for one in self.results.missing if self._must_have_plan(one)]
+            for problems in self._shares.by_gain(missing):
+                if not self._last.is_over:
+                    self.session.stop_at(chunks, self._last)
+                    self._tune(problems)
+
+    def _end_at(self, end: Deadline) -> None:
+        # A pool keeps some time to plan the kernels, and may go on until `last` at any moment.
+        if self.results.pool is None:
+            self.session.end = end
+
+    def _must_have_plan(self, problem: Problem) -> bool:
+        """True unless torch's own convolution, which was not run yet, may serve a kernel."""
+        is_limited = self.results.limit_of(problem) is not None or self._config.deterministic
+        return bool(is_limited) or problem not in self._unseen
 
     def _tune_by_gain(self, problems: Collection[Problem]) -> None:
         """Tune kernels in the order of their possible gain, and divide the time among them."""
-        self._left = set(problems)
-        self.session.stop_at(self._budget.deadline)
-        self._budget.keep_for(self._shares.forced(problems))
-        self._tune_each(self._shares.by_gain(problems))
-
-    def _tune_each(self, groups: Iterable[Sequence[Problem]]) -> None:
-        for problems in groups:
+        shares, waiting = self._shares, set(problems)
+        kept_s = shares.kept_s(self._deadline, problems)
+        for group in shares.by_gain(problems):
             # With a pool, kernels are planned even after the deadline, by what was measured before.
-            if self._budget.is_over and self.results.pool is None:
+            if self._deadline.is_over and self.results.pool is None:
                 return
-            self._report(problems[0])
-            self._allot(problems)
-            began = monotonic()
-            # A kernel that has no part of the pool cannot be planned.
-            parts = None if self.results.pool is None else self.results.pool.parts
-            sources = [self._source(p) for p in problems if parts is None or p in parts]
-            with torch.autocast("cpu", enabled=False):
-                # `sum`, because `any` would stop at the first source that has measured something,
-                # and not call the others.
-                while sum(source.step() for source in sources):
-                    pass
-                self.session.flush()
-                # Races come last: kernels of one geometry may measure what another kernel of the
-                # group needs.
-                plans = [plan for plan in map(self._decided, sources) if plan is not None]
-                if self._budget.deadline is not None:
-                    # Planning the smaller batches may take as long as the largest batch has taken,
-                    # even if the deadline is over then.
-                    end = max(self._budget.deadline, 2 * monotonic() - began)
-                    last = self._budget.last_moment
-                    self.session.stop_at(end if last is None else min(end, last))
-                for plan in plans:
-                    self.results.plans[plan.problem] = self._completed(plan)
+            races = shares.part_of(self._deadline, group, waiting, kept_s)
+            waiting.difference_update(group)
+            self.session.stop_at(races.part(1 - _RACING), races)
+            self._tune(group)
 
-    def _allot(self, problems: Sequence[Problem]) -> None:
-        if not self.session.is_recorded:
-            shares, waiting = self._shares, list(self._left)
-            self._left.difference_update(problems)
-            part, forced = shares.part(problems, waiting), shares.forced(problems)
-            self._budget.allot(self.session, part, forced, shares.forced(waiting))
+    def _tune(self, problems: Sequence[Problem]) -> None:
+        """Plan kernels of one geometry in the time that the session has for them."""
+        self._report(problems[0])
+        # A kernel that has no part of the pool cannot be planned.
+        parts = None if self.results.pool is None else self.results.pool.parts
+        sources = [self._source(p) for p in problems if parts is None or p in parts]
+        with torch.autocast("cpu", enabled=False):
+            # `sum`, because `any` would stop at the first source that has measured something, and
+            # not call the others.
+            while sum(source.step() for source in sources):
+                pass
+            self.session.flush()
+            # Races come last: kernels of one geometry may measure what another kernel of the group
+            # needs.
+            plans = [plan for plan in map(self._decided, sources) if plan is not None]
+            self.session.stop_at(self._deadline)
+            for plan in plans:
+                self.results.plans[plan.problem] = self._completed(plan)
 
     def _look(self, problem: Problem) -> None:
         """Run torch's own convolution once, to know its time and to have a plan to fall back to."""
         # A warning at the end counts the kernels that are left out here and get no plan later.
         if self.session.is_over:
+            self._unseen.add(problem)
             return
         source = self._source(problem)
         with torch.autocast("cpu", enabled=False):
@@ -320,7 +326,12 @@ class TuningScheduler:
         if at_work is not None:
             self._at_work = str(at_work)
         if self._on_progress is not None:
-            plans, pool = self.results.plans, self.results.pool
+            plans, pool, left_s = self.results.plans, self.results.pool, self._deadline.left_s()
+            # Tuning a kernel is assumed to last in proportion to the time of torch's own
+            # convolution.
+            if done_ns := self._shares.cost_ns(plans):
+                spent_s = self._deadline.clock() - self._counts_from_s
+                left_s = min(left_s, spent_s * (self._total_ns - done_ns) / done_ns)
             self._on_progress(
                 Progress(
                     self._at_work,
@@ -328,7 +339,7 @@ class TuningScheduler:
                     len(self._layers),
                     self.session.measured,
                     self.session.reused,
-                    self._budget.seconds_left(self._shares.cost_ns(plans), self._total_ns),
+                    None if left_s == inf else left_s,
                     self.budget_s,
                 )
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from ucudnn.backends import AbstractBackend, Cost, DeviceState, Roofline
@@ -15,6 +14,7 @@ from ucudnn.benchmark.failures import CANDIDATE_ERRORS, is_out_of_memory
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.kernels.budget import EFFORTS, Effort
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Split
@@ -35,16 +35,14 @@ class Session:
     cache: AbstractCache
     # Called after each measurement, new or found in the cache, to show progress.
     on_run: Callable[[], None] = lambda: None
-    # The values of `time.monotonic` at which measuring chunks stops, and at which timing whole
-    # calls stops; None: never.
-    until: float | None = None
-    race_until: float | None = None
+    # When measuring chunks stops, and when timing whole calls stops.
+    until: Deadline = field(default_factory=Deadline.never)
+    race_until: Deadline = field(default_factory=Deadline.never)
     effort: Effort = EFFORTS["thorough"]
     # True: measure everything anew, even if it is in the cache.
     remeasure: bool = False
-    # The `time.monotonic` at which the time budget ends that the user set; None: none was set.
-    # Nothing begins that is expected to end later.
-    deadline: float | None = None
+    # Nothing begins that is expected to end after this moment.
+    end: Deadline = field(default_factory=Deadline.never)
     measured: int = 0
     reused: int = 0
     _fresh: dict[MeasurementKey, Measurement] = field(default_factory=dict)
@@ -135,7 +133,7 @@ class Session:
 
     def bench(self, axis: AbstractAxis) -> AbstractBench:
         """Bench of a kernel's candidates, in this process or in the session's worker."""
-        how = How(self.effort.chunks, self.effort.wholes, self.until, self.race_until)
+        how = How(self.effort.chunks, self.effort.wholes, self.until.at_s, self.race_until.at_s)
         if self._worker is not None:
             return WorkerBench(self._worker, axis, how)
         return LocalBench(self.backend, axis, how=how)
@@ -145,23 +143,14 @@ class Session:
         """True if a recording is replayed instead of measuring."""
         return self.recording is not None
 
-    def stop_at(self, deadline: float | None) -> None:
-        """Measure nothing after the `time.monotonic` of `deadline`; None: no end."""
-        self.until = self.race_until = deadline
+    def stop_at(self, chunks: Deadline, races: Deadline | None = None) -> None:
+        """Set when measuring chunks and timing whole calls stop; None: both at the same moment."""
+        self.until, self.race_until = chunks, chunks if races is None else races
 
     @property
     def is_over(self) -> bool:
         """True if the time for measuring chunks is over."""
-        return self.until is not None and monotonic() >= self.until
-
-    def has_time_for(self, time_ns: float) -> bool:
-        """True if something that takes `time_ns` is expected to end before the deadline."""
-        return self.deadline is None or monotonic() + time_ns / 1e9 <= self.deadline
-
-    @property
-    def may_race(self) -> bool:
-        """True while there is time to race whole calls."""
-        return self.race_until is None or monotonic() < self.race_until
+        return self.until.is_over
 
     def find(self, key: MeasurementKey) -> Measurement | None:
         """The known measurement of a key; None if there is none, or if it must be taken anew.

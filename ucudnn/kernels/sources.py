@@ -263,8 +263,8 @@ class LiveSource(AbstractSource):
         # A race takes at least three runs of each call: one for its workspace, one to warm up, and
         # one round. If there is no time for that, a race in the cache still makes a better plan
         # than predictions.
-        race_ns = 3 * len(splits) * self._measurer(self.cuts[0]).whole_ns
-        if not session.may_race or not session.has_time_for(race_ns):
+        runs, whole_ns = 3 * len(splits), self._measurer(self.cuts[0]).whole_ns
+        if session.race_until.is_over or not session.end.has_time(runs, whole_ns):
             return recall_race(session, problem, splits, has_bias)
         # The measurer that was used last still holds its operands; the others have freed theirs.
         return race(session, self._working()[-1], problem, splits, has_bias)

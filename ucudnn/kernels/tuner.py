@@ -26,6 +26,7 @@ from ucudnn.cache.exchange import read_entries
 from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, quoted, warn
 from ucudnn.execution.validity import require_real
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.noise import noise_of
 from ucudnn.kernels.results import Progress
@@ -53,10 +54,10 @@ def tune_problems(
     measurements: AbstractCache | None = None,
     backend: AbstractBackend | None = None,
     biased: Collection[Problem] = (),
-    reserved_steps: int = 0,
     remeasure: bool = False,
     limits: Limits | None = None,
-    budget_s: float | None = None,
+    deadline: Deadline | None = None,
+    last: Deadline | None = None,
 ) -> Plan:
     """Measure and plan the convolutions of a training step; equal ones are measured once.
 
@@ -70,10 +71,14 @@ def tune_problems(
         measurements: an open cache to use, which stays open; None: the cache of the config.
         backend: backend of the device; None: the one that the settings name.
         biased: problems to whose result a layer adds a bias, which is timed with them.
-        reserved_steps: number of steps for which the budget must leave time after measuring.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
-        budget_s: the part of the time budget for these problems, in seconds; None: the whole.
+        deadline: when measuring ends; it is exceeded by at most one measurement, but see `last`.
+            None: by `config.time_budget_s`, or else by the default time budget of the effort.
+        last: what must have a plan and has none goes on after the deadline until it has one, at
+            most until this moment: kernels that exceed their limit, and smaller batches of kernels
+            that have a limit. None: without end, or until the end of `config.time_budget_s` if the
+            deadline is None, too.
 
     Raises:
         ConfigError: there is no problem to plan.
@@ -91,6 +96,8 @@ def tune_problems(
                 "model, or set workspace_limit instead"
             )
         limits = Limits(config.limit_bytes)
+    if deadline is None and config.time_budget_s is not None:
+        deadline = last = Deadline.within(config.time_budget_s)
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
@@ -102,9 +109,9 @@ def tune_problems(
             limits,
             on_progress=on_progress,
             biased=biased,
-            reserved_steps=reserved_steps,
             remeasure=remeasure,
-            budget_s=budget_s,
+            deadline=deadline,
+            last=last,
         )
         return _run(scheduler, config, began)
 

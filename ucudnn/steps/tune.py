@@ -17,6 +17,7 @@ from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import is_compiled, original_of
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.results import Progress
 from ucudnn.kernels.tuner import device_type, tune_problems
 from ucudnn.outcomes import LayoutRace, Origin
@@ -28,7 +29,6 @@ from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import examined
 from ucudnn.steps.judge import (
     LAYOUT_RACE_STEPS,
-    RACE_STEPS,
     convolutions_s,
     judged,
     judged_divided,
@@ -45,6 +45,10 @@ from ucudnn.steps.run import (
 )
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
+
+# Kernels get this part of the time that is left. The rest is for the race of whole steps, or for the
+# next pass.
+_KERNELS = 0.75
 
 Report = Callable[[Progress], None]
 
@@ -219,15 +223,23 @@ class _Tuning:
 
     def _as_it_is(self, traced: Traced) -> Plan:
         # A model that was converted by a plan for channels_last is in that layout already.
-        layout, budget_s = memory_format_of(self.model), self.config.time_budget_s
-        plan = self._tuned(traced, budget_s, RACE_STEPS, self.on_progress, layout)
+        layout = memory_format_of(self.model)
+        plan = self._tuned(traced, self._part(_KERNELS), self.on_progress, layout)
         return self._judged(plan)
+
+    @property
+    def _end(self) -> Deadline | None:
+        """The end of a time budget that the user set."""
+        seconds = self.config.time_budget_s
+        return None if seconds is None else Deadline(self.began + seconds)
+
+    def _part(self, share: float) -> Deadline | None:
+        return None if self._end is None else self._end.part(share)
 
     def _judged(self, plan: Plan) -> Plan:
         return judged(self.model, self.inputs, plan, self.config, self.began)
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
-        budget_s = self.config.time_budget_s
         # The progress of both tunings is reported as that of one. While the first one runs, `more`
         # is the number of kernels of the second one.
         before = latest = Progress("", 0, 0, 0, 0)
@@ -246,14 +258,11 @@ class _Tuning:
                 self.on_progress(latest)
 
         # A time budget that the user set is for both layouts together, a default one for each.
-        half_s, race_steps = budget_s and budget_s / 2, LAYOUT_RACE_STEPS // 2
-        own = self._tuned(traced["keep"], half_s, race_steps, report, "keep")
+        own = self._tuned(traced["keep"], self._part(0.5), report, "keep")
         before, more = latest, 0
-        rest_s = self._seconds_for_the_second(own)
+        deadline = self._deadline_of_the_second(own)
         try:
-            # If the user set a budget, `rest_s` already leaves out the time of the race.
-            race_steps = race_steps if rest_s is None else 0
-            last = self._tuned(traced["channels_last"], rest_s, race_steps, report, "channels_last")
+            last = self._tuned(traced["channels_last"], deadline, report, "channels_last")
         # The error carries the plan of the first layout, because only that plan is complete.
         except TuningInterruptedError:
             raise TuningInterruptedError(own) from None
@@ -264,34 +273,28 @@ class _Tuning:
         plans = {"keep": own, "channels_last": last}
         return judged_in_layouts(self.model, self.inputs, plans, self.config, self.began)
 
-    def _seconds_for_the_second(self, own: Plan) -> float | None:
-        """Seconds that the budget leaves for tuning the second layout."""
-        if self.config.time_budget_s is None:
+    def _deadline_of_the_second(self, own: Plan) -> Deadline | None:
+        """When tuning the second layout must end, to leave time for the race."""
+        if self._end is None:
             return None
-        left_s = self.began + self.config.time_budget_s - monotonic()
+        left_s = self._end.left_s()
         # The time of a step is not known yet. It is taken to be twice as long as its convolutions.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
-        return max(0.0, left_s - race_s)
+        return self._end.at_most(left_s - race_s)
 
     def _tuned(
-        self,
-        traced: Traced,
-        budget_s: float | None,
-        reserved_steps: int,
-        report: Report | None,
-        memory_format: str,
+        self, traced: Traced, deadline: Deadline | None, report: Report | None, memory_format: str
     ) -> Plan:
         """A plan for one layout, before it is judged."""
-        races = reserved_steps if self.config.step_race else 0
         plan = tune_problems(
             traced.layers,
             self.config,
             report,
             biased=traced.biased,
-            reserved_steps=races,
             remeasure=self.remeasure,
             limits=None if self.step is None else self.step.limits(memory_format),
-            budget_s=budget_s,
+            deadline=deadline,
+            last=self._end,
         )
         segments, micro_batch = self.division
         plan = replace(
