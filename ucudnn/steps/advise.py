@@ -22,6 +22,7 @@ from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.kernels.budget import least_ns
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.tuner import device_type, layers_by_problem
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
@@ -292,7 +293,7 @@ class _Trials:
         end = self.began + _TRIALS_PART * _MOST_S
         for place, name in enumerate(names):
             if search is not None:
-                search.until = monotonic() + (end - monotonic()) / (len(names) - place)
+                search.deadline = Deadline(end).part(1 / (len(names) - place))
             with self._trying(name):
                 trials[name]()
 
@@ -311,8 +312,8 @@ class _Trials:
             self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
             return
         # This way is the most useful one, so it gets time for some steps even if these are long.
-        assert search.until is not None
-        search.until = max(search.until, monotonic() + _FIRST_STEPS * self.own_ns / 1e9)
+        needed = Deadline.within(_FIRST_STEPS * self.own_ns / 1e9)
+        search.deadline = max(search.deadline, needed)
         if self.is_training:
             search.in_parts()
         else:

@@ -16,6 +16,7 @@ from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_
 from ucudnn.execution.compiling import is_compiled, original_of
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.outcomes import StepMemory, Way
 from ucudnn.plan import Plan
@@ -114,10 +115,9 @@ class DividedStep:
             with Installation(plan.device.type, runner), gradient_mode(is_training):
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
-                spans = backend.spans(lambda _: steps())
+                spans = backend.spans(lambda _: times.append(backend.elapsed_ns(steps)))
                 assert spans is not None
                 peaks.append(max(span.peak_bytes for span in spans))
-                times.append(backend.elapsed_ns(steps))
         return foreseer.held.total + max(peaks), max(times)
 
 
@@ -136,7 +136,7 @@ def fit(
     traced: Traced,
     make_plan: Callable[[DividedStep], Plan],
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
-    until: float | None = None,
+    begin: Callable[[int], Deadline],
 ) -> Plan:
     """A plan by which a step stays within a memory budget.
 
@@ -149,7 +149,8 @@ def fit(
         compare: compares a divided step by a plan with torch's; returns the plan, and the segments
             by which it differs, each with the reason. It is also told whether random numbers of
             divided modules cannot be made the same for each sample.
-        until: the `time.monotonic` after which only what is needed is run.
+        begin: begins the time budget, given the time of a step in ns; returns when the search for
+            segments must end.
 
     Raises:
         ConfigError: no step can be run here, or the model is compiled.
@@ -162,7 +163,7 @@ def fit(
     foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",), torchs)
     try:
         with undisturbed(model):
-            return _fitted(foreseer, config, unswappable, make_plan, compare, until)
+            return _fitted(foreseer, config, unswappable, make_plan, compare, begin)
     except (ConfigError, PlanError, TuningInterruptedError):
         raise
     except STEP_ERRORS as error:
@@ -177,7 +178,7 @@ def _fitted(
     unswappable: Sequence[str],
     make_plan: Callable[[DividedStep], Plan],
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
-    until: float | None,
+    begin: Callable[[int], Deadline],
 ) -> Plan:
     own = foreseer.step()
     config = config.with_budget_of(own.peak_bytes, foreseer.free_bytes, own.held.total)
@@ -188,7 +189,7 @@ def _fitted(
     needed = _needed_bytes(foreseer, own)
     if needed > budget:
         raise refusal((), (), needed)
-    search = cache(partial(SegmentSearch, foreseer, until=until))
+    search = cache(partial(SegmentSearch, foreseer, begin(own.time_ns)))
     has_segments = not isinstance(foreseer.inputs, list)
     # Without its workspace a step may be within the budget: then limits for the workspace may
     # suffice, and no segments are needed.

@@ -22,6 +22,7 @@ from ucudnn.execution.observers import KernelTimer, Watcher
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.kernels.budget import EFFORTS, LEAST_RACE_STEPS
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepMemory, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
@@ -49,22 +50,26 @@ _USED_UP = "the time budget was used up"
 
 
 def judged(
-    model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float | None = None
+    model: nn.Module,
+    example_inputs: Any,
+    plan: Plan,
+    config: Config,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """The plan after a race of whole steps, or with the reason why no race was run.
 
-    `began` is the `time.monotonic` from which the time budget counts; None: now. If the model is
-    compiled, compiled steps are raced.
+    `deadline` is when the race must end; None: it follows from the settings, and counts from now.
+    If the model is compiled, compiled steps are raced.
     """
     reason = reason_against_race(model, example_inputs, config, plan.device.type)
     changes = not all(kernel.is_default for kernel in plan.kernels)
     hints = config.layout == "keep" and _has_other_layout(plan)
     if reason or not (changes or hints):
         return replace(plan, step_race=StepRace(reason=reason or NOTHING))
-    began = monotonic() if began is None else began
-    # A budget that the user set may be too short even for the convolutions of a race.
-    budget_s, least_s = config.time_budget_s, LEAST_RACE_STEPS * convolutions_s(plan)
-    if changes and budget_s is not None and monotonic() + least_s > began + budget_s:
+    # A budget may be too short even for the convolutions of a race.
+    least_ns = 1e9 * convolutions_s(plan)
+    end = _deadline(deadline, config, 0)
+    if changes and not end.has_time(LEAST_RACE_STEPS, least_ns):
         hint = LayoutHint(reason=_USED_UP) if hints else None
         return replace(plan, step_race=StepRace(reason=NO_ROOM), layout_hint=hint)
     backend = open_backend(plan.backend)
@@ -73,18 +78,16 @@ def judged(
             step = Steps(model, example_inputs, _has_backward(plan), division=plan.division)
             compilation = compile_steps(model, step, plan.device.type)
             plan = with_relaid(replace(plan, compilation=compilation), step)
-            began += 0 if compilation is None else compilation.seconds
             # This step warms up, and the default budget is computed from its time.
             step_ns = backend.elapsed_ns(step)
-            # In a default budget, the hint has time of its own. In a budget that the user set, the
-            # race may use all of the time.
-            meter = _meter(backend, [plan], _until(config, began, step_ns, RACE_STEPS), step_ns)
+            end = _deadline(deadline, config, step_ns)
+            # The time of compiling counts towards no budget, so the race ends later by it.
+            end = end.later(0 if compilation is None else compilation.seconds)
+            meter = _meter(backend, [plan], end, step_ns)
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=NOTHING))
             else:
                 plan = StepJudge(step, meter).judge(plan)
-            if meter.until is not None and config.time_budget_s is None:
-                meter.until += HINT_STEPS * step_ns / 1e9
             if not hints:
                 return plan
             return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
@@ -99,7 +102,11 @@ def judged(
 
 
 def judged_divided(
-    model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float
+    model: nn.Module,
+    example_inputs: Any,
+    plan: Plan,
+    config: Config,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """The plan after a race of divided steps by the plan against undivided steps by torch."""
     backend = open_backend(plan.backend)
@@ -113,8 +120,7 @@ def judged_divided(
         with _undisturbed(model), gradient_mode(is_training):
             own = Steps(model, example_inputs, is_training)
             step_ns = backend.elapsed_ns(own)
-            until = _until(config, began, step_ns, RACE_STEPS)
-            meter = _meter(backend, [plan], until, step_ns)
+            meter = _meter(backend, [plan], _deadline(deadline, config, step_ns), step_ns)
             if meter.is_over(LEAST_STEPS):
                 return replace(plan, step_race=StepRace(reason=NO_ROOM, dropped=kernels.dropped))
             divided = Steps(model, example_inputs, is_training, plan.memory_format, plan.division)
@@ -195,7 +201,11 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
 
 
 def judged_in_layouts(
-    model: nn.Module, example_inputs: Any, plans: Mapping[str, Plan], config: Config, began: float
+    model: nn.Module,
+    example_inputs: Any,
+    plans: Mapping[str, Plan],
+    config: Config,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """The plan of the better layout, found in a race of steps by torch and by plan in each layout.
 
@@ -216,8 +226,8 @@ def judged_in_layouts(
                 for which, one in plans.items()
             }
             step_ns = backend.elapsed_ns(steps["keep"])
-            until = _until(config, began, step_ns, LAYOUT_RACE_STEPS, len(plans))
-            if until is not None and monotonic() + _LEAST_STEPS * step_ns / 1e9 > until:
+            end = _deadline(deadline, config, step_ns)
+            if not end.has_time(_LEAST_STEPS, step_ns):
                 against = "the time budget has no room for steps in both layouts"
             else:
                 against = reason_against_layout(steps["keep"], steps["channels_last"], own)
@@ -225,9 +235,8 @@ def judged_in_layouts(
                 compilation, against = _compiled(model, steps, own.device.type)
             if not against:
                 # The time of compiling counts towards no budget, so the race ends later by it.
-                if until is not None and compilation is not None:
-                    until += compilation.seconds
-                judge = LayoutJudge(steps, _meter(backend, plans.values(), until, step_ns))
+                end = end.later(0 if compilation is None else compilation.seconds)
+                judge = LayoutJudge(steps, _meter(backend, plans.values(), end, step_ns))
                 plan = replace(judge.judge(plans), compilation=compilation)
                 return with_relaid(plan, steps[plan.memory_format])
     except KeyboardInterrupt:
@@ -237,7 +246,8 @@ def judged_in_layouts(
     # The model must keep its layout; the plan for this layout is judged as if it were the only one.
     spent = 0 if compilation is None else compilation.seconds
     steps.clear()  # their copies of the model take memory
-    kept = judged(model, example_inputs, own, config, began + spent)
+    later = None if deadline is None else deadline.later(spent)
+    kept = judged(model, example_inputs, own, config, later)
     # A plan that changes nothing is not raced, so its own `compilation` may be None.
     compilation = kept.compilation or compilation
     return replace(kept, layout_race=LayoutRace(reason=against), compilation=compilation)
@@ -262,7 +272,7 @@ def _has_backward(plan: Plan) -> bool:
 
 
 def _meter(
-    backend: AbstractBackend, plans: Iterable[Plan], until: float | None, step_ns: int
+    backend: AbstractBackend, plans: Iterable[Plan], deadline: Deadline, step_ns: int
 ) -> StepMeter:
     # `parts` names the chunks of a call. It is empty for a step: only the allocator tells its peak.
     peak = partial(backend.workspace_bytes, parts=())
@@ -270,7 +280,7 @@ def _meter(
     # On a GPU kernels are not timed inside a step: the host goes on while the GPU computes, and a
     # step would have to wait for each kernel that is timed.
     timed = install.timed if backend.device().type == "cpu" else None
-    return StepMeter(install, backend.elapsed_ns, peak, until, step_ns, timed=timed)
+    return StepMeter(install, backend.elapsed_ns, peak, deadline, step_ns, timed=timed)
 
 
 class _Installer:
@@ -307,18 +317,12 @@ class _Installer:
         return self._runners[id(plan)]
 
 
-def _until(
-    config: Config, began: float, step_ns: int, race_steps: int, layouts: int = 1
-) -> float | None:
-    """The `time.monotonic` at which a race must end, by the time budget; None: at no time."""
-    if config.time_budget_s is not None:
-        return began + config.time_budget_s
-    budget_s = EFFORTS[config.effort].budget_s(step_ns)
-    if budget_s is None:
-        return None
-    # With a default budget there is always time for `race_steps`: a race that is cut short would
-    # drop kernels that it could not judge, and all that was measured of them would be lost.
-    return max(began + layouts * budget_s, monotonic() + race_steps * step_ns / 1e9)
+def _deadline(given: Deadline | None, config: Config, step_ns: int) -> Deadline:
+    """When a race must end: as it was given, or else by the settings, from now on."""
+    if given is not None:
+        return given
+    seconds = config.time_budget_s or EFFORTS[config.effort].budget_s(step_ns)
+    return Deadline.never() if seconds is None else Deadline.within(seconds)
 
 
 def reason_against_race(model: nn.Module, inputs: Any, config: Config, device_type: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from time import monotonic, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.errors import ConfigError, first_line
 from ucudnn.execution.micro_batching import is_sequence
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Segment, StepDivision, Stretch, is_inside, stretch_of
 from ucudnn.solvers import Node, Option, OuterOption, SegmentTable, segment
@@ -122,18 +123,18 @@ class SegmentSearch:
     Attributes:
         seen: the steps that were foreseen; the first one is not divided.
         findings: what was found out about each module that was examined, by its name.
-        until: the argument of this name; callers may set it anew.
+        deadline: the argument of this name; callers may set it anew.
 
     Args:
         foreseer: foresees steps of the model.
-        until: the `time.monotonic` after which steps are run only while none was run that fits.
+        deadline: after it, no more steps are run.
     """
 
-    def __init__(self, foreseer: Foreseer, *, until: float | None = None) -> None:
+    def __init__(self, foreseer: Foreseer, deadline: Deadline | None = None) -> None:
         self._foreseer = foreseer
         self._is_training, self._backend = foreseer.is_training, foreseer.backend
         self._modules: Mapping[str, nn.Module] = foreseer.modules
-        self.until = until
+        self.deadline = deadline or Deadline.never()
         self.findings: dict[str, Independence] = {}
         # Modules that must not be recomputed selectively, with the reason.
         self._unselective: dict[str, str] = {}
@@ -384,8 +385,7 @@ class SegmentSearch:
 
     def is_over(self, steps: int) -> bool:
         """True if there is no time for `steps` more steps."""
-        step_s = max(one.time_ns for one in self.seen) / 1e9
-        return self.until is not None and monotonic() + steps * step_s >= self.until
+        return not self.deadline.has_time(steps, max(one.time_ns for one in self.seen))
 
     def within(self, limit: int, *, inside: bool = False) -> Seen:
         """The fastest step with segments that is foreseen to fit a limit, after steps were run.
@@ -405,8 +405,7 @@ class SegmentSearch:
                     self._go_inside(limit, kept)
             best = self._best(limit)
             fitting = [one for one in self._candidates() if one.fits(limit)]
-            is_run = any(one.times_ns for one in fitting)
-            if self.is_dry or not fitting or best.times_ns or (is_run and self.is_over(2)):
+            if self.is_dry or not fitting or best.times_ns or self.is_over(2):
                 break
             if self._foreseer.can_run(best.profile):
                 self.run(best)
@@ -477,7 +476,7 @@ class SegmentSearch:
             outer = self.foresee(division(size, ()))
             if outer is None:
                 break
-            inner = SegmentSearch(self._foreseer.of_batch(size), until=self.until)
+            inner = SegmentSearch(self._foreseer.of_batch(size), self.deadline)
             inner.share_with(self)
             room = limit - max(0, outer.peak_bytes - inner.seen[0].peak_bytes)
             for is_first in (True, False, False):
@@ -522,8 +521,7 @@ class SegmentSearch:
             self._go_inside(limit, None)
         while fitting():
             best = min(fitting(), key=lambda one: one.time_ns)
-            is_run = any(one.times_ns for one in fitting())
-            if self.is_dry or best.times_ns or (is_run and self.is_over(2)):
+            if self.is_dry or best.times_ns or self.is_over(2):
                 return min(fitting(), key=lambda one: (not one.times_ns, one.time_ns))
             if self._foreseer.can_run(best.profile):
                 self.run(best)
@@ -618,9 +616,8 @@ class SegmentSearch:
         while samples >= 2 * _LEAST_EXAMINED:
             part = samples / max(1, self.batch)
             needs = _OF_PEAK * part * own.own_bytes
-            left_s = None if self.until is None else _OF_TIME * (self.until - monotonic())
-            is_short = left_s is not None and _OF_STEP * part * own.time_ns / 1e9 > left_s
-            if needs <= self._foreseer.free_bytes and not is_short:
+            has_time = self.deadline.part(_OF_TIME).has_time(_OF_STEP * part, own.time_ns)
+            if needs <= self._foreseer.free_bytes and has_time:
                 break
             samples //= 2
         return samples

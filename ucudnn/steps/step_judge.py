@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import monotonic
 
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.outcomes import LEAST_ROUNDS, StepRace
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
@@ -40,9 +40,9 @@ class StepMeter:
     # the peak of allocated memory in bytes instead.
     elapsed: Callable[[Step], int]
     peak: Callable[[Step], int]
-    # The `time.monotonic` at which the last step must end; and the time of one step in ns, from
-    # which the end of further steps is estimated.
-    until: float | None = None
+    # When the last step must end; and the time of one step in ns, from which the end of further
+    # steps is estimated.
+    deadline: Deadline = field(default_factory=Deadline)
     step_ns: int = 0
     # Shortest times so far of a step by torch (False) and by a plan (True). The shortest ones are
     # kept, because the first step may take much longer than the next ones.
@@ -52,7 +52,7 @@ class StepMeter:
 
     def is_over(self, steps: int = 0) -> bool:
         """True if there is no time for `steps` more steps."""
-        return self.until is not None and monotonic() + steps * self.step_ns / 1e9 >= self.until
+        return not self.deadline.has_time(steps, self.step_ns)
 
     def elapsed_ns(self, step: Step, plan: Plan | None) -> int:
         """Time of one step by a plan; None: by torch's own convolutions."""

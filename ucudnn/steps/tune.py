@@ -17,6 +17,7 @@ from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import is_compiled, original_of
+from ucudnn.kernels.budget import EFFORTS
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.results import Progress
 from ucudnn.kernels.tuner import device_type, tune_problems
@@ -29,7 +30,7 @@ from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import examined
 from ucudnn.steps.judge import (
     LAYOUT_RACE_STEPS,
-    convolutions_s,
+    RACE_STEPS,
     judged,
     judged_divided,
     judged_in_layouts,
@@ -46,9 +47,8 @@ from ucudnn.steps.run import (
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
 
-# Kernels get this part of the time that is left. The rest is for the race of whole steps, or for the
-# next pass.
-_KERNELS = 0.75
+# A search for segments may take this part of the time.
+_SEARCH = 0.5
 
 Report = Callable[[Progress], None]
 
@@ -114,26 +114,28 @@ class _Tuning:
     config: Config
     on_progress: Report | None
     remeasure: bool
-    # The `time.monotonic` from which the time budget counts.
-    began: float
+    began: float  # the `time.monotonic` at which tuning began
     # Arguments for `trace_layers`; another layout or division is traced anew.
     how: Mapping[str, Any]
     # How the step is divided, and what that leaves to kernels if there is a memory budget.
     division: StepDivision = WHOLE
     step: DividedStep | None = None
+    # When tuning must end; None: as long as the time of a step is not known, or cannot be.
+    end: Deadline | None = None
+    step_ns: int = 0
 
     def run(self) -> Plan:
         """Tune the model, judge the plan, and compare divided steps with torch's."""
         traced = self._traced()
         if self.config.memory_budget is not None:
-            until = half_of(self.config, self.began)
             plan = fit(
                 *(self.model, self.inputs, self.config, traced),
-                *(partial(self._within, traced), self._compared, until),
+                *(partial(self._within, traced), self._compared, self._begin),
             )
         else:
+            self._begin(self._step_ns())
             self.division = faster_division(
-                self.model, self.inputs, traced, self.config, self.began
+                self.model, self.inputs, traced, self.config, self._part(_SEARCH)
             )
             plan = self._tuned_and_judged(self._divided(traced))
             if self.division != WHOLE:
@@ -143,7 +145,7 @@ class _Tuning:
                     named = tuple((one.module, why) for one, why in causes.items())
                     plan = replace(self._tuned_and_judged(traced), reasons=named)
         if plan.division != WHOLE:
-            plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
+            plan = judged_divided(self.model, self.inputs, plan, self.config, self.end)
         return self._described(plan)
 
     def _within(self, traced: Traced, step: DividedStep) -> Plan:
@@ -224,20 +226,39 @@ class _Tuning:
     def _as_it_is(self, traced: Traced) -> Plan:
         # A model that was converted by a plan for channels_last is in that layout already.
         layout = memory_format_of(self.model)
-        plan = self._tuned(traced, self._part(_KERNELS), self.on_progress, layout)
+        plan = self._tuned(traced, self._end_of_kernels(), self.on_progress, layout)
         return self._judged(plan)
 
-    @property
-    def _end(self) -> Deadline | None:
-        """The end of a time budget that the user set."""
+    def _begin(self, step_ns: int) -> Deadline:
+        """Begin the time budget of steps of this time; return when a search must end."""
+        self.step_ns = step_ns
         seconds = self.config.time_budget_s
-        return None if seconds is None else Deadline(self.began + seconds)
+        if seconds is None and step_ns:
+            on_gpu = self.how["device_type"] == "cuda"
+            seconds = EFFORTS[self.config.effort].budget_s(step_ns, on_gpu=on_gpu)
+        self.end = None if seconds is None else Deadline(self.began + seconds)
+        return self._part(_SEARCH) or Deadline.never()
+
+    def _step_ns(self) -> int:
+        """Time of a step by torch, which is run; 0 if none can be run."""
+        device = self.how["device_type"]
+        if self.config.time_budget_s is not None or reason_against_race(
+            self.model, self.inputs, self.config, device
+        ):
+            return 0
+        try:
+            with undisturbed(self.model):
+                steps = Steps(self.model, self.inputs, self.config.ops != ("fprop",))
+                return open_backend(self.config.backend).elapsed_ns(steps)
+        # A model that was traced on fake tensors may still fail on real ones: the race reports it.
+        except STEP_ERRORS:
+            return 0
 
     def _part(self, share: float) -> Deadline | None:
-        return None if self._end is None else self._end.part(share)
+        return None if self.end is None else self.end.part(share)
 
     def _judged(self, plan: Plan) -> Plan:
-        return judged(self.model, self.inputs, plan, self.config, self.began)
+        return judged(self.model, self.inputs, plan, self.config, self.end)
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         # The progress of both tunings is reported as that of one. While the first one runs, `more`
@@ -260,7 +281,7 @@ class _Tuning:
         # A time budget that the user set is for both layouts together, a default one for each.
         own = self._tuned(traced["keep"], self._part(0.5), report, "keep")
         before, more = latest, 0
-        deadline = self._deadline_of_the_second(own)
+        deadline = self._end_of_kernels(LAYOUT_RACE_STEPS)
         try:
             last = self._tuned(traced["channels_last"], deadline, report, "channels_last")
         # The error carries the plan of the first layout, because only that plan is complete.
@@ -271,16 +292,15 @@ class _Tuning:
             reason = f"it has no plan in channels_last ({error})"
             return replace(self._judged(own), layout_race=LayoutRace(reason=reason))
         plans = {"keep": own, "channels_last": last}
-        return judged_in_layouts(self.model, self.inputs, plans, self.config, self.began)
+        return judged_in_layouts(self.model, self.inputs, plans, self.config, self.end)
 
-    def _deadline_of_the_second(self, own: Plan) -> Deadline | None:
-        """When tuning the second layout must end, to leave time for the race."""
-        if self._end is None:
-            return None
-        left_s = self._end.left_s()
-        # The time of a step is not known yet. It is taken to be twice as long as its convolutions.
-        race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
-        return self._end.at_most(left_s - race_s)
+    def _end_of_kernels(self, race_steps: int = RACE_STEPS) -> Deadline | None:
+        """When kernels must be tuned, to leave time for a race of whole steps."""
+        if self.end is None or not self.config.step_race:
+            return self.end
+        left_s = self.end.left_s()
+        race_s = min(left_s / 2, max(left_s / 4, race_steps * self.step_ns / 1e9))
+        return self.end.at_most(left_s - race_s)
 
     def _tuned(
         self, traced: Traced, deadline: Deadline | None, report: Report | None, memory_format: str
@@ -294,7 +314,7 @@ class _Tuning:
             remeasure=self.remeasure,
             limits=None if self.step is None else self.step.limits(memory_format),
             deadline=deadline,
-            last=self._end,
+            last=self.end,
         )
         segments, micro_batch = self.division
         plan = replace(
@@ -322,7 +342,7 @@ def _problems(traced: Traced) -> list[Any]:
 
 
 def faster_division(
-    model: nn.Module, inputs: Any, traced: Traced, config: Config, began: float
+    model: nn.Module, inputs: Any, traced: Traced, config: Config, deadline: Deadline | None
 ) -> StepDivision:
     """The division that makes steps faster without a larger peak; `WHOLE` if there is none.
 
@@ -331,7 +351,7 @@ def faster_division(
         inputs: the inputs that the model was traced with.
         traced: the convolutions of the model.
         config: the settings, without a memory budget.
-        began: the `time.monotonic` from which the time budget counts.
+        deadline: when the search must end; None: never.
     """
     several = inputs if isinstance(inputs, list) else [inputs]
     is_run = config.step_race and not config.is_replayed and not is_compiled(model)
@@ -358,15 +378,10 @@ def faster_division(
             if not found.reason and found.samples == steps.batch:
                 del steps
                 foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",))
-                search = SegmentSearch(foreseer, until=half_of(config, began))
+                search = SegmentSearch(foreseer, deadline)
                 return search.faster(config.loop)
     # A model that was traced on fake tensors may still fail on real ones. It is no error here,
     # because the race of whole steps reports it.
     except STEP_ERRORS:
         pass
     return WHOLE
-
-
-def half_of(config: Config, began: float) -> float | None:
-    """The `time.monotonic` at which half of the time budget is over; None if no budget was set."""
-    return None if config.time_budget_s is None else began + config.time_budget_s / 2
