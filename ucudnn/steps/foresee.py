@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -275,10 +276,12 @@ class Foreseer:
             with gradient_mode(self.is_training):
                 watcher.run(partial(_run_all, model, examples, division, self.is_training))
 
-        # Garbage is collected now, else tensors in cycles of references would be freed at an
-        # arbitrary moment of the step.
-        gc.collect()
-        with uninterrupted(), as_written(self.model), without_strays(self.model) as log.watched:
+        with (
+            _without_garbage(),
+            uninterrupted(),
+            as_written(self.model),
+            without_strays(self.model) as log.watched,
+        ):
             record_step(
                 *(original_of(self.model), self._examples, log, run),
                 *(memory_format, division.segments),
@@ -287,6 +290,18 @@ class Foreseer:
         if plan is None and names is None:
             self._steps[key] = found
         return found
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Context in which tensors in cycles of references stay; else they would be freed by chance."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _run_all(

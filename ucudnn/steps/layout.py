@@ -181,7 +181,8 @@ def coarsest_eps(plan: Plan) -> float:
     """The coarsest relative rounding of the convolutions of a plan."""
     problems = [kernel.problem for kernel in plan.kernels]
     found = [torch.finfo(getattr(torch, problem.dtype)).eps for problem in problems]
-    return max([*found, *(_EPS_OF_TF32 for problem in problems if problem.math == "tf32")])
+    # A plan may have no kernel, if there was no time for any.
+    return max([0.0, *found, *(_EPS_OF_TF32 for problem in problems if problem.math == "tf32")])
 
 
 def _differences(truth: StepResults, found: StepResults) -> tuple[float, float]:

@@ -354,7 +354,7 @@ class SegmentSearch:
 
     def _outer_options(self, call: ModuleCall, inside: Node) -> tuple[OuterOption, ...]:
         """A call recomputed as a whole, around a division of its inside."""
-        if call.name is None or len(call.backward) != 2 or not self._is_training:
+        if not (call.name and call.children and self._is_training):
             return ()
         one = Segment(call.name, None)
         if (one, call.number) not in self._known or not self._may_be(one):
@@ -419,6 +419,11 @@ class SegmentSearch:
         room = limit - self._own.held.total
         for _ in range(_MOST_TRIALS):
             table = self.table()
+            least_ns = table.time_ns(max(room, table.smallest_bytes)) or 0
+            found_ns = [one.profile.time_ns for one in self._candidates() if one.fits(limit)]
+            # What fits already is as fast as the solver hopes, or there is no time to look further.
+            if found_ns and (min(found_ns) * CLEARLY <= least_ns or self.deadline.is_over):
+                break
             options = table.choose(max(room, table.smallest_bytes))
             chosen = _one_for_each([option for option in options if option.choice is not None])
             self.examine({one.module: one.micro_batch or 1 for one in chosen})
