@@ -98,24 +98,6 @@ def mask2former(*shape: int) -> Example:
     )
 
 
-def motion(*shape: int) -> Example:
-    """A UNet for video, whose convolutions see its frames as images."""
-    made = {"sample": shape, "timestep": below(1000, shape[0])}
-    return diffusers(
-        "UNetMotionModel",
-        {**made, "encoder_hidden_states": (shape[0], 8, 32)},
-        sample_size=32,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
-        layers_per_block=1,
-        cross_attention_dim=32,
-        num_attention_heads=4,
-        motion_num_attention_heads=4,
-        norm_num_groups=8,
-    )
-
-
 CHANNELS = {"channels": (16, 32, 64, 128), "strides": (2, 2, 2)}
 PLAIN = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
 STEPS = {"sample": (2, 4, 32, 32), "timestep": below(1000, 2)}
@@ -144,7 +126,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
     # of torch alone
     "resnet18": partial(own, "resnet18", 4, 3, 128, 128),
     "cifar10": partial(own, "cifar10", 256, 3, 32, 32),
-    "depthwise31": partial(own, "depthwise31", 2, 3, 112, 112),
+    "depthwise31": partial(own, "depthwise31", 4, 3, 128, 128),
     "conformer": partial(own, "conformer", 4, 512, 100),
     "wavenet": partial(own, "wavenet", 4, 1, 4096),
     # volumes
@@ -155,7 +137,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
     "segresnet-ds": partial(
         monai, "SegResNetDS", (1, 1, 48, 48, 48), **PLAIN, init_filters=8, dsdepth=3
     ),
-    "vnet": partial(monai, "VNet", (1, 1, 32, 32, 32), in_channels=1, out_channels=2),
+    "vnet": partial(monai, "VNet", (1, 1, 32, 16, 16), in_channels=1, out_channels=2),
     "unet": partial(monai, "UNet", (2, 1, 48, 48, 48), **PLAIN, **CHANNELS, num_res_units=2),
     "unet-dropout": partial(
         monai, "UNet", (2, 1, 40, 40, 40), **PLAIN, **CHANNELS, norm="BATCH", dropout=0.2
@@ -191,10 +173,10 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         dropout_rate=0.1,
     ),
     "swin-unetr": partial(
-        monai, "SwinUNETR", (1, 1, 64, 64, 64), in_channels=1, out_channels=2, feature_size=12
+        monai, "SwinUNETR", (1, 1, 64, 64, 32), in_channels=1, out_channels=2, feature_size=12, depths=[1]*4
     ),
     "highresnet": partial(monai, "HighResNet", (1, 1, 32, 32, 32)),
-    "mednext": partial(monai, "MedNeXtS", (1, 1, 32, 32, 32), **PLAIN, init_filters=16),
+    "mednext": partial(monai, "MedNeXt", (1, 1, 32, 32, 32), **PLAIN, init_filters=16, kernel_size=3),
     "resnet10-3d": partial(
         monai, "resnet10", (2, 1, 48, 48, 48), spatial_dims=3, n_input_channels=1, num_classes=2
     ),
@@ -223,7 +205,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
     "vqvae": partial(
         monai,
         "VQVAE",
-        (2, 1, 64, 64),
+        (4, 1, 96, 96),
         spatial_dims=2,
         in_channels=1,
         out_channels=1,
@@ -326,7 +308,24 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         attention_head_dim=8,
         norm_num_groups=8,
     ),
-    "motion": partial(motion, 1, 4, 4, 32, 32),
+    "stable-video": partial(
+        diffusers,
+        "UNetSpatioTemporalConditionModel",
+        {
+            "sample": (1, 4, 8, 32, 32),
+            "timestep": below(1000, 1),
+            "encoder_hidden_states": (1, 1, 32),
+            "added_time_ids": (1, 3),
+        },
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        layers_per_block=1,
+        cross_attention_dim=32,
+        num_attention_heads=(2, 4),
+        addition_time_embed_dim=32,
+        projection_class_embeddings_input_dim=96,
+    ),
     "autoencoder-kl": partial(
         diffusers,
         "AutoencoderKL",
@@ -337,7 +336,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         norm_num_groups=16,
     ),
     "autoencoder-tiny": partial(
-        diffusers, "AutoencoderTiny", (1, 3, 64, 64), encoder_block_out_channels=(32,) * 4,
+        diffusers, "AutoencoderTiny", (2, 3, 96, 96), encoder_block_out_channels=(32,) * 4,
         decoder_block_out_channels=(32,) * 4,
     ),
     "vqmodel": partial(
@@ -395,8 +394,10 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         transformers,
         "BitModel",
         {"pixel_values": (2, 3, 128, 128)},
-        hidden_sizes=[64, 128, 256, 512],
+        embedding_size=64,
+        hidden_sizes=[128, 256, 512, 1024],
         depths=[1, 1, 2, 1],
+        num_groups=16,
     ),
     "swin": partial(
         transformers,
@@ -411,7 +412,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         transformers, "SegformerForSemanticSegmentation", {"pixel_values": (2, 3, 128, 128)}
     ),
     "cvt": partial(
-        transformers, "CvtModel", {"pixel_values": (2, 3, 112, 112)},
+        transformers, "CvtModel", {"pixel_values": (4, 3, 128, 128)},
         embed_dim=[32, 64, 128], num_heads=[1, 2, 4], depth=[1, 2, 4],
     ),
     "levit": partial(
@@ -437,11 +438,11 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         num_heads=[6, 6],
     ),
     # they read values
-    "detr": partial(with_resnet, "DetrModel", {"pixel_values": (2, 3, 160, 160)}, ("stage4",), **DETECTOR),
+    "detr": partial(with_resnet, "DetrModel", {"pixel_values": (4, 3, 256, 256)}, ("stage4",), **DETECTOR),
     "deformable-detr": partial(
         with_resnet, "DeformableDetrModel", {"pixel_values": (2, 3, 160, 160)}, ("stage2", "stage3", "stage4"), **DETECTOR
     ),
-    "mask2former": partial(mask2former, 1, 3, 128, 128),
+    "mask2former": partial(mask2former, 2, 3, 160, 160),
     "encodec": partial(transformers, "EncodecModel", {"input_values": (1, 1, 12000)}),
     "mixtral": partial(
         transformers,
@@ -465,13 +466,16 @@ NETWORKS: dict[str, Callable[[], Example]] = {
     "unet1d": partial(
         diffusers,
         "UNet1DModel",
-        (below(1000, 1),),
+        ((1, 2, 4096), below(1000, 1)),
+        sample_size=4096,
+        block_out_channels=(32, 32, 64),
+        extra_in_channels=64,
     ),
     "dac": partial(
         transformers, "DacModel", {"input_values": (1, 1, 8192)}, encoder_hidden_size=32,
         decoder_hidden_size=512,
     ),
-    "mimi": partial(transformers, "MimiModel", {"input_values": (1, 1, 9600)}, **SMALL),
+    "mimi": partial(transformers, "MimiModel", {"input_values": (1, 1, 9600)}, **SMALL, num_filters=32, intermediate_size=384, upsample_groups=192, num_key_value_heads=4),
     "hifigan": partial(
         transformers,
         "SpeechT5HifiGan",
@@ -491,7 +495,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
     "whisper": partial(
         transformers,
         "WhisperModel",
-        {"input_features": (1, 80, 400), "decoder_input_ids": below(1000, 1, 16)},
+        {"input_features": (4, 80, 400), "decoder_input_ids": below(1000, 4, 16)},
         d_model=128,
         encoder_layers=2,
         decoder_layers=2,
