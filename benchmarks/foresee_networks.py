@@ -173,10 +173,18 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         dropout_rate=0.1,
     ),
     "swin-unetr": partial(
-        monai, "SwinUNETR", (1, 1, 64, 64, 32), in_channels=1, out_channels=2, feature_size=12, depths=[1]*4
+        monai,
+        "SwinUNETR",
+        (1, 1, 64, 64, 32),
+        in_channels=1,
+        out_channels=2,
+        feature_size=12,
+        depths=[1] * 4,
     ),
     "highresnet": partial(monai, "HighResNet", (1, 1, 32, 32, 32)),
-    "mednext": partial(monai, "MedNeXt", (1, 1, 32, 32, 32), **PLAIN, init_filters=16, kernel_size=3),
+    "mednext": partial(
+        monai, "MedNeXt", (1, 1, 32, 32, 32), **PLAIN, init_filters=16, kernel_size=3
+    ),
     "resnet10-3d": partial(
         monai, "resnet10", (2, 1, 48, 48, 48), spatial_dims=3, n_input_channels=1, num_classes=2
     ),
@@ -299,7 +307,12 @@ NETWORKS: dict[str, Callable[[], Example]] = {
     "unet3d-condition": partial(
         diffusers,
         "UNet3DConditionModel",
-        {**PROMPTED, "sample": (1, 4, 4, 32, 32), "encoder_hidden_states": (1, 8, 32), "timestep": below(1000, 1)},
+        {
+            **PROMPTED,
+            "sample": (1, 4, 4, 32, 32),
+            "encoder_hidden_states": (1, 8, 32),
+            "timestep": below(1000, 1),
+        },
         block_out_channels=(32, 64),
         down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
         up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
@@ -336,7 +349,10 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         norm_num_groups=16,
     ),
     "autoencoder-tiny": partial(
-        diffusers, "AutoencoderTiny", (2, 3, 96, 96), encoder_block_out_channels=(32,) * 4,
+        diffusers,
+        "AutoencoderTiny",
+        (2, 3, 96, 96),
+        encoder_block_out_channels=(32,) * 4,
         decoder_block_out_channels=(32,) * 4,
     ),
     "vqmodel": partial(
@@ -384,9 +400,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         depths=[1, 2, 4, 2],
         groups_width=24,
     ),
-    "mobilenetv2": partial(
-        transformers, "MobileNetV2Model", {"pixel_values": (2, 3, 160, 160)}
-    ),
+    "mobilenetv2": partial(transformers, "MobileNetV2Model", {"pixel_values": (2, 3, 160, 160)}),
     "mobilevit": partial(
         transformers, "MobileViTModel", {"pixel_values": (2, 3, 128, 128)}, image_size=128
     ),
@@ -412,12 +426,14 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         transformers, "SegformerForSemanticSegmentation", {"pixel_values": (2, 3, 128, 128)}
     ),
     "cvt": partial(
-        transformers, "CvtModel", {"pixel_values": (4, 3, 128, 128)},
-        embed_dim=[32, 64, 128], num_heads=[1, 2, 4], depth=[1, 2, 4],
+        transformers,
+        "CvtModel",
+        {"pixel_values": (4, 3, 128, 128)},
+        embed_dim=[32, 64, 128],
+        num_heads=[1, 2, 4],
+        depth=[1, 2, 4],
     ),
-    "levit": partial(
-        transformers, "LevitModel", {"pixel_values": (2, 3, 224, 224)}
-    ),
+    "levit": partial(transformers, "LevitModel", {"pixel_values": (2, 3, 224, 224)}),
     "dpt": partial(
         transformers,
         "DPTForDepthEstimation",
@@ -438,9 +454,15 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         num_heads=[6, 6],
     ),
     # they read values
-    "detr": partial(with_resnet, "DetrModel", {"pixel_values": (4, 3, 256, 256)}, ("stage4",), **DETECTOR),
+    "detr": partial(
+        with_resnet, "DetrModel", {"pixel_values": (4, 3, 256, 256)}, ("stage4",), **DETECTOR
+    ),
     "deformable-detr": partial(
-        with_resnet, "DeformableDetrModel", {"pixel_values": (2, 3, 160, 160)}, ("stage2", "stage3", "stage4"), **DETECTOR
+        with_resnet,
+        "DeformableDetrModel",
+        {"pixel_values": (2, 3, 160, 160)},
+        ("stage2", "stage3", "stage4"),
+        **DETECTOR,
     ),
     "mask2former": partial(mask2former, 2, 3, 160, 160),
     "encodec": partial(transformers, "EncodecModel", {"input_values": (1, 1, 12000)}),
@@ -472,26 +494,30 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         extra_in_channels=64,
     ),
     "dac": partial(
-        transformers, "DacModel", {"input_values": (1, 1, 8192)}, encoder_hidden_size=32,
+        transformers,
+        "DacModel",
+        {"input_values": (1, 1, 8192)},
+        encoder_hidden_size=32,
         decoder_hidden_size=512,
     ),
-    "mimi": partial(transformers, "MimiModel", {"input_values": (1, 1, 9600)}, **SMALL, num_filters=32, intermediate_size=384, upsample_groups=192, num_key_value_heads=4),
+    "mimi": partial(
+        transformers,
+        "MimiModel",
+        {"input_values": (1, 1, 9600)},
+        **SMALL,
+        num_filters=32,
+        intermediate_size=384,
+        upsample_groups=192,
+        num_key_value_heads=4,
+    ),
     "hifigan": partial(
-        transformers,
-        "SpeechT5HifiGan",
-        {"spectrogram": (1, 24, 80)},
-        upsample_initial_channel=256,
+        transformers, "SpeechT5HifiGan", {"spectrogram": (1, 24, 80)}, upsample_initial_channel=256
     ),
-    "univnet": partial(
-        transformers, "UnivNetModel", {"input_features": (1, 20, 100)}
+    "univnet": partial(transformers, "UnivNetModel", {"input_features": (1, 20, 100)}),
+    "wav2vec2": partial(transformers, "Wav2Vec2Model", (2, 16000), **SPEECH),
+    "wavlm": partial(
+        transformers, "WavLMModel", (1, 16000), **SPEECH, apply_spec_augment=False, layerdrop=0.0
     ),
-    "wav2vec2": partial(
-        transformers,
-        "Wav2Vec2Model",
-        (2, 16000),
-        **SPEECH,
-    ),
-    "wavlm": partial(transformers, "WavLMModel", (1, 16000), **SPEECH, apply_spec_augment=False, layerdrop=0.0),
     "whisper": partial(
         transformers,
         "WhisperModel",
