@@ -1,6 +1,6 @@
 """Networks of MONAI, diffusers and transformers, in small, for benchmarks of whole steps.
 
-A training step takes 20 to 400 MiB and at most about three seconds on one thread. All have random
+A training step takes about 20 to 450 MiB and at most about two seconds on one thread. All have random
 weights and are in training mode; packages that they come from are in the extra `test`.
 """
 
@@ -453,7 +453,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
         depths=[2, 2],
         num_heads=[6, 6],
     ),
-    # they read values
+    # Some of these read values in forward.
     "detr": partial(
         with_resnet, "DetrModel", {"pixel_values": (4, 3, 256, 256)}, ("stage4",), **DETECTOR
     ),
