@@ -1,7 +1,7 @@
 """Networks of MONAI, diffusers and transformers, in small, for benchmarks of whole steps.
 
-A training step takes about 20 to 450 MiB and at most about two seconds on one thread. All have random
-weights and are in training mode; packages that they come from are in the extra `test`.
+A training step takes about 20 to 450 MiB and at most about two seconds on one thread. All networks
+have random weights and are in training mode; their packages are in the extra `test`.
 """
 
 from __future__ import annotations
