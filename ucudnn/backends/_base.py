@@ -273,7 +273,7 @@ class AbstractBackend(ABC):
         return None
 
     # The allocator counts each size rounded up to a multiple of this.
-    rounding_bytes = 64
+    rounding_bytes = 1
 
     def allocated_bytes(self) -> int:
         """Bytes that this process has allocated on the device now; 0 if they are not counted."""

@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends import AbstractBackend, Span, open_backend
@@ -35,7 +36,7 @@ from ucudnn.outcomes import Foresight
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.segment import WHOLE, StepDivision
-from ucudnn.steps.operators import SMALL_NS, Inside, operators_of
+from ucudnn.steps.operators import SMALL_NS, Inside, Result, operators_of
 from ucudnn.steps.profile import (
     ConvolutionCall,
     Held,
@@ -51,7 +52,8 @@ from ucudnn.steps.tracing import StepRecorder, as_written, record_step, uninterr
 
 # An operator with fewer bytes of operands and results is not measured: it allocates nothing beside
 # its results that matters.
-_SMALL = 1 << 16
+_SMALL = 1 << 12
+_DEVICE, _ITEM = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 # The most bytes of the operands of an operator that is called with a part of the samples.
 _PART_BYTES = 64 << 20
 # No larger batch is looked for.
@@ -83,6 +85,7 @@ class _StepLog(StepRecorder):
         backend: AbstractBackend,
         plan: Plan | None,
         operators: Operators,
+        sole: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(passes, None)
         self.events: list[_Event] = []
@@ -91,6 +94,13 @@ class _StepLog(StepRecorder):
         self._rounding = backend.rounding_bytes
         self._seen = weakref.WeakKeyDictionary[Any, bool]()
         self._called: set[Any] = set()
+        # Numbers that forward reads, by module, and how many of them were read.
+        self.values: Mapping[str, Sequence[Any]] = {}
+        self._read: dict[str, int] = {}
+        # References to the first operand of each addition in backward; and how many there are if
+        # autograd alone refers to it.
+        self.counts: list[tuple[int, int]] = []
+        self._sole = sole
         self._operators = operators
         settings = Config() if plan is None else plan.config
         self._runner = Runner(plan, replace(settings, unplanned="torch"))
@@ -106,21 +116,77 @@ class _StepLog(StepRecorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and log it."""
+        if func is _DEVICE:
+            return func(*args, **(kwargs or {}))
+        if func is _ITEM and self.values and isinstance(args[0], FakeTensor):
+            return self._value()
+        if self._adds_in_place(func, args):
+            func = torch.ops.aten.add_.Tensor
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        module = self.modules[-1] or "the model" if self.modules else "backward"
-        moved = 0
+        module = self._module
+        if func.is_view:
+            self._log(result, module)
+            return result
+        kernels = self._kernels(func, args)
+        inside = self._inside(func, args, kwargs or {}, result, kernels)
+        result = self._as_really(result, inside.results)
+        self._log(result, module)
+        self.events.append(_Event(0, inside, module, kernels))
+        return result
+
+    @property
+    def _module(self) -> str:
+        """The innermost module that runs."""
+        return self.modules[-1] or "the model" if self.modules else "backward"
+
+    def _value(self) -> Any:
+        """A number that forward reads: the one that the real forward has read there."""
+        module = self._module
+        known = self.values.get(module) or next(iter(self.values.values()))
+        number = self._read[module] = self._read.get(module, -1) + 1
+        return known[number % len(known)]
+
+    def _adds_in_place(self, func: Any, args: Any) -> bool:
+        """True if autograd would add two gradients in place here.
+
+        It does so if nothing else refers to the first one, but never inside a dispatch mode.
+        """
+        if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:
+            return False
+        one, other = args[0], args[1]
+        is_alike = isinstance(other, Tensor) and one.shape == other.shape
+        if torch.is_grad_enabled() or not is_alike or one.dtype != other.dtype:
+            return False
+        storage = one.untyped_storage()
+        count = one._use_count(), torch._C._storage_Use_Count(storage._cdata)
+        self.counts.append(count)
+        return self._sole is not None and count == self._sole
+
+    def _as_really(self, result: Any, real: Sequence[Result]) -> Any:
+        """The result of an operator with the layout, dtype and storage that real tensors have."""
+        leaves = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if len(leaves) != len(real) or not all(isinstance(one, FakeTensor) for one in leaves):
+            return result
+        changed: dict[int, Tensor] = {}
+        for one, found in zip(leaves, real, strict=True):
+            is_new = one.untyped_storage() not in self._seen and one.shape == found.shape
+            if is_new and Result.of(one) != found:
+                size = found.storage_bytes // found.dtype.itemsize
+                room = torch.empty(size, dtype=found.dtype, device=one.device)
+                changed[id(one)] = room.as_strided(found.shape, found.stride)
+        if not changed:
+            return result
+        self.watch(changed.values())
+        return tree_map_only(Tensor, lambda one: changed.get(id(one), one), result)
+
+    def _log(self, result: Any, module: str) -> None:
+        """Log the storages that are new."""
         for one in tree_leaves(result):
-            if isinstance(one, Tensor):
+            if isinstance(one, Tensor) and one.layout is torch.strided:
                 storage = one.untyped_storage()
-                moved += storage.nbytes()
                 if storage not in self._seen:
                     self._seen[storage] = True
                     self._allocated(storage, module)
-        if not func.is_view:
-            kernels = self._kernels(func, args)
-            inside = self._inside(func, args, kwargs or {}, moved, kernels)
-            self.events.append(_Event(0, inside, module, kernels))
-        return result
 
     def _kernels(self, func: Any, args: Any) -> dict[Problem, int]:
         """The kernels of a convolution, with the bytes of operands that each copies first."""
@@ -153,14 +219,14 @@ class _StepLog(StepRecorder):
         freed.atexit = False
 
     def _inside(
-        self, func: Any, args: Any, kwargs: Any, moved: int, kernels: Mapping[Problem, int]
+        self, func: Any, args: Any, kwargs: Any, result: Any, kernels: Mapping[Problem, int]
     ) -> Inside:
-        operands = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+        moved = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)]
         if self._operators == "none":
             return Inside(0, 0)
         self._called.add(func)
         most_bytes = _PART_BYTES if self._operators == "in part" else None
-        if moved + sum(one.numel() * one.element_size() for one in operands) < _SMALL:
+        if sum(one.numel() * one.element_size() for one in moved) < _SMALL:
             return Inside(0, SMALL_NS)
         if self._plan is None or func not in _CONVOLUTIONS:
             return self._table.inside(func, args, kwargs, most_bytes=most_bytes)
@@ -180,6 +246,33 @@ class _StepLog(StepRecorder):
         """Operators that could not be measured, which count as if they needed nothing inside."""
         found = {str(func) for func in self._called} & self._table.failed.keys()
         return tuple(f"{one} was not measured ({self._table.failed[one]})" for one in sorted(found))
+
+
+@cache
+def _sole(kind: type[AbstractBackend]) -> tuple[int, int] | None:
+    """References to a gradient that autograd alone refers to, as an operator's call shows them."""
+    log = _StepLog(OPS, kind(), None, "none")
+    with FakeTensorMode(), log:
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+        (y.exp() + y.sin()).sum().backward()
+    return log.counts[0] if log.counts else None
+
+
+class _Reader(StepRecorder):
+    """Notes the numbers that forward reads from tensors, by module."""
+
+    def __init__(self) -> None:
+        super().__init__(("fprop",), None)
+        self.values: dict[str, list[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note the number that it reads."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _ITEM:
+            module = self.modules[-1] or "the model" if self.modules else "backward"
+            self.values.setdefault(module, []).append(result)
+        return result
 
 
 @dataclass
@@ -209,6 +302,7 @@ class Foreseer:
         # Samples of the examples, and of the steps that are foreseen.
         self._given = self.batch = batch_of(examples[0])
         self._steps: dict[Hashable, StepProfile] = {}
+        self._values: dict[str, list[Any]] = {}
         self.held = held_by(self.model, examples, self.backend.allocated_bytes())
         # Modules without children keep their result and little else, but a stretch of a sequence
         # may begin or end with one.
@@ -258,8 +352,40 @@ class Foreseer:
         key = division, memory_format, self.batch
         if plan is None and names is None and key in self._steps:
             return self._steps[key]
+        try:
+            found = self._foreseen(division, memory_format, plan, names)
+        except ConfigError as error:
+            if self._values or not isinstance(error.__cause__, DataDependentOutputException):
+                raise
+            self._values = self._read_values()
+            found = self._foreseen(division, memory_format, plan, names)
+        if plan is None and names is None:
+            self._steps[key] = found
+        return found
+
+    def _read_values(self) -> dict[str, list[Any]]:
+        """The numbers that forward reads from tensors: it is run, without a graph."""
+        reader = _Reader()
+
+        def run(model: nn.Module, examples: list[Any]) -> None:
+            with torch.no_grad():
+                for inputs in examples:
+                    run_step(model, inputs, backward=False)
+
+        with uninterrupted(), as_written(self.model):
+            record_step(original_of(self.model), self._examples, reader, run, real=True)
+        return reader.values
+
+    def _foreseen(
+        self,
+        division: StepDivision,
+        memory_format: str,
+        plan: Plan | None,
+        names: Collection[str] | None,
+    ) -> StepProfile:
         passes = OPS if self.is_training else ("fprop",)
-        log = _StepLog(passes, self.backend, plan, self.operators)
+        log = _StepLog(passes, self.backend, plan, self.operators, _sole(type(self.backend)))
+        log.values = self._values
         roots: list[ModuleCall] = []
         held = self.held
 
@@ -286,10 +412,7 @@ class Foreseer:
                 *(original_of(self.model), self._examples, log, run),
                 *(memory_format, division.segments),
             )
-        found = _profile(log, roots[0], held, self.torchs)
-        if plan is None and names is None:
-            self._steps[key] = found
-        return found
+        return _profile(log, roots[0], held, self.torchs)
 
 
 @contextmanager

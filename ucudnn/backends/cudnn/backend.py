@@ -106,6 +106,7 @@ class CudnnBackend(AbstractBackend):
     name = "cudnn"
     in_worker = True  # after a fault in a CUDA kernel, its process can no longer use the GPU
     candidate_timeout_s = 60.0
+    rounding_bytes = 512
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
