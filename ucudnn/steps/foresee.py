@@ -307,7 +307,8 @@ class Foreseer:
         # Modules without children keep their result and little else, but a stretch of a sequence
         # may begin or end with one.
         self.modules = dict(original_of(self.model).named_modules())
-        names = {name for name, one in self.modules.items() if any(one.children())}
+        self.holders = {name for name, one in self.modules.items() if any(one.children())}
+        names = set(self.holders)
         for name, one in self.modules.items():
             if is_sequence(one):
                 names |= {f"{name}.{child}".lstrip(".") for child, _ in one.named_children()}

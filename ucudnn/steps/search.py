@@ -151,7 +151,9 @@ class SegmentSearch:
             everywhere = StepDivision((Segment("", None, recompute=False, selective=True),))
             # A model that writes into the input of a normalisation cannot do without its result.
             try:
-                profile = foreseer.step(everywhere)
+                # The arguments of a module whose calls are noted are views, by which selective
+                # recomputation does not know the results that they are views of.
+                profile = foreseer.step(everywhere, names=foreseer.holders)
             except STEP_ERRORS:
                 pass
             else:
