@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import Span
 from ucudnn.execution.channels_last import optimizer_states
-from ucudnn.execution.micro_batching import named_parts
+from ucudnn.execution.micro_batching import has_samples, named_parts
+from ucudnn.execution.nesting import take_apart
 from ucudnn.outcomes import Foresight, StepMemory
 from ucudnn.problem import Problem
 from ucudnn.solvers import Option
@@ -35,6 +36,7 @@ class ModuleCall:
         result_bytes: bytes of the tensors that it returns.
         argument_bytes: bytes of its arguments that have gradients.
         number: number of this call among those of its module.
+        rows: length of each of its arguments, taken apart; -1 for what has no samples.
     """
 
     name: str | None
@@ -45,6 +47,7 @@ class ModuleCall:
     result_bytes: int = 0
     argument_bytes: int = 0
     number: int = 0
+    rows: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str | None, int]:
@@ -124,7 +127,9 @@ class ModuleWatcher:
     def _beginner(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             del module
-            call = ModuleCall(name, [], samples=batch_of((args, kwargs)))
+            leaves, _ = take_apart((args, kwargs))
+            rows = [len(leaf) if has_samples(leaf) else -1 for leaf in leaves]
+            call = ModuleCall(name, [], samples=batch_of((args, kwargs)), rows=tuple(rows))
             self._stack[-1].children.append(call)
             self._stack.append(call)
             views = dict[int, Tensor]()

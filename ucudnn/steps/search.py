@@ -57,7 +57,7 @@ _FASTEST, _ROUNDS = 3, 2
 # Modules are examined on a part of the batch if the whole batch would need more memory than there
 # is, as a multiple of the peak of a step; or more than this part of the time.
 _OF_PEAK, _OF_STEP, _OF_TIME = 1.3, 8, 0.25
-_LEAST_EXAMINED = 4
+_LEAST_EXAMINED, _MOST_EXAMINED = 4, 8
 
 
 @dataclass(eq=False)
@@ -163,6 +163,8 @@ class SegmentSearch:
         self._root = self._tree(self._own.root)
         self._steps: Steps | None = None
         self._examined_batch = 0
+        # Calls of modules in a step of the examined part; None: not looked at yet.
+        self._part: dict[tuple[str | None, int], ModuleCall] | None = None
         # True: no step is run; what is foreseen decides.
         self.is_dry = False
         # The search by which modules are examined, if it is not this one.
@@ -620,6 +622,8 @@ class SegmentSearch:
     def _batch_to_examine(self) -> int:
         """Samples of the steps in which modules are examined: as many as memory and time allow."""
         samples, own = self.batch, self._own
+        while samples > _MOST_EXAMINED:
+            samples //= 2
         while samples >= 2 * _LEAST_EXAMINED:
             part = samples / max(1, self.batch)
             needs = _OF_PEAK * part * own.own_bytes
@@ -631,7 +635,29 @@ class SegmentSearch:
 
     def _described(self, one: Segment) -> Segment:
         """The segment with the fields `shared` and `training` filled in for its module."""
-        return self.findings[one.module].described(one)
+        if self._outer is not None:
+            return self._outer._described(one)
+        described = self.findings[one.module].described(one)
+        if one.micro_batch is None or self._examined_batch >= self.batch:
+            return described
+        shared = {*described.shared, *self._as_long_by_chance(one.module)}
+        return replace(described, shared=tuple(sorted(shared)))
+
+    def _as_long_by_chance(self, name: str) -> Iterator[int]:
+        """Places of arguments that are as long as the batch, and were not in the examined part."""
+        stretch = None if name in self._modules else stretch_of(name)
+        if stretch is not None:
+            return  # each of its children has one argument
+        if self._part is None:
+            part = self._foreseer.of_batch(self._examined_batch).step()
+            self._part = {call.key: call for call in part.root.walk()}
+        for call in self._own.root.walk():
+            other = self._part.get(call.key)
+            if call.name != name or other is None or len(call.rows) != len(other.rows):
+                continue
+            for place, (rows, few) in enumerate(zip(call.rows, other.rows, strict=True)):
+                if rows == call.samples and few != other.samples:
+                    yield place
 
     def foresee(self, division: StepDivision) -> Seen | None:
         """Foresee a step by a division, if it was not, and note what its segments cost.

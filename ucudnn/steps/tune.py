@@ -302,6 +302,17 @@ class _Tuning:
         race_s = min(left_s / 2, max(left_s / 4, race_steps * self.step_ns / 1e9))
         return self.end.at_most(left_s - race_s)
 
+    def _report(self, report: Report | None) -> Report | None:
+        """A function that reports with the budget of all of tuning."""
+        if report is None or self.end is None:
+            return report
+        whole = round(self.end.at_s - self.began, 1)
+
+        def told(event: Progress) -> None:
+            report(replace(event, budget_s=whole, seconds_left=self.end and self.end.left_s()))
+
+        return told
+
     def _tuned(
         self, traced: Traced, deadline: Deadline | None, report: Report | None, memory_format: str
     ) -> Plan:
@@ -309,7 +320,7 @@ class _Tuning:
         plan = tune_problems(
             traced.layers,
             self.config,
-            report,
+            self._report(report),
             biased=traced.biased,
             remeasure=self.remeasure,
             limits=None if self.step is None else self.step.limits(memory_format),
@@ -334,6 +345,8 @@ class _Tuning:
             ),
             seconds=round(monotonic() - self.began),
         )
+        if self.end is not None:
+            origin = replace(origin, budget=f"{self.end.at_s - self.began:.0f}")
         return replace(plan, origin=origin)
 
 
