@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from textwrap import shorten
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.compiling import is_compiled, original_of
+from ucudnn.execution.micro_batching import modes_of
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
 from ucudnn.kernels.deadline import Deadline
@@ -190,32 +195,98 @@ def _fitted(
     if needed > budget:
         raise refusal((), (), needed)
     search = cache(partial(SegmentSearch, foreseer, begin(own.time_ns)))
-    has_segments = not isinstance(foreseer.inputs, list)
-    # Without its workspace a step may be within the budget: then limits for the workspace may
-    # suffice, and no segments are needed.
-    first = _Choice(WHOLE) if own.own_peak_bytes <= budget and not config.loop else None
-    ways: tuple[Way, ...] = ()
-    reasons: tuple[tuple[str, str], ...] = ()
-    errors: list[PlanError] = []
+    has_segments, errors = not isinstance(foreseer.inputs, list), list[PlanError]()
+    reached = _reached_by(foreseer, config)
+    # First come what was found for another budget, and the undivided step: without its workspace it
+    # may be within the budget, and then limits for the workspace may suffice.
+    choices = reached.choices(budget)
+    choices += [_Choice(WHOLE)] * (own.own_peak_bytes <= budget and not config.loop)
+    found = _Found()
     for _ in range(_MOST_PASSES):
-        choice, first = first, None
-        if choice is None and has_segments:
-            choice = _chosen(search(), budget, loop=config.loop)
-            ways, reasons = search().ways(), search().reasons()
-        if choice is None:
+        if not choices and has_segments:
+            choices = _chosen(search(), budget, loop=config.loop)
+            found = _Found(search().ways(), search().reasons())
+        if not choices:
             break
-        step = DividedStep(foreseer, choice.division, config, replace(memory, ways=ways))
+        choice = choices.pop(0)
+        limit = min(budget, choice.most_bytes)
+        noted = replace(memory, ways=found.ways, budget_bytes=limit)
+        step = DividedStep(foreseer, choice.division, config, noted)
         try:
             plan = _planned(step, choice, search, make_plan, compare)
         except PlanError as error:
             errors.append(error)
         else:
-            if plan is not None:
-                found = search().reasons() if ways else ()
-                return replace(plan, reasons=tuple(dict(found).items()))
+            if plan is not None and plan.memory is not None:
+                reached.note(plan.division, plan.memory.plan_peak_bytes, plan.memory.plan_ns)
+                of_budget = replace(plan.memory, budget_bytes=budget)
+                return replace(plan, memory=of_budget, reasons=found.reasons)
+        reached.drop(choice.division)
         if has_segments:
             search().leave_out(choice.division)
-    raise min(errors, key=_smallest, default=refusal(ways, reasons))
+    if found.ways and not errors:
+        # The smallest way is accepted when its peak is asked for.
+        smallest = search().smallest(loop=config.loop)
+        reached.note(smallest.division, smallest.peak_bytes, smallest.profile.time_ns)
+    raise min(errors, key=_smallest, default=refusal(found.ways, found.reasons))
+
+
+class _Found(NamedTuple):
+    """What a search found: ways to run a step, and modules that run as a whole, with the reason."""
+
+    ways: tuple[Way, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
+
+
+class _Way(NamedTuple):
+    division: StepDivision
+    peak_bytes: int
+    time_ns: int
+
+
+@dataclass
+class _Reached:
+    """The ways by which steps of one model were within budgets.
+
+    So that less memory never costs more: what was found for one budget is known for the next.
+    """
+
+    ways: list[_Way] = field(default_factory=list)
+
+    def note(self, division: StepDivision, peak_bytes: int, time_ns: int) -> None:
+        """Note a way."""
+        self.drop(division)
+        self.ways.append(_Way(division, peak_bytes, time_ns))
+
+    def drop(self, division: StepDivision) -> None:
+        """Forget a way, because no plan can be made for it."""
+        self.ways = [one for one in self.ways if one.division != division]
+
+    def choices(self, budget: int) -> list[_Choice]:
+        """The fastest way within a budget, within the peak that it had, or else within the budget.
+
+        Empty if no way within the budget is known.
+        """
+        within = [one for one in self.ways if one.peak_bytes <= budget]
+        best = sorted(within, key=lambda one: one.time_ns)[:1]
+        tight = [_Choice(one.division, most_bytes=one.peak_bytes) for one in best]
+        return tight + [_Choice(one.division) for one in best]
+
+
+_REACHED: WeakKeyDictionary[nn.Module, dict[Hashable, _Reached]] = WeakKeyDictionary()
+
+
+def _reached_by(foreseer: Foreseer, config: Config) -> _Reached:
+    """The ways that are known of a model in its present state, for these inputs and settings."""
+    model = foreseer.model
+    tensors = [one for one in tree_leaves(foreseer.inputs) if isinstance(one, Tensor)]
+    state: list[Hashable] = [(one.shape, one.stride(), one.dtype) for one in tensors]
+    state += [(one.shape, one.requires_grad, one.grad is None) for one in model.parameters()]
+    kind = foreseer.backend.device().type
+    settings = config.ops, config.loop, config.layout, config.workspace_limit, config.policy
+    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    key = settings, autocast, torch.get_num_threads(), modes_of(model), foreseer.held, *state
+    return _REACHED.setdefault(model, {}).setdefault(key, _Reached())
 
 
 def _planned(
@@ -236,7 +307,13 @@ def _planned(
             return None
     if plan is None:
         return None
-    measured, time_ns = step.measured(plan)
+    try:
+        measured, time_ns = step.measured(plan)
+    except STEP_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
+        free_after(error)
+        return None
     assert plan.memory is not None
     noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
     return replace(plan, memory=noted) if measured <= noted.budget_bytes else None
@@ -284,15 +361,17 @@ class _Choice(NamedTuple):
         fitting: the fastest step that fits with torch's workspace; None if there is none, or if
             it is the chosen one.
         time_ns: time of a step, with torch's workspace.
+        most_bytes: the peak of this way when it was planned before.
     """
 
     division: StepDivision
     fitting: Seen | None = None
     time_ns: int = 0
+    most_bytes: int = 1 << 62
 
 
-def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> _Choice | None:
-    """The division to plan kernels for; None if no step fits the limit, even without workspace."""
+def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
+    """The division to plan kernels for; empty if no step fits, even without workspace."""
 
     def may_loop(one: Seen) -> bool:
         return loop or one.division.micro_batch is None
@@ -322,15 +401,15 @@ def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> _Choice | None:
         ]
         faster = [one for one in faster if one.is_allowed and one.profile.own_peak_bytes <= limit]
         if not faster:
-            return _Choice(fitting.division)
+            return [_Choice(fitting.division)]
         one = min(faster, key=lambda one: one.time_ns)
-        return _Choice(one.division, fitting, one.time_ns)
+        return [_Choice(one.division, fitting, one.time_ns)]
     # A division whose steps exceed the budget only by their workspace is accepted, too: limits for
     # the workspace may suffice.
     for one in sorted(search.seen, key=lambda one: one.peak_bytes):
         if one.is_allowed and may_loop(one) and one.profile.own_peak_bytes <= limit:
-            return _Choice(one.division)
-    return None
+            return [_Choice(one.division)]
+    return []
 
 
 def _checked(

@@ -413,7 +413,17 @@ class Foreseer:
                 *(original_of(self.model), self._examples, log, run),
                 *(memory_format, division.segments),
             )
+        # Each recomputed micro-batch keeps the state of torch's generator, which no operator makes.
+        if self.backend.device().type == "cpu":
+            states = _recomputed(division, self.batch) * torch.get_rng_state().nbytes
+            held = replace(held, others=held.others + states)
         return _profile(log, roots[0], held, self.torchs)
+
+
+def _recomputed(division: StepDivision, batch: int) -> int:
+    """The number of micro-batches that a step computes again."""
+    recomputed = (one for one in division.segments if one.recompute)
+    return sum(max(0, len(one.sizes(batch)) - one.kept) for one in recomputed)
 
 
 @contextmanager

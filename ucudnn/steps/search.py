@@ -452,6 +452,11 @@ class SegmentSearch:
     def _best(self, limit: int) -> Seen:
         return min(self._candidates(), key=lambda one: one.cost(limit))
 
+    def smallest(self, *, loop: bool) -> Seen:
+        """The step with the smallest peak, which is a loop only if loops are allowed."""
+        steps = [one for one in self.seen if loop or one.division.micro_batch is None]
+        return min(steps, key=lambda one: (not one.is_allowed, one.peak_bytes))
+
     def _time_again(self, limit: int) -> None:
         """Time the fastest steps within a limit again, as long as there is time.
 

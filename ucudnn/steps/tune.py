@@ -304,12 +304,13 @@ class _Tuning:
 
     def _report(self, report: Report | None) -> Report | None:
         """A function that reports with the budget of all of tuning."""
-        if report is None or self.end is None:
+        end = self.end
+        if report is None or end is None:
             return report
-        whole = round(self.end.at_s - self.began, 1)
+        whole = round(end.at_s - self.began, 1)
 
         def told(event: Progress) -> None:
-            report(replace(event, budget_s=whole, seconds_left=self.end and self.end.left_s()))
+            report(replace(event, budget_s=whole, seconds_left=end.left_s()))
 
         return told
 
