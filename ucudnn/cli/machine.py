@@ -16,7 +16,7 @@ from ucudnn.cli.console import bar, out, print_json, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, quoted
 from ucudnn.plan import Plan
 from ucudnn.reports.text import as_sentence, simple_table
 from ucudnn.units import format_bytes, format_ns, parse_bytes
@@ -57,10 +57,22 @@ def foresee(
     limit = None if fits is None else parse_bytes(fits, "--fits")
     recipe = recipe._replace(infer=recipe.infer or evaluate)
     config = settings(None, with_passes(given, recipe.infer))
+    if config.is_replayed:
+        raise ConfigError(
+            "a step is foreseen for this machine, and the settings name a recording; leave out "
+            "--backend recorded"
+        )
     known = None if plan is None else Plan.load(plan)
     from ucudnn.steps import foresee as room
 
+    # These checks come before the model is made, which may take long.
+    if optimizer is not None and optimizer not in room.OPTIMIZERS:
+        raise ConfigError(
+            f"--optimizer must be one of {', '.join(room.OPTIMIZERS)}, got {quoted(optimizer)}"
+        )
     named = name_model(recipe)
+    if limit is not None and len(named.examples) > 1:
+        raise ConfigError("--fits is about batches of one size of inputs; give --input one shape")
     named.fill()
     arguments = named.module, named.examples, known, config
     with bar("foreseeing a step"), named.context():
@@ -161,7 +173,7 @@ def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_jso
     named = name_model(recipe)
     named.fill()
     if len(named.examples) > 1:
-        raise ConfigError("ranks run one size of inputs; give one --input")
+        raise ConfigError("ranks run one size of inputs; give --input one")
     with named.context():
         found = distributed.advise(named.module, named.examples[0], ranks=ranks, link=link)
     if not is_first:
