@@ -23,6 +23,7 @@ from ucudnn.units import format_bytes, format_ns, parse_bytes
 
 if TYPE_CHECKING:
     from ucudnn.doctor import Diagnosis
+    from ucudnn.outcomes import Foresight
     from ucudnn.plan import Timing
     from ucudnn.steps.advice import Advice
 
@@ -84,18 +85,21 @@ def foresee(
         values = to_builtins(found)
         print_json(values if batches is None else {**values, "fits": batches})
         return
+    _print_foresight(found)
+    for way, batch in (batches or {}).items():
+        say(f"Within {fits}, {batch} samples fit {way}.")
+
+
+def _print_foresight(found: Foresight) -> None:
     say(as_sentence(str(found)))
-    parts = [*found.held, *found.fills]
-    for what, size in parts[: _MOST_MODULES + len(found.held)]:
+    largest, others = found.fills[:_MOST_MODULES], found.fills[_MOST_MODULES:]
+    rows = [*found.held, *largest]
+    if others:
+        rows.append((f"{len(others)} other modules", sum(size for _, size in others)))
+    for what, size in rows:
         say(f"{format_bytes(size):>12}  {what}")
-    if len(found.fills) > _MOST_MODULES:
-        rest = sum(size for _, size in found.fills[_MOST_MODULES:])
-        say(f"{format_bytes(rest):>12}  {len(found.fills) - _MOST_MODULES} other modules")
     for note in found.notes:
         say(f"Not exact: {note}.")
-    if batches is not None:
-        for way, batch in batches.items():
-            say(f"Within {fits}, {batch} samples fit {way}.")
 
 
 @options.takes(options.ModelArgument, ("ops", "backend", "memory_budget"))
