@@ -80,6 +80,7 @@ def test_the_state_of_an_optimizer_counts(foresee):
     assert adam["peak_bytes"] == plain["peak_bytes"] + state
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits(foresee):
     done = foresee("--fits", "1MiB")
     assert done.status == 0, done.err
@@ -126,6 +127,7 @@ def test_bad_calls_say_one_sentence(foresee, flags, said):
     assert done.out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_steps")
 def test_advice_without_a_step(ucudnn, model):
     arguments = ("advise", f"{model}:net", *SHAPE, "--dry-run")
