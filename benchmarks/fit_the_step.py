@@ -5,8 +5,10 @@
     python benchmarks/fit_the_step.py resnet50 --device cuda --shape 256,3,224,224 --no-compile
 
 Each network runs in a process of its own. Its ways run in turn, on the same weights and inputs;
-peaks are torch's allocator's own count, with parameters and inputs. Each way of the inference has
-a process of its own, because malloc keeps blocks that other ways have freed.
+peaks are torch's allocator's own count, with parameters and inputs. Beside the measured peak and
+time of a way is what was foreseen of it, without running it; a compiled way is not foreseen. Each
+way of the inference has a process of its own, because malloc keeps blocks that other ways have
+freed.
 """
 
 from __future__ import annotations
@@ -163,6 +165,38 @@ def compiled(model: nn.Module, x: Tensor) -> Contestant:
     return contestant
 
 
+class Losses(nn.Module):
+    """The losses of `Contestant.step` as results of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """The mean of the squares of each result."""
+        return [one.square().mean() for one in tensors_of(self.model(x))]
+
+
+def foreseen(contestant: Contestant, x: Tensor) -> dict[str, Any]:
+    """What was foreseen of a step; of a plan's, beside what tuning measured with its own loss."""
+    if contestant.plan is None:
+        began = time.monotonic()
+        found = ucudnn.foresee(Losses(contestant.model), x)
+        return {
+            "foreseen_bytes": found.peak_bytes,
+            "foreseen_ns": found.time_ns,
+            "foreseeing_s": round(time.monotonic() - began, 1),
+        }
+    memory = contestant.plan.memory
+    assert memory is not None
+    return {
+        "foreseen_bytes": memory.plan_foreseen_bytes,
+        "foreseen_ns": memory.plan_foreseen_ns,
+        "tuned_peak_bytes": memory.plan_peak_bytes,
+        "tuned_ns": memory.plan_ns,
+    }
+
+
 def gradients(contestant: Contestant, x: Tensor) -> list[Tensor]:
     """Those of one step."""
     torch.manual_seed(1)
@@ -227,6 +261,9 @@ def measured(
         }
         for title, way in ways.items()
     }
+    for title, way in ways.items():
+        if not title.startswith("torch.compile"):
+            rows[title] |= foreseen(way, x)
     for number in range(rounds + 1):
         for title, way in ways.items():
             time_ns = backend.elapsed_ns(partial(way.step, x))
@@ -383,7 +420,11 @@ def main() -> None:
         found.append(in_a_process(name, arguments))
         for title, row in found[-1]["ways"].items():
             median = sorted(row["samples_ns"])[arguments.rounds // 2] / 1e6
-            print(f"{name}: {title}: {row['peak_bytes'] >> 20} MiB, {median:.0f} ms", flush=True)
+            said = f"{row['peak_bytes'] / 2**20:.1f} MiB, {median:.0f} ms"
+            if "foreseen_ns" in row:
+                mib, ms = row["foreseen_bytes"] / 2**20, row["foreseen_ns"] / 1e6
+                said += f"; foreseen {mib:.1f} MiB, {ms:.0f} ms"
+            print(f"{name}: {title}: {said}", flush=True)
         for title, reason in found[-1]["refused"].items():
             print(f"{name}: {title}: {reason}", flush=True)
         if arguments.out is not None:

@@ -44,7 +44,7 @@ __all__ = [
     "Timing",
 ]
 _FORMAT = "ucudnn-plan"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,9 +6,12 @@ import json
 import os
 import pty
 import random
+import re
 import subprocess
 import sys
 import termios
+import threading
+import time
 import warnings
 from dataclasses import replace
 
@@ -218,3 +221,25 @@ def test_progress_without_a_terminal_is_lines(ucudnn, model, monkeypatch):
     assert ucudnn(*arguments, "--remeasure", "-q").err == ""
     monkeypatch.undo()
     assert ucudnn(*arguments, "--json", "-q").err == ""
+
+
+def test_lines_of_progress_come_while_nothing_is_reported(capsys, monkeypatch):
+    from ucudnn.cli import console
+
+    monkeypatch.setattr(console, "_LINE_S", 0.01)
+    monkeypatch.setattr(console, "_is_quiet", False)
+    said, threads = "", threading.active_count()
+
+    def wait_for(pattern):
+        nonlocal said
+        deadline = time.monotonic() + 30
+        while not re.search(pattern, said, re.M) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        assert re.search(pattern, said, re.M)
+
+    with console.bar("waiting") as update:
+        wait_for(r"^ucudnn: waiting, \d+ s$")
+        update(1, 3, "a part", "2 left")
+        wait_for(r"^ucudnn: waiting, \d+ s, 1 of 3, a part, 2 left$")
+    assert threading.active_count() == threads

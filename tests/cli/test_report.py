@@ -194,11 +194,13 @@ def test_the_table_has_every_kernel_with_notes(drawn, mixed):
 def test_the_first_chart_has_the_time_of_each_way_to_run_a_step_over_its_peak(drawn, mixed):
     ways = (
         Way("torch", "torch", 90 << 20, 200 * MS),
-        Way("segments", "whole network in micro-batches of 4", 30 << 20, 210 * MS),
-        Way("segments", "stages in micro-batches of 8", 40 << 20, 205 * MS, is_estimated=True),
-        Way("loop", "not timed", 25 << 20, 0),
+        Way("segments", "micro-batches of 4", 31 << 20, 220 * MS, 30 << 20, 210 * MS),
+        Way("segments", "stages in micro-batches of 8", 40 << 20, 205 * MS),
+        Way("loop", "loop over 4", 25 << 20, 230 * MS, 26 << 20, 240 * MS),
     )
-    memory = StepMemory(45 << 20, 1, 1, 1, 1, 80 << 20, 90 << 20, 44 << 20, ways=ways)
+    memory = StepMemory(
+        *(45 << 20, 1, 1, 1, 1, 80 << 20, 90 << 20, 44 << 20), ways=ways, plan_ns=160 * MS
+    )
     race = StepRace(200 * MS, 150 * MS, 0.75, 0.7, 0.8, 5)
     page = drawn(replace(mixed, memory=memory, step_race=race))
     assert next(iter(page.figures)) == "Memory and time"
@@ -208,11 +210,15 @@ def test_the_first_chart_has_the_time_of_each_way_to_run_a_step_over_its_peak(dr
         if "budget" not in (name := one["name"])
     }
     assert marks == {
-        "torch": ([90 << 20], [0.200]),
+        "torch, foreseen": ([90 << 20], [0.200]),
+        "segments, foreseen": ([40 << 20], [0.205]),
         "segments": ([30 << 20], [0.210]),
-        "segments, estimated": ([40 << 20], [0.205]),
+        "loop": ([26 << 20], [0.240]),
         "plan": ([44 << 20], [0.150]),
     }
+    # If torch's step does not fit, there is no race.
+    unraced = drawn(replace(mixed, memory=memory)).figures["Memory and time"][0]
+    assert [one["y"] for one in unraced if one["name"] == "plan"] == [[0.160]]
     assert "Memory and time" not in drawn(mixed).figures
 
 

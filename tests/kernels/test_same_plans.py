@@ -1,6 +1,6 @@
 """Replanned recordings: the same measurements lead to the same decisions, version after version.
 
-`python tests/tuning/test_same_plans.py` writes the decisions anew, for a change that means to
+`python tests/kernels/test_same_plans.py` writes the decisions anew, for a change that means to
 change them.
 """
 

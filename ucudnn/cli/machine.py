@@ -16,13 +16,14 @@ from ucudnn.cli.console import bar, out, print_json, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, quoted
 from ucudnn.plan import Plan
 from ucudnn.reports.text import as_sentence, simple_table
 from ucudnn.units import format_bytes, format_ns, parse_bytes
 
 if TYPE_CHECKING:
     from ucudnn.doctor import Diagnosis
+    from ucudnn.outcomes import Foresight
     from ucudnn.plan import Timing
     from ucudnn.steps.advice import Advice
 
@@ -57,10 +58,22 @@ def foresee(
     limit = None if fits is None else parse_bytes(fits, "--fits")
     recipe = recipe._replace(infer=recipe.infer or evaluate)
     config = settings(None, with_passes(given, recipe.infer))
+    if config.is_replayed:
+        raise ConfigError(
+            "a step is foreseen for this machine, and the settings name a recording; leave out "
+            "--backend recorded"
+        )
     known = None if plan is None else Plan.load(plan)
     from ucudnn.steps import foresee as room
 
+    # These checks come before the model is made, which may take long.
+    if optimizer is not None and optimizer not in room.OPTIMIZERS:
+        raise ConfigError(
+            f"--optimizer must be one of {', '.join(room.OPTIMIZERS)}, got {quoted(optimizer)}"
+        )
     named = name_model(recipe)
+    if limit is not None and len(named.examples) > 1:
+        raise ConfigError("--fits is about batches of one size of inputs; give --input one shape")
     named.fill()
     arguments = named.module, named.examples, known, config
     with bar("foreseeing a step"), named.context():
@@ -72,18 +85,21 @@ def foresee(
         values = to_builtins(found)
         print_json(values if batches is None else {**values, "fits": batches})
         return
+    _print_foresight(found)
+    for way, batch in (batches or {}).items():
+        say(f"Within {fits}, {batch} samples fit {way}.")
+
+
+def _print_foresight(found: Foresight) -> None:
     say(as_sentence(str(found)))
-    parts = [*found.held, *found.fills]
-    for what, size in parts[: _MOST_MODULES + len(found.held)]:
+    largest, others = found.fills[:_MOST_MODULES], found.fills[_MOST_MODULES:]
+    rows = [*found.held, *largest]
+    if others:
+        rows.append((f"{len(others)} other modules", sum(size for _, size in others)))
+    for what, size in rows:
         say(f"{format_bytes(size):>12}  {what}")
-    if len(found.fills) > _MOST_MODULES:
-        rest = sum(size for _, size in found.fills[_MOST_MODULES:])
-        say(f"{format_bytes(rest):>12}  {len(found.fills) - _MOST_MODULES} other modules")
     for note in found.notes:
         say(f"Not exact: {note}.")
-    if batches is not None:
-        for way, batch in batches.items():
-            say(f"Within {fits}, {batch} samples fit {way}.")
 
 
 @options.takes(options.ModelArgument, ("ops", "backend", "memory_budget"))
@@ -161,7 +177,7 @@ def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_jso
     named = name_model(recipe)
     named.fill()
     if len(named.examples) > 1:
-        raise ConfigError("ranks run one size of inputs; give one --input")
+        raise ConfigError("ranks run one size of inputs; give --input one")
     with named.context():
         found = distributed.advise(named.module, named.examples[0], ranks=ranks, link=link)
     if not is_first:

@@ -410,9 +410,11 @@ def _ways(plan: Plan) -> Iterator[Chart]:
     known = [] if memory is None else [*memory.ways]
     if memory is None or len(known) < 2:
         return
-    if race is not None and race.rounds and memory.plan_peak_bytes:
+    if memory.plan_peak_bytes:
+        # There is no race if torch's step does not fit; then the time is that of the last check.
+        plan_ns = race.plan_ns if race is not None and race.rounds else memory.plan_ns
         foreseen = memory.plan_foreseen_bytes, memory.plan_foreseen_ns
-        known.append(Way("plan", "this plan", *foreseen, memory.plan_peak_bytes, race.plan_ns))
+        known.append(Way("plan", "this plan", *foreseen, memory.plan_peak_bytes, plan_ns))
     traces = []
     for kind, color in _COLOR_BY_WAY.items():
         for is_run in (False, True):
