@@ -494,8 +494,10 @@ def _refusal(
     torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
     rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
     if reasons:
+        told = [*dict(reasons).items()]
         rows += "\nModules that are not divided or not recomputed:"
-        rows += "".join(f"\n  {name or 'the model'}: {why}" for name, why in dict(reasons).items())
+        rows += "".join(f"\n  {name or 'the model'}: {why}" for name, why in told[:_LISTED])
+        rows += f"\n  and {len(told) - _LISTED} others" * (len(told) > _LISTED)
     fills = shorten(", ".join(f"{what} {size}" for what, size in _named(memory)), 200)
     return PlanError(
         f"memory_budget={limit} is too small: the smallest peak of a step that was found is "

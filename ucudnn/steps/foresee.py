@@ -12,7 +12,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from ucudnn.backends import AbstractBackend, Span, open_backend
 from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.config import Config, require_config
-from ucudnn.errors import ConfigError, quoted
+from ucudnn.errors import ConfigError, first_line, quoted
 from ucudnn.execution.compiling import original_of
 from ucudnn.execution.micro_batching import is_sequence
 from ucudnn.execution.override import Installation
@@ -49,10 +49,13 @@ from ucudnn.steps.profile import (
 from ucudnn.steps.run import batch_of, drop_gradients, gradient_mode, parts_of, run_step
 from ucudnn.steps.strays import without_strays
 from ucudnn.steps.tracing import StepRecorder, as_written, record_step, uninterrupted
+from ucudnn.units import format_bytes
 
 # An operator with fewer bytes of operands and results is not measured: it allocates nothing beside
 # its results that matters.
 _SMALL = 1 << 12
+# Samples of a real step that shows how much memory one of the batch would need.
+_FEW = 2
 _DEVICE, _ITEM = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 # The most bytes of the operands of an operator that is called with a part of the samples.
 _PART_BYTES = 64 << 20
@@ -93,6 +96,7 @@ class _StepLog(StepRecorder):
         self._plan, self._kind = plan, backend.device().type
         self._rounding = backend.rounding_bytes
         self._seen = weakref.WeakKeyDictionary[Any, bool]()
+        self._fixed = weakref.WeakKeyDictionary[Any, bool]()
         self._called: set[Any] = set()
         # Numbers that forward reads, by module, and how many of them were read.
         self.values: Mapping[str, Sequence[Any]] = {}
@@ -105,10 +109,17 @@ class _StepLog(StepRecorder):
         settings = Config() if plan is None else plan.config
         self._runner = Runner(plan, replace(settings, unplanned="torch"))
 
-    def hold(self, tensors: Collection[Tensor]) -> None:
-        """Leave out storages that are held all through the step."""
-        for one in tensors:
+    def hold(self, fixed: Collection[Tensor], inputs: Collection[Tensor]) -> None:
+        """Leave out storages that are held all through the step.
+
+        Args:
+            fixed: parameters and buffers, whose sizes do not depend on the batch.
+            inputs: the inputs.
+        """
+        for one in (*fixed, *inputs):
             self._seen[one.untyped_storage()] = True
+        for one in fixed:
+            self._fixed[one.untyped_storage()] = True
 
     def mark(self) -> None:
         """Make a mark."""
@@ -229,7 +240,7 @@ class _StepLog(StepRecorder):
         if sum(one.numel() * one.element_size() for one in moved) < _SMALL:
             return Inside(0, SMALL_NS)
         if self._plan is None or func not in _CONVOLUTIONS:
-            return self._table.inside(func, args, kwargs, most_bytes=most_bytes)
+            return self._table.inside(func, args, kwargs, most_bytes=most_bytes, fixed=self._fixed)
         # A call that the plan leaves to torch is the same as without the plan.
         splits = tuple(
             self._plan.split(one)
@@ -237,9 +248,9 @@ class _StepLog(StepRecorder):
             if self._plan.covers(one) and not self._plan.split(one).is_default
         )
         if not splits:
-            return self._table.inside(func, args, kwargs, most_bytes=most_bytes)
+            return self._table.inside(func, args, kwargs, most_bytes=most_bytes, fixed=self._fixed)
         context = Installation(self._kind, self._runner)
-        return self._table.inside(func, args, kwargs, splits, context, most_bytes)
+        return self._table.inside(func, args, kwargs, splits, context, most_bytes, self._fixed)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -302,7 +313,10 @@ class Foreseer:
         # Samples of the examples, and of the steps that are foreseen.
         self._given = self.batch = batch_of(examples[0])
         self._steps: dict[Hashable, StepProfile] = {}
-        self._values: dict[str, list[Any]] = {}
+        # Numbers that forward reads; None: not read yet.
+        self._values: dict[str, list[Any]] | None = None
+        # True: steps are run on real tensors, because fake ones fail.
+        self._is_real = False
         self.held = held_by(self.model, examples, self.backend.allocated_bytes())
         # Modules without children keep their result and little else, but a stretch of a sequence
         # may begin or end with one.
@@ -345,24 +359,47 @@ class Foreseer:
             division: its segments and micro-batches.
             memory_format: "keep" or "channels_last".
             plan: how its convolutions are computed; None: by torch.
-            names: modules whose calls are noted; None: all modules that hold others.
+            names: modules whose calls are noted; None: of torch's undivided step, all modules that
+                hold others or belong to a sequence, and else none, because noting calls inside a
+                segment may change what it keeps.
 
         Raises:
             ConfigError: the step does not run on fake tensors.
         """
-        key = division, memory_format, self.batch
-        if plan is None and names is None and key in self._steps:
+        if names is None and (division != WHOLE or plan is not None):
+            names = ()
+        key = division, memory_format, self.batch, names and frozenset(names)
+        if plan is None and key in self._steps:
             return self._steps[key]
+        arguments = division, memory_format, plan, names
         try:
-            found = self._foreseen(division, memory_format, plan, names)
+            found = self._foreseen(*arguments)
         except ConfigError as error:
-            if self._values or not isinstance(error.__cause__, DataDependentOutputException):
+            if self._is_real or not isinstance(error.__cause__, RuntimeError):
                 raise
-            self._values = self._read_values()
-            found = self._foreseen(division, memory_format, plan, names)
-        if plan is None and names is None:
+            if self._values is None and isinstance(error.__cause__, DataDependentOutputException):
+                self._values = self._read_values()
+                return self.step(*arguments[:3], names=names)
+            self._require_room(error)
+            self._is_real = True
+            found = self._foreseen(*arguments)
+        if plan is None:
             self._steps[key] = found
         return found
+
+    def _require_room(self, error: ConfigError) -> None:
+        """Raise the error, unless there is memory to run real steps where fake ones fail."""
+        if self.batch > self._given:
+            raise error
+        few = self.of_batch(min(self.batch, _FEW))
+        few._is_real = True
+        needed = few.step(names=()).own_bytes * self.batch / few.batch
+        if needed > self.free_bytes:
+            raise ConfigError(
+                f"a step of this model cannot be foreseen without running it, and it would need "
+                f"about {format_bytes(round(needed))}, which is more than there is: "
+                f"{first_line(error.__cause__ or error)}"
+            ) from error
 
     def _read_values(self) -> dict[str, list[Any]]:
         """The numbers that forward reads from tensors: it is run, without a graph."""
@@ -386,7 +423,7 @@ class Foreseer:
     ) -> StepProfile:
         passes = OPS if self.is_training else ("fprop",)
         log = _StepLog(passes, self.backend, plan, self.operators, _sole(type(self.backend)))
-        log.values = self._values
+        log.values = self._values or {}
         roots: list[ModuleCall] = []
         held = self.held
 
@@ -394,10 +431,15 @@ class Foreseer:
             nonlocal held
             if self.batch != self._given:
                 before = bytes_of(examples)
-                examples[:] = [resized(one, self._given, self.batch) for one in examples]
+                examples[:] = [
+                    next(parts_of(one, self.batch))
+                    if self._is_real
+                    else resized(one, self._given, self.batch)
+                    for one in examples
+                ]
                 held = replace(held, others=held.others + bytes_of(examples) - before)
             inputs = [one for one in tree_leaves(examples) if isinstance(one, Tensor)]
-            log.hold([*model.parameters(), *model.buffers(), *inputs])
+            log.hold([*model.parameters(), *model.buffers()], inputs)
             watcher = ModuleWatcher(model, self._names if names is None else names, log.mark)
             roots.append(watcher.root)
             with gradient_mode(self.is_training):
@@ -407,11 +449,12 @@ class Foreseer:
             _without_garbage(),
             uninterrupted(),
             as_written(self.model),
-            without_strays(self.model) as log.watched,
+            nullcontext() if self._is_real else without_strays(self.model) as log.watched,
         ):
             record_step(
                 *(original_of(self.model), self._examples, log, run),
                 *(memory_format, division.segments),
+                real=self._is_real,
             )
         # Each recomputed micro-batch keeps the state of torch's generator, which no operator makes.
         if self.backend.device().type == "cpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,6 +75,7 @@ class OperatorTable:
         way: Hashable = None,
         context: AbstractContextManager[object] | None = None,
         most_bytes: int | None = None,
+        fixed: Container[Any] = (),
     ) -> Inside:
         """What a call needs inside.
 
@@ -86,15 +87,22 @@ class OperatorTable:
             context: context in which it is computed.
             most_bytes: larger operands are cut: two calls with fewer samples show how the needs
                 grow with the batch; None: no operand is cut, unless memory is short.
+            fixed: storages of parameters and buffers, which are never cut.
         """
         if any(one in str(operator) for one in _UNSAFE):
             self.failed[str(operator)] = "it takes memory of its own kind"
             return Inside(0, SMALL_NS)
         with context or nullcontext():
-            return self._measured(operator, args, kwargs, way, most_bytes)
+            return self._measured(operator, args, kwargs, way, most_bytes, fixed)
 
     def _measured(
-        self, operator: Any, args: Any, kwargs: Any, way: Hashable, most_bytes: int | None
+        self,
+        operator: Any,
+        args: Any,
+        kwargs: Any,
+        way: Hashable,
+        most_bytes: int | None,
+        fixed: Container[Any],
     ) -> Inside:
         count = batch_of(args)
         size = sum(map(_bytes, tree_leaves((args, kwargs))))
@@ -107,7 +115,7 @@ class OperatorTable:
                     return self._known_of(operator, args, kwargs, way)
                 # Powers of two, so that several batches have the same parts.
                 large = 1 << max(1, (count // parts).bit_length() - 1)
-                cuts = (partial(_cut, count, part) for part in (large, large // 2))
+                cuts = (partial(_cut, fixed, count, part) for part in (large, large // 2))
                 found, half = (
                     self._known_of(operator, tree_map(cut, args), tree_map(cut, kwargs), way)
                     for cut in cuts
@@ -209,8 +217,12 @@ def _bytes(leaf: Any) -> int:
     return leaf.numel() * leaf.element_size() if isinstance(leaf, Tensor) else 0
 
 
-def _cut(count: int, size: int, leaf: Any) -> Any:
-    """An argument of a call with `size` instead of `count` samples; strides stay."""
-    if isinstance(leaf, FakeTensor) and leaf.dim() and len(leaf) == count:
+def _cut(fixed: Container[Any], count: int, size: int, leaf: Any) -> Any:
+    """An argument of a call with `size` instead of `count` samples; strides stay.
+
+    A vector stays whole: it may have an element for each channel.
+    """
+    has_rows = isinstance(leaf, FakeTensor) and leaf.dim() > 1 and len(leaf) == count
+    if has_rows and leaf.untyped_storage() not in fixed:
         return leaf[:size]
     return leaf

@@ -349,8 +349,13 @@ def _module_names(recorder: StepRecorder, model: nn.Module) -> Iterator[None]:
     """Context that keeps the names of the running modules as a stack in the recorder."""
     names = {id(module): name for name, module in model.named_modules()}
 
+    thread = threading.get_ident()
+
     def enter(module: nn.Module, inputs: object) -> None:
         del inputs
+        # Autograd has threads of its own, in which the recorder sees operators all the same.
+        if threading.get_ident() != thread and torch._C._current_graph_task_id() == -1:
+            raise UnsupportedError("it runs modules in several threads, which cannot be followed")
         recorder.modules.append(names.get(id(module), ""))
 
     def leave(module: nn.Module, inputs: object, output: object) -> None:
