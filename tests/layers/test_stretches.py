@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
-from ucudnn.steps.module_profile import ModuleWatcher
+from ucudnn.steps.profile import ModuleWatcher
 
 import ucudnn
 from ucudnn.backends import open_backend
