@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from ucudnn.tuning import sources
 
 import ucudnn
 from ucudnn import cache as caches
@@ -17,6 +16,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.kernels import sources
 from ucudnn.kernels.tuner import tune_problems
 from ucudnn.problem import Problem
 from ucudnn.steps.step_judge import has_default

@@ -22,7 +22,8 @@ from ucudnn.measurement import Device
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice
+from ucudnn.steps.foresee import largest_batch
 
 MIB, MS = 1 << 20, 1_000_000
 
