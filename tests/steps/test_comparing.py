@@ -196,7 +196,7 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
             for name in sizes
         }
 
-    monkeypatch.setattr(segmenting, "examined", trusting)
+    monkeypatch.setattr("ucudnn.steps.search.examined", trusting)
     model, x = blocks(4), torch.randn(6, 3, 16, 16)
     model[2].append(Normalised())
     truth = gradients(copy.deepcopy(model), x)

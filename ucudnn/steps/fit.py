@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -67,6 +68,11 @@ class DividedStep:
         live = self.profile(memory_format).live_bytes
         return {one: size + self.excess.get((memory_format, one), 0) for one, size in live.items()}
 
+    def traced(self, memory_format: str) -> Traced:
+        """The convolutions of a step, in the layouts that they have on real tensors."""
+        profile = self.profile(memory_format)
+        return Traced([*profile.layers], profile.biased)
+
     def limits(self, memory_format: str) -> Limits:
         """The workspace that each kernel may use in a layout.
 
@@ -115,6 +121,7 @@ class DividedStep:
             with Installation(plan.device.type, runner), gradient_mode(is_training):
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
+                gc.collect()  # what it left in cycles must not be freed in the next one
                 spans = backend.spans(lambda _: times.append(backend.elapsed_ns(steps)))
                 assert spans is not None
                 peaks.append(max(span.peak_bytes for span in spans))
@@ -197,10 +204,11 @@ def _fitted(
     ways: tuple[Way, ...] = ()
     reasons: tuple[tuple[str, str], ...] = ()
     errors: list[PlanError] = []
+    spared = 0  # bytes that steps needed beyond the budget in earlier passes
     for _ in range(_MOST_PASSES):
         choice, first = first, None
         if choice is None and has_segments:
-            choice = _chosen(search(), budget, loop=config.loop)
+            choice = _chosen(search(), budget - spared, loop=config.loop)
             ways, reasons = search().ways(), search().reasons()
         if choice is None:
             break
@@ -209,6 +217,7 @@ def _fitted(
             plan = _planned(step, choice, search, make_plan, compare)
         except PlanError as error:
             errors.append(error)
+            spared += max(0, _smallest(error) - budget)
         else:
             if plan is not None:
                 found = search().reasons() if ways else ()
@@ -239,7 +248,19 @@ def _planned(
     measured, time_ns = step.measured(plan)
     assert plan.memory is not None
     noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
-    return replace(plan, memory=noted) if measured <= noted.budget_bytes else None
+    if measured > noted.budget_bytes:
+        raise _excess(measured, noted.budget_bytes)
+    return replace(plan, memory=noted)
+
+
+def _excess(peak: int, budget: int) -> PlanError:
+    """The error for steps by a plan that exceed the budget."""
+    found, limit = format_sizes(peak, budget)
+    return PlanError(
+        f"a step by the plan has a peak of {found}, which exceeds memory_budget={limit}; raise the "
+        f"budget to it",
+        peak,
+    )
 
 
 def _smallest(error: PlanError) -> int:

@@ -110,6 +110,11 @@ class _StepLog(StepRecorder):
         for one in tensors:
             self._seen[one.untyped_storage()] = True
 
+    def keep(self, state: Tensor) -> None:
+        """Log a tensor that no operator has made, and that lies in the memory of the host."""
+        if self._kind == state.device.type:
+            self._log(state, self._module)
+
     def mark(self) -> None:
         """Make a mark."""
         self.events.append(_Event())
@@ -399,7 +404,7 @@ class Foreseer:
             log.hold([*model.parameters(), *model.buffers(), *inputs])
             watcher = ModuleWatcher(model, self._names if names is None else names, log.mark)
             roots.append(watcher.root)
-            with gradient_mode(self.is_training):
+            with gradient_mode(self.is_training), _with_random_states(log):
                 watcher.run(partial(_run_all, model, examples, division, self.is_training))
 
         with (
@@ -412,7 +417,8 @@ class Foreseer:
                 *(original_of(self.model), self._examples, log, run),
                 *(memory_format, division.segments),
             )
-        return _profile(log, roots[0], held, self.torchs)
+        found = _profile(log, roots[0], held, self.torchs)
+        return replace(found, layers=tuple(log.layers), biased=frozenset(log.biased))
 
 
 @contextmanager
@@ -425,6 +431,23 @@ def _without_garbage() -> Iterator[None]:
     finally:
         if is_enabled:
             gc.enable()
+
+
+@contextmanager
+def _with_random_states(log: _StepLog) -> Iterator[None]:
+    """Context in which a log sees the random states that a step keeps, which no operator makes."""
+    read = torch.get_rng_state
+
+    def state() -> Tensor:
+        found = read()
+        log.keep(found)
+        return found
+
+    torch.get_rng_state = torch.random.get_rng_state = state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = torch.random.get_rng_state = read
 
 
 def _run_all(

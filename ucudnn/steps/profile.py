@@ -284,6 +284,8 @@ class StepProfile:
         alive: what is allocated at the peak: for each module that runs in forward, the bytes that
             it allocated; those of backward; and what an operator needs inside.
         notes: what was not foreseen exactly, and why.
+        layers: (name of the module, kernel) of each call of a convolution, in order.
+        biased: kernels to whose result a layer adds a bias.
     """
 
     held: Held
@@ -294,6 +296,8 @@ class StepProfile:
     calls: tuple[ConvolutionCall, ...] = ()
     alive: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    layers: tuple[tuple[str, Problem], ...] = ()
+    biased: frozenset[Problem] = frozenset()
 
     @property
     def peak_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -667,6 +668,7 @@ class SegmentSearch:
         names = _by_module(seen.division)
         try:
             steps = self.steps(seen.division)
+            gc.collect()  # what earlier steps left in cycles must not be freed in this one
             with gradient_mode(self._is_training):
                 spans = self._backend.spans(lambda _: steps())
                 assert spans is not None
