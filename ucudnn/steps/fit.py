@@ -163,8 +163,13 @@ def fit(
         ConfigError: no step can be run here, or the model is compiled.
         PlanError: a step cannot be computed, or exceeds the budget however it is divided.
     """
+    if config.is_replayed:
+        raise ConfigError(
+            "memory_budget is of a step that is run here, and the settings name a recording; leave "
+            "out backend='recorded' and device, or set workspace_limit instead"
+        )
     backend = open_backend(config.backend)
-    _require_steps(model, inputs, config, backend)
+    _require_steps(model, inputs, backend)
     inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
     torchs, unswappable = _unswappable(model, traced)
     foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",), torchs)
@@ -267,13 +272,8 @@ def _smallest(error: PlanError) -> int:
     return error.smallest_bytes or 0
 
 
-def _require_steps(model: nn.Module, inputs: Any, config: Config, backend: AbstractBackend) -> None:
+def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> None:
     """Raise an error if no step can be run, or if a budget of steps makes no sense."""
-    if config.is_replayed:
-        raise ConfigError(
-            "memory_budget is of a step that is run here, and the settings name a recording; leave "
-            "out backend='recorded' and device, or set workspace_limit instead"
-        )
     if is_compiled(model):
         raise ConfigError(
             "memory_budget is of steps that are not compiled, and torch.compile changes what a "
@@ -360,7 +360,7 @@ def _checked(
     """A plan whose step is foreseen to keep the budget; None if another division is better.
 
     Raises:
-        PlanError: kernels lack workspace.
+        PlanError: kernels lack workspace, or the step exceeds the budget with them.
     """
     budget = step.memory.budget_bytes
     for _ in range(2):
@@ -390,7 +390,7 @@ def _checked(
             if peak > budget:
                 key = plan.memory_format, problem
                 step.excess[key] = step.excess.get(key, 0) + peak - budget
-    return None
+    raise _excess(profile.peak_bytes, budget)
 
 
 def _refusal(

@@ -417,6 +417,10 @@ class Foreseer:
                 *(original_of(self.model), self._examples, log, run),
                 *(memory_format, division.segments),
             )
+        if log.is_bypassed:
+            raise ConfigError(
+                "what a step allocates cannot be foreseen: its modules run in several threads"
+            )
         found = _profile(log, roots[0], held, self.torchs)
         return replace(found, layers=tuple(log.layers), biased=frozenset(log.biased))
 

@@ -135,7 +135,8 @@ class ModuleWatcher:
                 # they get the same view, because attention checks whether they are the same.
                 if not (tensor.requires_grad and torch.is_grad_enabled()):
                     return tensor
-                return views.setdefault(id(tensor), tensor.view_as(tensor))
+                # `view_as` could change strides of axes of one element.
+                return views.setdefault(id(tensor), torch.ops.aten.alias(tensor))
 
             arguments = (
                 _mapped(apart, args),
