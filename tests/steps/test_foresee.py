@@ -7,6 +7,7 @@ import gc
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,8 +55,8 @@ def real_bytes(
     """Bytes that a real step allocates at most, by torch's profiler, above what it begins with."""
     backend = open_backend("torch_cpu")
     steps = Steps(model, inputs, is_training, memory_format, division)
-    runs = [nullinstalled() if plan is None else ucudnn.installed(plan)]
-    with runs[0], gradient_mode(is_training), warnings.catch_warnings():
+    follows = nullcontext() if plan is None else ucudnn.installed(plan)
+    with follows, gradient_mode(is_training), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps()  # looks up what is kept for later steps
         gc.collect()
@@ -67,12 +68,6 @@ def real_bytes(
             gc.enable()
     assert spans is not None
     return max(one.peak_bytes for one in spans)
-
-
-def nullinstalled():
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def near(size: int) -> Any:
@@ -218,6 +213,8 @@ def test_the_peak_of_a_step_is_the_real_one(name):
     assert found.step().own_bytes == near(real_bytes(model, x))
     assert found.step().held.total == bytes_of([*model.parameters(), *model.buffers(), x])
     model.eval()
+    if name == "reentrant checkpoints":  # of which an inference has none
+        return
     assert foreseer(model, x, False).step().own_bytes == near(real_bytes(model, x, is_training=False))
 
 
@@ -340,7 +337,8 @@ def test_nothing_of_the_callers_changes(name):
 
 
 def test_an_operator_without_memory_for_its_operands_is_measured_in_parts(monkeypatch):
-    model = nn.Sequential(conv(8, 16), nn.GroupNorm(2, 16), nn.SiLU(), conv(16, 8))
+    # As many samples as channels: weights are not cut.
+    model = Autocast(nn.Sequential(conv(8, 16), nn.GroupNorm(2, 16), nn.SiLU(), conv(16, 8)))
     x, run = torch.randn(16, 8, 24, 24), OperatorTable._run
     whole = foreseer(model, x).step().own_bytes
     sizes = []
@@ -365,10 +363,6 @@ def test_an_operator_without_memory_for_its_operands_is_measured_in_parts(monkey
 def test_a_lack_of_memory_is_told_from_other_errors():
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     assert not is_out_of_memory(RuntimeError("a shape is wrong"))
-
-
-class Odd(torch.autograd.Function):
-    """Its backward raises an error on real tensors alone."""
 
 
 @torch.library.custom_op("ucudnn_tests::picky", mutates_args=())
@@ -399,10 +393,15 @@ def test_an_operator_that_cannot_be_measured_is_noted():
 
 
 def test_what_fills_the_peak_is_named_by_module():
-    model, x = nn.Sequential(conv(3, 8), nn.Tanh(), nn.Tanh()), torch.randn(IMAGES)
-    found = ucudnn.foresee(model, x)
-    fills, unit = dict(found.fills), 8 * 4 * 32 * 32 * 4
-    assert fills["1"] == fills["2"] == unit
+    model, x = nn.Sequential(conv(3, 8), *(nn.Tanh() for _ in range(3))), torch.randn(IMAGES)
+    fills = dict(ucudnn.foresee(model, x, operators="none").fills)
+    unit = 8 * 4 * 32 * 32 * 4
+    assert {name: fills[name] for name in "123"} == dict.fromkeys("123", unit)
+    # At the backward of the last layer, gradients of its result and its argument; scalars of the loss.
+    assert fills["backward"] == pytest.approx(2 * unit, abs=4096)
+    found = ucudnn.foresee(model[:3], x)
+    fills = dict(found.fills)
+    assert fills["inside an operator"] > 0
     assert sum(fills.values()) + sum(size for _, size in found.held) == found.peak_bytes
     assert dict(found.held)["parameters"] == bytes_of([*model.parameters()])
     assert [size for _, size in found.fills] == sorted(fills.values(), reverse=True)
@@ -433,11 +432,12 @@ def test_the_state_of_an_optimiser_is_that_of_torchs(optimizer):
     model(x).sum().backward()
     used.step()
     used.zero_grad()
-    states = [leaf for one in used.state.values() for leaf in one.values() if torch.is_tensor(leaf)]
+    trained = [used.state[one] for one in model.parameters() if one.requires_grad]
+    states = [leaf for one in trained for leaf in one.values() if torch.is_tensor(leaf)]
     # Counts of steps are single numbers.
     assert state == sum(one.nbytes for one in states if one.dim())
-    # What a model's optimiser has counts without being named.
-    assert ucudnn.foresee(model, x).peak_bytes == without + bytes_of(states)
+    # What a model's optimiser has counts without being named, and of all parameters.
+    assert dict(ucudnn.foresee(model, x).held).get("optimiser state", 0) >= bytes_of(states)
 
 
 def test_an_unknown_optimiser_is_refused():
@@ -469,7 +469,6 @@ def test_operators_in_part_or_none_are_near_or_below():
     assert none.time_ns == 0
     # Without what operators need inside: here a kernel's workspace, or what is copied for it.
     assert 0.5 * whole.peak_bytes < none.peak_bytes <= whole.peak_bytes
-    assert ucudnn.foresee(model, x, Plan.load, operators="none") if False else True
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -738,8 +738,12 @@ class SegmentSearch:
         def blocks(call: ModuleCall) -> Iterator[str]:
             kept = self._own.cost(call).kept_bytes
             is_sequence = call.name is None or isinstance(self._modules[call.name], nn.Sequential)
-            if call.name and (not call.children or not (is_sequence or kept > most)):
-                yield call.name
+            inside = (one.name for child in call.children for one in child.walk())
+            # Calls that matter for stretches alone are no segments.
+            is_innermost = self._samples.keys().isdisjoint(inside)
+            if call.name and (is_innermost or not (is_sequence or kept > most)):
+                if call.name in self._samples:
+                    yield call.name
                 return
             for child in call.children:
                 yield from blocks(child)
