@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.compiling import is_compiled, original_of
@@ -250,8 +251,18 @@ def _planned(
             return None
     if plan is None:
         return None
-    measured, time_ns = step.measured(plan)
     assert plan.memory is not None
+    try:
+        measured, time_ns = step.measured(plan)
+    except STEP_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
+        free_after(error)
+        needed = plan.memory.plan_foreseen_bytes
+        raise PlanError(
+            f"there is no memory here for a step by the plan, which needs {format_bytes(needed)}; "
+            f"lower the budget below it",
+        ) from error
     noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
     if measured > noted.budget_bytes:
         raise _excess(measured, noted.budget_bytes)

@@ -432,8 +432,11 @@ class SegmentSearch:
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
             is_new = all(one.division != division for one in self.seen)
+            has_failed = division in self._failed
             found = self.foresee(division)
             if found is None or is_new:
+                # Of a step for which there was no memory, its costs say nothing new.
+                room -= room // 8 if has_failed else 0
                 continue
             # Segments inside others, and modules that run several times, have no costs of their
             # own in a step with them. So the solver does not learn what they cost, and gets less
@@ -459,7 +462,13 @@ class SegmentSearch:
         for one in (fitting[:_FASTEST] if len(fitting) > 1 else []) * _ROUNDS:
             if self.is_over(1):
                 break
-            one.times_ns.append(self.elapsed_ns(one.division))
+            try:
+                one.times_ns.append(self.elapsed_ns(one.division))
+            except STEP_ERRORS as error:
+                if not is_out_of_memory(error):
+                    raise
+                free_after(error)
+                break
 
     def _go_inside(self, limit: int, kept: int | None) -> None:
         """Foresee micro-batches of one sample of the model, of two, of four, with segments inside.
@@ -580,12 +589,19 @@ class SegmentSearch:
         """The faster of two steps, which take turns; `seen` keeps the times of this race."""
         if one is other:
             return one
-        samples = race(
-            [partial(self.elapsed_ns, step.division) for step in (one, other)],
-            self.is_over,
-            lambda samples: tells(*samples),
-            is_warm=True,
-        )
+        try:
+            samples = race(
+                [partial(self.elapsed_ns, step.division) for step in (one, other)],
+                self.is_over,
+                lambda samples: tells(*samples),
+                is_warm=True,
+            )
+        except STEP_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            free_after(error)
+            # Steps that were run before have shown that there is memory for them.
+            return min((one, other), key=lambda step: (not step.times_ns, step.time_ns))
         for step, times in zip((one, other), samples, strict=True):
             step.times_ns = [median_ns(times)]
         return min((one, other), key=lambda step: step.time_ns)
