@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
-from ucudnn.steps.profile import ModuleWatcher
 
 import ucudnn
 from ucudnn.backends import open_backend
@@ -25,6 +24,7 @@ from ucudnn.execution.micro_batching import named_parts, segment_, unsegment_
 from ucudnn.plan import Plan
 from ucudnn.segment import Segment, Stretch, stretch_of
 from ucudnn.steps.independence import examined
+from ucudnn.steps.profile import ModuleWatcher
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,8 @@ from ucudnn.measurement import Device
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice
+from ucudnn.steps.foresee import largest_batch
 
 MIB, MS = 1 << 20, 1_000_000
 
@@ -241,12 +242,18 @@ def test_the_largest_batch_is_exact_where_peaks_are_a_line():
     chance = random.Random(0)
     for _ in range(500):
         fixed, slope, budget = chance.randint(0, 99), chance.randint(1, 9), chance.randint(0, 999)
-        one, other = chance.sample(range(1, 64), 2)
-        points = [(batch, fixed + slope * batch) for batch in (one, other)]
         fitting = [batch for batch in range(1, 1000) if fixed + slope * batch <= budget]
-        batch, peak = largest_batch(points, budget)
+        calls = []
+
+        def peak_at(batch, fixed=fixed, slope=slope, calls=calls):
+            calls.append(batch)
+            return fixed + slope * batch
+
+        batch, peak = largest_batch(peak_at, chance.randint(1, 64), budget)
         assert batch == max(fitting, default=0)
-        assert peak == fixed + slope * batch
+        assert peak == (fixed + slope * batch if fitting else 0)
+        # The begin, the next one, where both lead to, and its neighbour; two to spare.
+        assert len(calls) <= 6
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from by_hand import in_chunks, where_it_can
 from torch import nn
-from ucudnn.tuning import comparing, segmenting
 
 import ucudnn
 from ucudnn.backends import open_backend
@@ -19,6 +18,7 @@ from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer
 from ucudnn.steps.independence import Independence
+from ucudnn.steps.run import Steps
 from ucudnn.steps.tracing import trace_layers
 
 QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 5.0, "step_race": False}
@@ -196,7 +196,7 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
             for name in sizes
         }
 
-    monkeypatch.setattr(segmenting, "examined", trusting)
+    monkeypatch.setattr("ucudnn.steps.search.examined", trusting)
     model, x = blocks(4), torch.randn(6, 3, 16, 16)
     model[2].append(Normalised())
     truth = gradients(copy.deepcopy(model), x)
@@ -231,21 +231,14 @@ def _saved(plan, folder):
 @pytest.mark.slow
 def test_an_error_in_a_trial_excludes_its_module(monkeypatch, tmp_path):
     model, x = blocks(4), torch.randn(6, 3, 16, 16)
-    own = segmenting.profiled
-
-    def fails(steps, names, backend):
-        if any(one.module == "2" for one in steps.division.segments):
-            raise RuntimeError("no such thing")
-        return own(steps, names, backend)
 
     def step(steps):
         if any(one.module == "2" for one in steps.division.segments):
             raise RuntimeError("no such thing")
         call(steps)
 
-    call = segmenting.Steps.__call__
-    monkeypatch.setattr(segmenting, "profiled", fails)
-    monkeypatch.setattr(segmenting.Steps, "__call__", step)
+    call = Steps.__call__
+    monkeypatch.setattr(Steps, "__call__", step)
     plan = ucudnn.tune(model, x, Config(memory_budget="60%", cache=str(tmp_path), **QUICK))
     assert plan.segments
     assert "2" not in {one.module for one in plan.segments}
@@ -258,7 +251,7 @@ def test_a_loop_that_computes_something_else_is_refused(monkeypatch, tmp_path):
     def wrong(_):
         return Comparison(1.0, 0.1), "the gradient differs"
 
-    monkeypatch.setattr(comparing.PlanComparer, "compare", wrong)
+    monkeypatch.setattr(PlanComparer, "compare", wrong)
     config = Config(memory_budget="70%", loop=True, cache=str(tmp_path), **QUICK)
     with pytest.raises(PlanError, match="loop .*the gradient differs; leave out loop=True"):
         ucudnn.tune(model, x, config)

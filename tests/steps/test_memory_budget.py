@@ -18,16 +18,20 @@ from by_hand import chunks_of, front, in_chunks, least_ns, random_costs, where_i
 from torch import nn
 
 import ucudnn
-from ucudnn.backends import open_backend
+from ucudnn.backends import Span, open_backend
+from ucudnn.backends.torch_cpu.backend import ALGORITHMS
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.segment import StepDivision
+from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.steps.fit import DividedStep, _lost, fit
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.search import SegmentSearch
+from ucudnn.steps.tracing import Traced, trace_layers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
@@ -201,38 +205,64 @@ def test_a_budget_is_kept_or_refused_with_what_suffices(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Conv2d(16, 16, 3, padding=1, bias=False), torch.randn(1, 16, 24, 24)
     settings = {"policy": "undivided", "cache": str(tmp_path), "kind": "inference"}
-    plan = smallest(model, x, **settings)
-    memory = plan.memory
-    # one sample, undivided: the smallest workspace of any algorithm is more than none
-    (kernel,) = plan.kernels
-    assert memory.budget_bytes == memory.own_peak_bytes + kernel.timing.workspace_bytes
+    memory = smallest(model, x, **settings).memory
+    # Without workspace nothing else needs to be tried: torch's step suffices.
+    assert memory.budget_bytes == memory.torch_peak_bytes
     assert memory.plan_peak_bytes <= memory.budget_bytes
+    # One sample, undivided: the smallest workspace of any algorithm is more than none.
+    least = min(real_peaks_by_each_algorithm(model, x))
+    assert memory.own_peak_bytes < least < memory.torch_peak_bytes
     with pytest.raises(PlanError, match=r"are missing at fprop conv2d\(16->16.*beside its") as info:
-        tuned(model, x, memory.budget_bytes - 1, **settings)
-    assert info.value.smallest_bytes == memory.budget_bytes
-    with pytest.raises(PlanError, match="smallest peak .* is 81 KiB; raise the budget") as info:
-        tuned(model, x, memory.own_peak_bytes - 1, **settings)
-    assert info.value.smallest_bytes == memory.own_peak_bytes
+        tuned(model, x, memory.own_peak_bytes, **settings)
+    assert info.value.smallest_bytes == least
+    assert tuned(model, x, least, **settings).memory.plan_peak_bytes == least
+    with pytest.raises(PlanError, match=r"are missing at fprop conv2d\(16->16"):
+        tuned(model, x, least - 1, **settings)
+
+
+def real_peaks_by_each_algorithm(model, x):
+    """Bytes that a real inference has at most, by each algorithm that computes its convolution."""
+    backend = open_backend("torch_cpu")
+    ((_, problem),) = trace_layers(model, x, ("fprop",)).layers
+    held = sum(one.nbytes for one in (x, *model.parameters()))
+    for name in ALGORITHMS:
+        if backend.refusal(problem, name) is None:
+            plan = in_chunks(backend, [("", problem)], 1, lambda _, name=name: name)
+            with ucudnn.installed(plan), torch.no_grad():
+                yield held + max(one.peak_bytes for one in backend.spans(lambda _: model(x)))
+
+
+def taking(monkeypatch, change):
+    """Foreseen steps that follow a plan take what `change` makes of them."""
+    foreseen = Foreseer.step
+
+    def step(self, division=WHOLE, memory_format="keep", plan=None, **how):
+        found = foreseen(self, division, memory_format, plan, **how)
+        return found if plan is None else change(found, plan)
+
+    monkeypatch.setattr(Foreseer, "step", step)
+
+
+def with_peak(found, peak):
+    """A profile with another peak."""
+    return replace(found, spans=[Span(peak - found.held.total, 0)])
 
 
 @pytest.mark.slow
 def test_a_step_that_needs_more_than_its_kernels_did_alone_is_planned_again(monkeypatch):
     model, x = network()
-    seen, taken = [], StepProfiler.profile
+    seen = []
 
-    def profiled(self, plan=None):
-        found = taken(self, plan)
-        if plan is None:
-            return found
+    def change(found, plan):
         seen.append({kernel.problem: kernel for kernel in plan.kernels})
         if len(seen) > 1:
             return found
         # as if something were allocated at one kernel that tuning did not see
-        worst = max(found.live_bytes, key=lambda problem: found.live_bytes[problem])
+        worst = max(found.calls, key=lambda call: call.live_bytes)
         excess = plan.memory.budget_bytes + 7
-        return replace(found, call_peaks={worst: excess}, peak_bytes=excess)
+        return with_peak(replace(found, calls=(worst._replace(peak_bytes=excess),)), excess)
 
-    monkeypatch.setattr(StepProfiler, "profile", profiled)
+    taking(monkeypatch, change)
     plan = tuned(model, x, "64MiB", policy="undivided")
     first, second = seen
     (changed,) = (one for one in first if first[one].live_bytes != second[one].live_bytes)
@@ -243,30 +273,40 @@ def test_a_step_that_needs_more_than_its_kernels_did_alone_is_planned_again(monk
 
 
 @pytest.mark.slow
-def test_steps_that_exceed_the_budget_again_and_again_are_refused(monkeypatch):
-    taken = StepProfiler.profile
-
-    def profiled(self, plan=None):
-        found = taken(self, plan)
-        return found if plan is None else replace(found, peak_bytes=1 << 40)
-
-    monkeypatch.setattr(StepProfiler, "profile", profiled)
-    with pytest.raises(PlanError, match="exceed memory_budget=1 GiB, by workspace that"):
+@pytest.mark.parametrize("real", [False, True])
+def test_steps_that_exceed_the_budget_again_and_again_are_refused(real, monkeypatch):
+    if real:
+        monkeypatch.setattr(DividedStep, "measured", lambda *_: (1 << 40, 1))
+    else:
+        taking(monkeypatch, lambda found, _: with_peak(found, 1 << 40))
+    with pytest.raises(PlanError, match="has a peak of 1024 GiB, which exceeds .*=1 GiB") as info:
         tuned(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), "1GiB", policy="undivided")
+    assert info.value.smallest_bytes == 1 << 40
 
 
-def test_what_has_no_plan_and_does_not_fit_is_refused(monkeypatch):
-    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
-    config = Config(memory_budget="1GiB")
-    budget = memory_budget.MemoryBudget(model, x, config)
-    budget.limits("keep")
+def without_kernels(step):
+    """A plan without kernels, made for a divided step."""
     backend = open_backend("torch_cpu")
-    plan = Plan((), backend.device(), backend.software(), backend.conditions(), config)
-    assert budget.checked(budget.noted(plan)).memory.plan_peak_bytes > 0
-    noted = budget.noted(plan)
-    budget.config = Config(memory_budget=1)
-    with pytest.raises(PlanError, match="has no plan and exceeds memory_budget=1 B by"):
-        budget.checked(noted)
+    made_on = backend.device(), backend.software(), backend.conditions()
+    return step.noted(Plan((), *made_on, step.config))
+
+
+def fitted(model, x, make_plan, budget="1GiB", traced=None, **settings):
+    """What `fit` finds with plans that are made by a function; nothing is compared."""
+    config = Config(memory_budget=budget, **settings)
+    traced = trace_layers(model, x) if traced is None else traced
+    compare, begin = lambda plan, _: (plan, {}), lambda _: Deadline.never()
+    return fit(model, x, config, traced, make_plan, compare, begin)
+
+
+def test_what_has_no_plan_and_does_not_fit_is_refused():
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
+    plan = fitted(model, x, without_kernels)
+    assert 0 < plan.memory.plan_peak_bytes <= plan.memory.torch_peak_bytes
+    peak, own = plan.memory.torch_peak_bytes, plan.memory.own_peak_bytes
+    assert own < peak
+    with pytest.raises(PlanError, match="has no plan and exceeds memory_budget=.* by"):
+        fitted(model, x, without_kernels, peak - 1)
 
 
 @pytest.mark.slow
@@ -274,28 +314,22 @@ def test_what_has_no_plan_and_does_not_fit_is_refused(monkeypatch):
 def test_a_faster_step_may_exceed_the_budget_by_workspace(lost, size, monkeypatch, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv3d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 8, 3, padding=1))
-    x, backend = torch.randn(8, 4, 16, 16, 16), open_backend("torch_cpu")
-    of_four, of_two = (
-        StepProfiler(model, x, backend, True, "keep", StepDivision(micro_batch=n)).profile()
-        for n in (4, 2)
-    )
+    x = torch.randn(8, 4, 16, 16, 16)
+    foreseer = Foreseer(model, x, open_backend("torch_cpu"))
+    of_four, of_two = (foreseer.step(StepDivision(micro_batch=n)) for n in (4, 2))
     budget = max(of_four.own_peak_bytes, of_two.peak_bytes) + 4096
     assert budget < of_four.peak_bytes
-    run = SegmentSearch.try_
 
-    def timed(self, division):
-        # Micro-batches of four samples are the fastest, and everything but loops is slow.
-        seen = run(self, division)._replace(
-            time_ns={4: 1, 2: 2}.get(division.micro_batch, 100) * MS
-        )
-        self.seen = [seen if one.division == division else one for one in self.seen]
-        return seen
+    def timed(_, seen):
+        # Micro-batches of four samples are the fastest, and everything but loops is slow; all is
+        # slower than it is foreseen to be.
+        seen.times_ns = [{4: 1, 2: 2}.get(seen.division.micro_batch, 100) * 1000 * MS]
 
-    monkeypatch.setattr(SegmentSearch, "try_", timed)
+    monkeypatch.setattr(SegmentSearch, "run", timed)
     monkeypatch.setattr(
         SegmentSearch, "faster_of", lambda _, *two: min(two, key=lambda s: s.time_ns)
     )
-    monkeypatch.setattr(memory_budget, "_lost", Mock(return_value=lost))
+    monkeypatch.setattr("ucudnn.steps.fit._lost", Mock(return_value=lost))
     plan = tuned(model, x, budget, loop=True, cache=tmp_path)
     assert plan.micro_batch == size
     assert plan.memory.plan_peak_bytes <= budget
@@ -309,7 +343,7 @@ def test_what_limits_of_workspace_cost_is_a_share_of_torchs_time(tmp_path):
         slowed = replace(
             kernel, default=default, predicted_time_ns=3 * MS, live_bytes=(1 << 30) - MIB
         )
-        assert memory_budget._lost(replace(plan, kernels=(slowed,))) == lost
+        assert _lost(replace(plan, kernels=(slowed,))) == lost
 
 
 @pytest.mark.slow
@@ -349,9 +383,8 @@ def test_without_a_step_there_is_no_budget():
     with pytest.raises(ConfigError, match="no model to run here"):
         tune_problems([("layer", problem)], Config(memory_budget="1GiB"))
     model = nn.Conv2d(3, 4, 3)
-    replayed = Config(memory_budget="1GiB", backend="recorded")
     with pytest.raises(ConfigError, match="the settings name a recording"):
-        memory_budget.MemoryBudget(model, torch.randn(2, 3, 9, 9), replayed)
+        fitted(model, torch.randn(2, 3, 9, 9), without_kernels, backend="recorded")
     with pytest.raises(ConfigError, match="none can be run: .* tensors are on cpu, meta"):
         ucudnn.tune(model, torch.empty(2, 3, 9, 9, device="meta"), Config(memory_budget="1GiB"))
 
@@ -372,16 +405,14 @@ def tuned_briefly(model, x, budget):
     [
         ([(4, SIDE), (4, 8)], 40_000, "tune the largest input size alone: with several sizes"),
         ([(1, SIDE)], 8_000, "use smaller inputs: a single sample exceeds it by every way tried"),
-        ([(4, SIDE)], 8_000, "use smaller inputs: a single sample exceeds it by every way tried"),
-        ([(4, SIDE)], 60_000, "lower the batch"),
-        ([(4, SIDE)], 2_000, "optimisers take 2.3 KiB"),
+        ([(4, SIDE)], 20_000, "lower the batch"),
+        ([(4, SIDE)], 2_000, "optimisers alone take 16.5 KiB"),
     ],
 )
-def test_a_refusal_names_what_helps(sizes, budget, remedy, monkeypatch):
-    monkeypatch.setattr(memory_budget.MemoryBudget, "_divided", lambda *_: None)
+def test_a_refusal_names_what_helps(sizes, budget, remedy):
     inputs = [torch.randn(batch, 3, side, side) for batch, side in sizes]
     with pytest.raises(PlanError, match="is too small") as caught:
-        memory_budget.MemoryBudget(small(), inputs, Config(memory_budget=budget))
+        fitted(small(), inputs, without_kernels, budget)
     text = str(caught.value)
     assert remedy in text
     assert ("lower the batch" in text) == (remedy == "lower the batch")
@@ -399,23 +430,24 @@ class Parted(nn.Module):
         return nn.functional.conv2d(self.conv(x).double(), self.weight)
 
 
-def test_what_cannot_be_swapped_counts_with_torchs_workspace(monkeypatch):
-    monkeypatch.setattr(memory_budget.MemoryBudget, "_divided", lambda *_: None)
+def test_what_cannot_be_swapped_counts_with_torchs_workspace():
     model, x = Parted(), torch.randn(4, 3, 24, 24)
-    traced, backend = ucudnn.steps.tracing.trace_layers(model, x), open_backend("torch_cpu")
+    traced, backend = trace_layers(model, x), open_backend("torch_cpu")
+    held = sum(one.nbytes for one in (x, *model.parameters()))
+    with pytest.raises(PlanError, match="torch's workspace in the model itself, which") as caught:
+        fitted(model, x, without_kernels, 2 * held, traced)
     # torch computes float64 by way of columns, which take much workspace
     peak = profile(model, x).peak_bytes
-    with pytest.raises(PlanError, match="torch's workspace in the model itself, which") as caught:
-        memory_budget.MemoryBudget(model, x, Config(memory_budget=peak - 1), traced=traced)
-    assert caught.value.smallest_bytes == peak
-    config = Config(memory_budget=2 * peak)
-    plan = in_chunks(backend, traced.layers, 1, where_it_can(backend, "im2col_gemm", 1), config)
+    assert caught.value.smallest_bytes <= peak
+    plan = in_chunks(backend, traced.layers, 1, where_it_can(backend, "im2col_gemm", 1))
     assert profile(model, x, plan=plan).peak_bytes < peak
-    for known, counts in ((traced, True), (ucudnn.steps.tracing.Traced([]), False)):
-        budget = memory_budget.MemoryBudget(model, x, config, traced=known)
-        budget.limits("keep")
-        checked = budget.checked(budget.noted(plan))
-        assert (checked.memory.plan_peak_bytes >= peak) == counts
+    # Installed, the plan acts on both convolutions; a converted model has torch's own larger one.
+    for known, counts in ((traced, True), (Traced([]), False)):
+        memory = fitted(model, x, lambda step: step.noted(plan), 2 * peak, known).memory
+        assert (memory.plan_peak_bytes >= peak) == counts
+        assert (memory.plan_foreseen_bytes >= peak) == counts
+        assert memory.plan_foreseen_bytes == memory.plan_peak_bytes
+        assert (memory.own_peak_bytes >= peak) == counts
 
 
 class Mix(nn.Module):
@@ -456,9 +488,8 @@ class InThread(nn.Module):
 
 def test_threads_whose_memory_cannot_be_seen_are_refused():
     model, x = InThread(), torch.randn(1, 3, 9, 9)
-    config = Config(memory_budget="1GiB", ops="fprop")
-    with pytest.raises(PlanError, match="its convolutions run in several threads"):
-        memory_budget.MemoryBudget(model, x, config).limits("keep")
+    with pytest.raises(ConfigError, match="its modules run in several threads"):
+        fitted(model, x, without_kernels, ops="fprop")
 
 
 N = 8

@@ -10,7 +10,7 @@ import itertools
 import random
 from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
+from math import inf
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.plan import Timing
 from ucudnn.steps.judge import judged
 from ucudnn.steps.layout import LayoutJudge, entrants, winner
@@ -83,11 +84,11 @@ class Machine:
         return self.now_s
 
     def judge(self, plan, until_ns=None, is_timed=False, step_ns=0):
-        timed, until = self.timed if is_timed else None, until_ns and until_ns / 1e9
-        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until, step_ns)
-        judge = StepJudge(lambda: None, replace(meter, timed=timed))
-        with mock.patch("ucudnn.steps.step_judge.monotonic", self.clock_s):
-            return judge.judge(plan)
+        timed = self.timed if is_timed else None
+        seconds = inf if until_ns is None else until_ns / 1e9
+        deadline = Deadline.within(seconds, clock=self.clock_s)
+        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, deadline, step_ns)
+        return StepJudge(lambda: None, replace(meter, timed=timed)).judge(plan)
 
     def peak_bytes(self, run):
         run()
@@ -456,9 +457,10 @@ class LayoutMachine(Machine):
         assert all(one.problem.layout == LAYOUTS[self.layout] for one in kernels)
         return self.noisy_ns(self.base[self.layout])
 
-    def judge(self, plans, until=None):
+    def judge(self, plans, deadline=None):
         steps = {which: lambda which=which: setattr(self, "layout", which) for which in plans}
-        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until)
+        deadline = deadline or Deadline.never()
+        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, deadline)
         return LayoutJudge(steps, meter).judge(plans)
 
     def peak_bytes(self, run):
@@ -543,7 +545,7 @@ def test_plans_that_change_nothing_leave_two_contestants():
 
 def test_where_the_time_is_over_one_round_decides():
     machine = LayoutMachine(1_000_000, 500_000, {4: 0, 5: 0})
-    plan = machine.judge(plans_of([4], [5]), until=0.0)
+    plan = machine.judge(plans_of([4], [5]), Deadline.within(0.0))
     assert plan.memory_format == "channels_last"
     assert plan.layout_race.rounds == 1
     # Peaks of the four contestants, and a round.

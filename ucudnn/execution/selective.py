@@ -191,6 +191,8 @@ class Selective(TorchFunctionMode):
 
     def _found(self, tensor: Tensor) -> _Repeatable | None:
         found: _Repeatable | None = self._repeatable.get(tensor)
+        if found is None and tensor._base is not None and _is_all_of(tensor, tensor._base):
+            found = self._repeatable.get(tensor._base)
         return found if found and found.versions == _versions(tensor, found.base) else None
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -241,6 +243,13 @@ class Selective(TorchFunctionMode):
 def _innermost_hooks() -> tuple[Any, Any]:
     """The hooks that pack and unpack what is saved now, or None and None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) or (None, None)
+
+
+def _is_all_of(view: Tensor, base: Tensor) -> bool:
+    """True if a view shows its base as it is."""
+    if view.dtype != base.dtype or view.is_conj() != base.is_conj():
+        return False
+    return view.shape == base.shape and view.stride() == base.stride()
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -72,6 +73,11 @@ class DividedStep:
         live = self.profile(memory_format).live_bytes
         return {one: size + self.excess.get((memory_format, one), 0) for one, size in live.items()}
 
+    def traced(self, memory_format: str) -> Traced:
+        """The convolutions of a step, in the layouts that they have on real tensors."""
+        profile = self.profile(memory_format)
+        return Traced([*profile.layers], profile.biased)
+
     def limits(self, memory_format: str) -> Limits:
         """The workspace that each kernel may use in a layout.
 
@@ -120,6 +126,7 @@ class DividedStep:
             with Installation(plan.device.type, runner), gradient_mode(is_training):
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
+                gc.collect()  # what it left in cycles must not be freed in the next one
                 spans = backend.spans(lambda _: times.append(backend.elapsed_ns(steps)))
                 assert spans is not None
                 peaks.append(max(span.peak_bytes for span in spans))
@@ -161,8 +168,13 @@ def fit(
         ConfigError: no step can be run here, or the model is compiled.
         PlanError: a step cannot be computed, or exceeds the budget however it is divided.
     """
+    if config.is_replayed:
+        raise ConfigError(
+            "memory_budget is of a step that is run here, and the settings name a recording; leave "
+            "out backend='recorded' and device, or set workspace_limit instead"
+        )
     backend = open_backend(config.backend)
-    _require_steps(model, inputs, config, backend)
+    _require_steps(model, inputs, backend)
     inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
     torchs, unswappable = _unswappable(model, traced)
     foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",), torchs)
@@ -202,9 +214,10 @@ def _fitted(
     choices = reached.choices(budget)
     choices += [_Choice(WHOLE)] * (own.own_peak_bytes <= budget and not config.loop)
     found = _Found()
+    spared = 0  # bytes that kernels needed beyond the budget in earlier passes
     for _ in range(_MOST_PASSES):
         if not choices and has_segments:
-            choices = _chosen(search(), budget, loop=config.loop)
+            choices = _chosen(search(), budget - spared, loop=config.loop)
             found = _Found(search().ways(), search().reasons())
         if not choices:
             break
@@ -216,6 +229,7 @@ def _fitted(
             plan = _planned(step, choice, search, make_plan, compare)
         except PlanError as error:
             errors.append(error)
+            spared += max(0, _smallest(error) - budget)
         else:
             if plan is not None and plan.memory is not None:
                 reached.note(plan.division, plan.memory.plan_peak_bytes, plan.memory.plan_ns)
@@ -307,29 +321,40 @@ def _planned(
             return None
     if plan is None:
         return None
+    assert plan.memory is not None
     try:
         measured, time_ns = step.measured(plan)
     except STEP_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         free_after(error)
-        return None
-    assert plan.memory is not None
+        needed = plan.memory.plan_foreseen_bytes
+        raise PlanError(
+            f"there is no memory here for a step by the plan, which needs {format_bytes(needed)}; "
+            f"lower the budget below it"
+        ) from error
     noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
-    return replace(plan, memory=noted) if measured <= noted.budget_bytes else None
+    if measured > noted.budget_bytes:
+        raise _excess(measured, noted.budget_bytes)
+    return replace(plan, memory=noted)
+
+
+def _excess(peak: int, budget: int) -> PlanError:
+    """The error for steps by a plan that exceed the budget."""
+    found, limit = format_sizes(peak, budget)
+    return PlanError(
+        f"a step by the plan has a peak of {found}, which exceeds memory_budget={limit}; raise the "
+        f"budget to it",
+        peak,
+    )
 
 
 def _smallest(error: PlanError) -> int:
     return error.smallest_bytes or 0
 
 
-def _require_steps(model: nn.Module, inputs: Any, config: Config, backend: AbstractBackend) -> None:
+def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> None:
     """Raise an error if no step can be run, or if a budget of steps makes no sense."""
-    if config.is_replayed:
-        raise ConfigError(
-            "memory_budget is of a step that is run here, and the settings name a recording; leave "
-            "out backend='recorded' and device, or set workspace_limit instead"
-        )
     if is_compiled(model):
         raise ConfigError(
             "memory_budget is of steps that are not compiled, and torch.compile changes what a "
@@ -418,7 +443,7 @@ def _checked(
     """A plan whose step is foreseen to keep the budget; None if another division is better.
 
     Raises:
-        PlanError: kernels lack workspace.
+        PlanError: kernels lack workspace, or the step exceeds the budget with them.
     """
     budget = step.memory.budget_bytes
     for _ in range(2):
@@ -448,7 +473,7 @@ def _checked(
             if peak > budget:
                 key = plan.memory_format, problem
                 step.excess[key] = step.excess.get(key, 0) + peak - budget
-    return None
+    raise _excess(profile.peak_bytes, budget)
 
 
 def _refusal(

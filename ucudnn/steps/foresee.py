@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import count
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -57,8 +58,11 @@ _SMALL = 1 << 12
 # Samples of a real step that shows how much memory one of the batch would need.
 _FEW = 2
 _DEVICE, _ITEM = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
+_CAST = torch.ops.aten._to_copy.default
 # The most bytes of the operands of an operator that is called with a part of the samples.
 _PART_BYTES = 64 << 20
+# Each of so many trials for the largest batch halves what is left.
+_HALVED = 3
 # No larger batch is looked for.
 _MOST_BATCH = 1 << 24
 Operators = Literal["whole", "in part", "none"]
@@ -96,7 +100,9 @@ class _StepLog(StepRecorder):
         self._plan, self._kind = plan, backend.device().type
         self._rounding = backend.rounding_bytes
         self._seen = weakref.WeakKeyDictionary[Any, bool]()
-        self._fixed = weakref.WeakKeyDictionary[Any, bool]()
+        # What weights lie in, in any dtype: they have no samples.
+        self._weights = weakref.WeakKeyDictionary[Any, bool]()
+        self._has_begun = False
         self._called: set[Any] = set()
         # Numbers that forward reads, by module, and how many of them were read.
         self.values: Mapping[str, Sequence[Any]] = {}
@@ -109,17 +115,18 @@ class _StepLog(StepRecorder):
         settings = Config() if plan is None else plan.config
         self._runner = Runner(plan, replace(settings, unplanned="torch"))
 
-    def hold(self, fixed: Collection[Tensor], inputs: Collection[Tensor]) -> None:
-        """Leave out storages that are held all through the step.
-
-        Args:
-            fixed: parameters and buffers, whose sizes do not depend on the batch.
-            inputs: the inputs.
-        """
-        for one in (*fixed, *inputs):
+    def begin(self, weights: Collection[Tensor], inputs: Collection[Tensor]) -> None:
+        """Begin to log; what weights, buffers and inputs lie in is held all through the step."""
+        for one in weights:
+            self._weights[one.untyped_storage()] = True
+        for one in (*weights, *inputs):
             self._seen[one.untyped_storage()] = True
-        for one in fixed:
-            self._fixed[one.untyped_storage()] = True
+        self._has_begun = True
+
+    def keep(self, state: Tensor) -> None:
+        """Log a tensor that no operator has made, and that lies in the memory of the host."""
+        if self._kind == state.device.type:
+            self._log(state, self._module)
 
     def mark(self) -> None:
         """Make a mark."""
@@ -129,6 +136,8 @@ class _StepLog(StepRecorder):
         """Run an operator, and log it."""
         if func is _DEVICE:
             return func(*args, **(kwargs or {}))
+        if not self._has_begun:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if func is _ITEM and self.values and isinstance(args[0], FakeTensor):
             return self._value()
         if self._adds_in_place(func, args):
@@ -143,7 +152,12 @@ class _StepLog(StepRecorder):
         result = self._as_really(result, inside.results)
         self._log(result, module)
         self.events.append(_Event(0, inside, module, kernels))
+        if func is _CAST and self._is_weight(args[0]):
+            self._weights[result.untyped_storage()] = True
         return result
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.untyped_storage() in self._weights
 
     @property
     def _module(self) -> str:
@@ -240,7 +254,9 @@ class _StepLog(StepRecorder):
         if sum(one.numel() * one.element_size() for one in moved) < _SMALL:
             return Inside(0, SMALL_NS)
         if self._plan is None or func not in _CONVOLUTIONS:
-            return self._table.inside(func, args, kwargs, most_bytes=most_bytes, fixed=self._fixed)
+            return self._table.inside(
+                func, args, kwargs, most_bytes=most_bytes, is_weight=self._is_weight
+            )
         # A call that the plan leaves to torch is the same as without the plan.
         splits = tuple(
             self._plan.split(one)
@@ -248,9 +264,13 @@ class _StepLog(StepRecorder):
             if self._plan.covers(one) and not self._plan.split(one).is_default
         )
         if not splits:
-            return self._table.inside(func, args, kwargs, most_bytes=most_bytes, fixed=self._fixed)
+            return self._table.inside(
+                func, args, kwargs, most_bytes=most_bytes, is_weight=self._is_weight
+            )
         context = Installation(self._kind, self._runner)
-        return self._table.inside(func, args, kwargs, splits, context, most_bytes, self._fixed)
+        return self._table.inside(
+            func, args, kwargs, splits, context, most_bytes=most_bytes, is_weight=self._is_weight
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -263,6 +283,7 @@ class _StepLog(StepRecorder):
 def _sole(kind: type[AbstractBackend]) -> tuple[int, int] | None:
     """References to a gradient that autograd alone refers to, as an operator's call shows them."""
     log = _StepLog(OPS, kind(), None, "none")
+    log.begin((), ())
     with FakeTensorMode(), log:
         x = torch.ones(3, requires_grad=True)
         y = x * 2
@@ -439,10 +460,10 @@ class Foreseer:
                 ]
                 held = replace(held, others=held.others + bytes_of(examples) - before)
             inputs = [one for one in tree_leaves(examples) if isinstance(one, Tensor)]
-            log.hold([*model.parameters(), *model.buffers()], inputs)
+            log.begin([*model.parameters(), *model.buffers()], inputs)
             watcher = ModuleWatcher(model, self._names if names is None else names, log.mark)
             roots.append(watcher.root)
-            with gradient_mode(self.is_training):
+            with gradient_mode(self.is_training), _with_random_states(log):
                 watcher.run(partial(_run_all, model, examples, division, self.is_training))
 
         with (
@@ -456,11 +477,12 @@ class Foreseer:
                 *(memory_format, division.segments),
                 real=self._is_real,
             )
-        # Each recomputed micro-batch keeps the state of torch's generator, which no operator makes.
-        if self.backend.device().type == "cpu":
-            states = _recomputed(division, self.batch) * torch.get_rng_state().nbytes
-            held = replace(held, others=held.others + states)
-        return _profile(log, roots[0], held, self.torchs)
+        if log.is_bypassed:
+            raise ConfigError(
+                "what a step allocates cannot be foreseen: its modules run in several threads"
+            )
+        found = _profile(log, roots[0], held, self.torchs)
+        return replace(found, layers=tuple(log.layers), biased=frozenset(log.biased))
 
 
 def _recomputed(division: StepDivision, batch: int) -> int:
@@ -479,6 +501,23 @@ def _without_garbage() -> Iterator[None]:
     finally:
         if is_enabled:
             gc.enable()
+
+
+@contextmanager
+def _with_random_states(log: _StepLog) -> Iterator[None]:
+    """Context in which a log sees the random states that a step keeps, which no operator makes."""
+    read = torch.get_rng_state
+
+    def state() -> Tensor:
+        found = read()
+        log.keep(found)
+        return found
+
+    torch.get_rng_state = torch.random.get_rng_state = state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = torch.random.get_rng_state = read
 
 
 def _run_all(
@@ -637,7 +676,9 @@ def largest_batch(peak_at: Callable[[int], int], batch: int, budget: int) -> tup
     """
     fits, exceeds = (0, 0), 0
     peaks: dict[int, int] = {}
-    while not exceeds or exceeds - fits[0] > 1:
+    for trial in count(1):
+        if exceeds and exceeds - fits[0] <= 1:
+            break
         peaks[batch] = peak_at(batch)
         if peaks[batch] <= budget:
             fits = batch, peaks[batch]
@@ -646,8 +687,9 @@ def largest_batch(peak_at: Callable[[int], int], batch: int, budget: int) -> tup
         # Peaks grow nearly in a line, which the two batches nearest to the budget show.
         near = sorted(peaks, key=lambda one: abs(peaks[one] - budget))[:2]
         most = exceeds - 1 if exceeds else _MOST_BATCH
-        if len(near) == 1:
-            batch = 2 * batch if not exceeds else batch // 2
+        # Where they do not, halving or doubling does not take long.
+        if len(near) == 1 or trial % _HALVED == 0:
+            batch = (fits[0] + exceeds) // 2 if exceeds else 2 * batch
         else:
             slope = (peaks[near[1]] - peaks[near[0]]) / (near[1] - near[0])
             batch = near[0] + int((budget - peaks[near[0]]) / max(1.0, slope))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ _LEAST_CUT = 4
 SMALL_NS = 5_000
 # Called with memory that it has not written itself, such an operator may end the process.
 _UNSAFE = ("mkldnn_rnn_layer",)
+# Arguments by which operators are told the number of samples, or a shape that begins with it.
+_COUNTS, _SHAPES = ("N",), ("size", "input_size", "input_sizes", "self_sizes")
 # Errors of an operator that is called alone.
 _ERRORS = (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError, MemoryError)
 
@@ -43,6 +45,13 @@ class Result(NamedTuple):
         """The description of a tensor."""
         size = tensor.untyped_storage().nbytes()
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, size)
+
+    def extended(self, count: int, batch: int) -> Result:
+        """This result of `count` samples as one of a batch, whose samples follow one another."""
+        if self.shape[:1] != (count,) or self.stride[0] < max(self.stride):
+            return self
+        size = self.storage_bytes * batch // count
+        return self._replace(shape=(batch, *self.shape[1:]), storage_bytes=size)
 
 
 class Inside(NamedTuple):
@@ -74,8 +83,9 @@ class OperatorTable:
         kwargs: Any,
         way: Hashable = None,
         context: AbstractContextManager[object] | None = None,
+        *,
         most_bytes: int | None = None,
-        fixed: Container[Any] = (),
+        is_weight: Callable[[Tensor], bool] = lambda _: False,
     ) -> Inside:
         """What a call needs inside.
 
@@ -87,13 +97,13 @@ class OperatorTable:
             context: context in which it is computed.
             most_bytes: larger operands are cut: two calls with fewer samples show how the needs
                 grow with the batch; None: no operand is cut, unless memory is short.
-            fixed: storages of parameters and buffers, which are never cut.
+            is_weight: tells which of the tensors have no samples, and are never cut.
         """
         if any(one in str(operator) for one in _UNSAFE):
             self.failed[str(operator)] = "it takes memory of its own kind"
             return Inside(0, SMALL_NS)
         with context or nullcontext():
-            return self._measured(operator, args, kwargs, way, most_bytes, fixed)
+            return self._measured(operator, args, kwargs, way, most_bytes, is_weight)
 
     def _measured(
         self,
@@ -102,9 +112,10 @@ class OperatorTable:
         kwargs: Any,
         way: Hashable,
         most_bytes: int | None,
-        fixed: Container[Any],
+        is_weight: Callable[[Tensor], bool],
     ) -> Inside:
-        count = batch_of(args)
+        tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
+        count = batch_of([one for one in tensors if not is_weight(one)])
         size = sum(map(_bytes, tree_leaves((args, kwargs))))
         parts = 1
         if most_bytes is not None and size > most_bytes and count >= _LEAST_CUT:
@@ -115,10 +126,13 @@ class OperatorTable:
                     return self._known_of(operator, args, kwargs, way)
                 # Powers of two, so that several batches have the same parts.
                 large = 1 << max(1, (count // parts).bit_length() - 1)
-                cuts = (partial(_cut, fixed, count, part) for part in (large, large // 2))
+                cuts = (partial(_cut, count, part, is_weight) for part in (large, large // 2))
+                sizes = (partial(_cut_sizes, operator, count, n) for n in (large, large // 2))
                 found, half = (
-                    self._known_of(operator, tree_map(cut, args), tree_map(cut, kwargs), way)
-                    for cut in cuts
+                    self._known_of(
+                        operator, tree_map(cut, shorten(args)), tree_map(cut, kwargs), way
+                    )
+                    for cut, shorten in zip(cuts, sizes, strict=True)
                 )
             except _ERRORS as error:
                 # Some operators need values that are not known here, such as a range of indices.
@@ -132,7 +146,8 @@ class OperatorTable:
             factor = (count - large) / (large - large // 2)
             pairs = zip(found[:2], half[:2], strict=True)
             size, time_ns = (max(0, round(b + factor * (b - s))) for b, s in pairs)
-            return Inside(size, time_ns)
+            results = [one.extended(large, count) for one in found.results]
+            return Inside(size, time_ns, tuple(results))
 
     def _known_of(self, operator: Any, args: Any, kwargs: Any, way: Hashable) -> Inside:
         key = (operator, way, _settings(), *map(_key, tree_leaves((args, kwargs))))
@@ -217,12 +232,24 @@ def _bytes(leaf: Any) -> int:
     return leaf.numel() * leaf.element_size() if isinstance(leaf, Tensor) else 0
 
 
-def _cut(fixed: Container[Any], count: int, size: int, leaf: Any) -> Any:
+def _cut(count: int, size: int, is_weight: Callable[[Tensor], bool], leaf: Any) -> Any:
     """An argument of a call with `size` instead of `count` samples; strides stay.
 
     A vector stays whole: it may have an element for each channel.
     """
     has_rows = isinstance(leaf, FakeTensor) and leaf.dim() > 1 and len(leaf) == count
-    if has_rows and leaf.untyped_storage() not in fixed:
-        return leaf[:size]
-    return leaf
+    return leaf[:size] if has_rows and not is_weight(leaf) else leaf
+
+
+def _cut_sizes(operator: Any, count: int, size: int, args: Any) -> Any:
+    """Positional arguments with `size` in place of the number of samples."""
+    named = zip(operator._schema.arguments, args, strict=False)
+    return tuple(_cut_size(one.name, count, size, value) for one, value in named)
+
+
+def _cut_size(name: str, count: int, size: int, value: Any) -> Any:
+    if name in _COUNTS and value == count:
+        return size
+    if name in _SHAPES and isinstance(value, (list, tuple)) and list(value[:1]) == [count]:
+        return [size, *value[1:]]
+    return value

@@ -140,7 +140,8 @@ class ModuleWatcher:
                 # they get the same view, because attention checks whether they are the same.
                 if not (tensor.requires_grad and torch.is_grad_enabled()):
                     return tensor
-                return views.setdefault(id(tensor), tensor.view_as(tensor))
+                # `view_as` could change strides of axes of one element.
+                return views.setdefault(id(tensor), torch.ops.aten.alias(tensor))
 
             arguments = (
                 _mapped(apart, args),
@@ -289,6 +290,8 @@ class StepProfile:
         alive: what is allocated at the peak: for each module that runs in forward, the bytes that
             it allocated; those of backward; and what an operator needs inside.
         notes: what was not foreseen exactly, and why.
+        layers: (name of the module, kernel) of each call of a convolution, in order.
+        biased: kernels to whose result a layer adds a bias.
     """
 
     held: Held
@@ -299,6 +302,8 @@ class StepProfile:
     calls: tuple[ConvolutionCall, ...] = ()
     alive: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    layers: tuple[tuple[str, Problem], ...] = ()
+    biased: frozenset[Problem] = frozenset()
 
     @property
     def peak_bytes(self) -> int:

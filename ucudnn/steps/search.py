@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -435,8 +436,11 @@ class SegmentSearch:
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
             is_new = all(one.division != division for one in self.seen)
+            has_failed = division in self._failed
             found = self.foresee(division)
             if found is None or is_new:
+                # Of a step for which there was no memory, its costs say nothing new.
+                room -= room // 8 if has_failed else 0
                 continue
             # Segments inside others, and modules that run several times, have no costs of their
             # own in a step with them. So the solver does not learn what they cost, and gets less
@@ -467,7 +471,13 @@ class SegmentSearch:
         for one in (fitting[:_FASTEST] if len(fitting) > 1 else []) * _ROUNDS:
             if self.is_over(1):
                 break
-            one.times_ns.append(self.elapsed_ns(one.division))
+            try:
+                one.times_ns.append(self.elapsed_ns(one.division))
+            except STEP_ERRORS as error:
+                if not is_out_of_memory(error):
+                    raise
+                free_after(error)
+                break
 
     def _go_inside(self, limit: int, kept: int | None) -> None:
         """Foresee micro-batches of one sample of the model, of two, of four, with segments inside.
@@ -588,12 +598,19 @@ class SegmentSearch:
         """The faster of two steps, which take turns; `seen` keeps the times of this race."""
         if one is other:
             return one
-        samples = race(
-            [partial(self.elapsed_ns, step.division) for step in (one, other)],
-            self.is_over,
-            lambda samples: tells(*samples),
-            is_warm=True,
-        )
+        try:
+            samples = race(
+                [partial(self.elapsed_ns, step.division) for step in (one, other)],
+                self.is_over,
+                lambda samples: tells(*samples),
+                is_warm=True,
+            )
+        except STEP_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            free_after(error)
+            # Steps that were run before have shown that there is memory for them.
+            return min((one, other), key=lambda step: (not step.times_ns, step.time_ns))
         for step, times in zip((one, other), samples, strict=True):
             step.times_ns = [median_ns(times)]
         return min((one, other), key=lambda step: step.time_ns)
@@ -700,6 +717,7 @@ class SegmentSearch:
         names = _by_module(seen.division)
         try:
             steps = self.steps(seen.division)
+            gc.collect()  # what earlier steps left in cycles must not be freed in this one
             with gradient_mode(self._is_training):
                 spans = self._backend.spans(lambda _: steps())
                 assert spans is not None
@@ -769,8 +787,12 @@ class SegmentSearch:
         def blocks(call: ModuleCall) -> Iterator[str]:
             kept = self._own.cost(call).kept_bytes
             is_sequence = call.name is None or isinstance(self._modules[call.name], nn.Sequential)
-            if call.name and (not call.children or not (is_sequence or kept > most)):
-                yield call.name
+            inside = (one.name for child in call.children for one in child.walk())
+            # Calls that matter for stretches alone are no segments.
+            is_innermost = self._samples.keys().isdisjoint(inside)
+            if call.name and (is_innermost or not (is_sequence or kept > most)):
+                if call.name in self._samples:
+                    yield call.name
                 return
             for child in call.children:
                 yield from blocks(child)

@@ -62,8 +62,11 @@ def _remove_all(watched: Watched, names: Iterable[_Names], model: nn.Module) -> 
     if not _alive(watched):
         return []
     # First, tensors that only a cycle of references keeps alive are freed: the model has not stored
-    # them.
-    gc.collect()
+    # them. Mostly they are young, and young objects are looked through quickly.
+    for generation in (0, 2):
+        gc.collect(generation)
+        if not _alive(watched):
+            return []
     _drop_gradients(model, _ids(watched))
     for one in names:
         one.put_back(_ids(watched))

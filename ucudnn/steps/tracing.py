@@ -23,7 +23,11 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
@@ -237,6 +241,8 @@ class StepRecorder(TorchDispatchMode):
         self.modules: list[str] = []
         # Weak references to all fake tensors of a trace; None while a real step is traced.
         self.watched: Watched | None = None
+        # True if modules run where the recorder does not see their operators.
+        self.is_bypassed = False
         self._device_type = device_type
         self._forward_names: dict[Problem, list[str]] = {}
 
@@ -349,13 +355,11 @@ def _module_names(recorder: StepRecorder, model: nn.Module) -> Iterator[None]:
     """Context that keeps the names of the running modules as a stack in the recorder."""
     names = {id(module): name for name, module in model.named_modules()}
 
-    thread = threading.get_ident()
-
     def enter(module: nn.Module, inputs: object) -> None:
         del inputs
-        # Autograd has threads of its own, in which the recorder sees operators all the same.
-        if threading.get_ident() != thread and torch._C._current_graph_task_id() == -1:
-            raise UnsupportedError("it runs modules in several threads, which cannot be followed")
+        # Another thread has no modes of this one.
+        if id(module) in names and recorder not in _get_current_dispatch_mode_stack():
+            recorder.is_bypassed = True
         recorder.modules.append(names.get(id(module), ""))
 
     def leave(module: nn.Module, inputs: object, output: object) -> None:

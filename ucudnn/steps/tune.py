@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from time import monotonic
 from typing import Any
@@ -130,7 +129,7 @@ class _Tuning:
         if self.config.memory_budget is not None:
             plan = fit(
                 *(self.model, self.inputs, self.config, traced),
-                *(partial(self._within, traced), self._compared, self._begin),
+                *(self._within, self._compared, self._begin),
             )
         else:
             self._begin(self._step_ns())
@@ -148,10 +147,10 @@ class _Tuning:
             plan = judged_divided(self.model, self.inputs, plan, self.config, self.end)
         return self._described(plan)
 
-    def _within(self, traced: Traced, step: DividedStep) -> Plan:
+    def _within(self, step: DividedStep) -> Plan:
         """The plan of a divided step, whose kernels stay within its limits."""
         self.step, self.division, self.config = step, step.division, step.config
-        return self._tuned_and_judged(self._divided(traced))
+        return self._tuned_and_judged(self._traced())
 
     def _compared(self, plan: Plan, is_unaligned: bool) -> tuple[Plan, Mapping[Segment, str]]:
         """The plan after a comparison with torch, and the segments by which they differ."""
@@ -190,6 +189,8 @@ class _Tuning:
         return traced if self.division == WHOLE else self._traced()
 
     def _traced(self, memory_format: str = "keep") -> Traced:
+        if self.step is not None:
+            return self.step.traced(memory_format)
         return trace_layers(
             self.model,
             self.inputs,

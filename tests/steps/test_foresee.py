@@ -1,0 +1,521 @@
+"""What is foreseen of steps, against real ones: peaks by torch's profiler, batches by trial."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from by_hand import in_chunks, where_it_can
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ucudnn
+from ucudnn import Config
+from ucudnn.backends import open_backend
+from ucudnn.benchmark.failures import is_out_of_memory
+from ucudnn.errors import ConfigError
+from ucudnn.plan import Plan
+from ucudnn.segment import WHOLE, Segment, StepDivision
+from ucudnn.steps.foresee import OPTIMIZERS, Foreseer, largest_batch, largest_batches
+from ucudnn.steps.operators import OperatorTable
+from ucudnn.steps.profile import bytes_of
+from ucudnn.steps.run import Steps, gradient_mode
+from ucudnn.steps.tracing import trace_layers
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _settings(one_thread):
+    torch.manual_seed(0)
+
+
+def foreseer(model: nn.Module, inputs: Any, is_training: bool = True) -> Foreseer:
+    return Foreseer(model, inputs, open_backend("torch_cpu"), is_training)
+
+
+def real_bytes(
+    model: nn.Module,
+    inputs: Any,
+    division: StepDivision = WHOLE,
+    memory_format: str = "keep",
+    plan: Plan | None = None,
+    is_training: bool = True,
+) -> int:
+    """Bytes that a real step allocates at most, by torch's profiler, above what it begins with."""
+    backend = open_backend("torch_cpu")
+    steps = Steps(model, inputs, is_training, memory_format, division)
+    follows = nullcontext() if plan is None else ucudnn.installed(plan)
+    with follows, gradient_mode(is_training), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps()  # looks up what is kept for later steps
+        gc.collect()
+        # What lies in cycles of references is freed by chance.
+        gc.disable()
+        try:
+            spans = backend.spans(lambda _: steps())
+        finally:
+            gc.enable()
+    assert spans is not None
+    return max(one.peak_bytes for one in spans)
+
+
+def near(size: int) -> Any:
+    return pytest.approx(size, rel=1e-3)
+
+
+def conv(a: int, b: int, rank: int = 2, **more: Any) -> nn.Module:
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+    return kind(a, b, 3, **{"padding": 1, **more})
+
+
+class Residual(nn.Module):
+    """Its argument has several users, whose gradients autograd adds, in place where it can."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.beside = (
+            nn.GroupNorm(2, width),
+            conv(width, width),
+            nn.Conv2d(width, width, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(x))
+        return x + self.inner(y) + self.beside(y) + x.sin()
+
+
+class Attention(nn.Module):
+    """A layer of a transformer, on the pixels of an image."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = conv(3, width)
+        self.layer = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.first(x).flatten(2).transpose(1, 2))
+
+
+class Autocast(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(conv(8, 8), nn.GELU(), nn.Dropout(0.2)) for _ in range(3)
+        )
+        self.first, self.use_reentrant = conv(3, 8), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for one in self.blocks:
+            x = checkpoint(one, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class Reading(nn.Module):
+    """Forward reads a number of a tensor, which decides how often a layer is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = conv(3, 3)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(self.count.item())):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def twice() -> nn.Module:
+    layer = conv(8, 8)
+    return nn.Sequential(conv(3, 8), layer, nn.Tanh(), layer)
+
+
+def in_place() -> nn.Module:
+    layers = (nn.BatchNorm2d(8), nn.ReLU(inplace=True), conv(8, 8), nn.Hardtanh(inplace=True))
+    return nn.Sequential(conv(3, 8), *layers, nn.LeakyReLU(0.1, inplace=True))
+
+
+IMAGES, WIDE = (4, 3, 32, 32), (4, 3, 24, 24)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1-D": (lambda: nn.Sequential(conv(3, 8, 1), nn.ELU(), conv(8, 8, 1)), (4, 3, 2000)),
+    "2-D, batch norm": (
+        lambda: nn.Sequential(
+            conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 16)
+        ),
+        IMAGES,
+    ),
+    "3-D, instance norm": (
+        lambda: nn.Sequential(
+            conv(1, 4, 3), nn.InstanceNorm3d(4), nn.PReLU(), nn.ConvTranspose3d(4, 2, 2, 2)
+        ),
+        (2, 1, 12, 12, 12),
+    ),
+    "group norm": (
+        lambda: nn.Sequential(conv(3, 8), nn.GroupNorm(2, 8), nn.SiLU(), conv(8, 8, groups=4)),
+        IMAGES,
+    ),
+    "attention": (lambda: Attention(16), (4, 3, 16, 16)),
+    "weight norm": (
+        lambda: nn.Sequential(
+            conv(3, 8), nn.utils.parametrizations.weight_norm(conv(8, 8)), nn.Sigmoid()
+        ),
+        IMAGES,
+    ),
+    "dropout": (
+        lambda: nn.Sequential(conv(3, 8), nn.Dropout(0.3), nn.Softplus(), nn.Dropout2d()),
+        IMAGES,
+    ),
+    "in place": (in_place, IMAGES),
+    "residual": (lambda: nn.Sequential(conv(3, 8), Residual(8), Residual(8)), IMAGES),
+    "called twice": (twice, IMAGES),
+    "checkpoints": (lambda: Checkpointed(False), IMAGES),
+    "reentrant checkpoints": (lambda: Checkpointed(True), IMAGES),
+    "bfloat16": (
+        lambda: Autocast(nn.Sequential(conv(3, 16), nn.GroupNorm(2, 16), nn.ReLU(), conv(16, 8))),
+        IMAGES,
+    ),
+    "reads a number": (Reading, IMAGES),
+    "linear": (
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(3 * 32 * 32, 64), nn.LayerNorm(64), nn.Mish(), nn.Linear(64, 9)
+        ),
+        IMAGES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_peak_of_a_step_is_the_real_one(name):
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
+    found = foreseer(model, x)
+    assert found.step().own_bytes == near(real_bytes(model, x))
+    assert found.step().held.total == bytes_of([*model.parameters(), *model.buffers(), x])
+    model.eval()
+    if name == "reentrant checkpoints":  # of which an inference has none
+        return
+    assert foreseer(model, x, False).step().own_bytes == near(
+        real_bytes(model, x, is_training=False)
+    )
+
+
+@pytest.mark.parametrize("name", ["2-D, batch norm", "residual", "bfloat16", "1-D"])
+def test_the_peak_in_channels_last_is_the_real_one(name):
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
+    found = foreseer(model, x).step(memory_format="channels_last")
+    assert found.own_bytes == near(real_bytes(model, x, memory_format="channels_last"))
+
+
+def divisible() -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(conv(8, 8), nn.GroupNorm(2, 8), nn.SiLU(), nn.Sequential(conv(8, 8)))
+
+    return nn.Sequential(conv(3, 8), block(), block(), block(), nn.Conv2d(8, 3, 1))
+
+
+DIVISIONS = {
+    "micro-batches": StepDivision((Segment("", 2),)),
+    "uneven micro-batches": StepDivision((Segment("1", 5),)),
+    "kept micro-batches": StepDivision((Segment("", 2, kept=2),)),
+    "recomputed": StepDivision((Segment("1", None), Segment("2", None))),
+    "a stretch": StepDivision((Segment("[1:4]", 4),)),
+    "nested": StepDivision((Segment("", 2), Segment("2", None))),
+    "nested twice": StepDivision((Segment("[1:4]", None), Segment("2", 4), Segment("2.3", None))),
+    "selective": StepDivision((Segment("", None, recompute=False, selective=True),)),
+    "selective and recomputed": StepDivision((Segment("", 2, kept=1, selective=True),)),
+    "a loop": StepDivision(micro_batch=3),
+    "a loop with segments": StepDivision((Segment("1", None), Segment("3", 2)), 4),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_the_peak_of_a_divided_step_is_the_real_one(name):
+    model, x, division = divisible(), torch.randn(8, 3, 32, 32), DIVISIONS[name]
+    found = foreseer(model, x)
+    own = found.step(division, names=())
+    assert own.own_bytes == near(real_bytes(model, x, division))
+    assert own.own_bytes < found.step().own_bytes
+    # Watching modules changes nothing.
+    assert found.step(division).own_bytes == own.own_bytes
+
+
+def lean(model: nn.Module, x: Tensor) -> Plan:
+    backend = open_backend("torch_cpu")
+    layers = trace_layers(model, x).layers
+    return in_chunks(backend, layers, 2, where_it_can(backend, "im2col_gemm", 2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["2-D, batch norm", "residual"])
+def test_the_peak_by_a_plan_is_the_real_one(name, seed, random_plan):
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
+    plan = random_plan(model, x, random.Random(seed)) if seed else lean(model, x)
+    own, found = foreseer(model, x).step(), foreseer(model, x).step(plan=plan)
+    assert found.own_bytes == near(real_bytes(model, x, plan=plan))
+    assert found.own_bytes != own.own_bytes
+
+
+def test_a_divided_step_by_a_plan_is_foreseen():
+    model, x = divisible(), torch.randn(8, 3, 32, 32)
+    division = StepDivision((Segment("1", 4), Segment("2", None)))
+    plan = lean(model, x)
+    found = foreseer(model, x).step(division, plan=plan)
+    assert found.own_bytes == near(real_bytes(model, x, division, plan=plan))
+    whole = ucudnn.foresee(model, x, replace(plan, segments=division.segments))
+    assert whole.peak_bytes == found.peak_bytes
+
+
+def test_several_examples_take_what_the_largest_takes():
+    model = NETWORKS["group norm"][0]()
+    small, large = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 32, 32)
+    found = foreseer(model, [small, large]).step()
+    assert found.own_bytes == near(real_bytes(model, [small, large]))
+    assert found.own_bytes == near(real_bytes(model, large))
+    assert found.held.others == small.nbytes + large.nbytes
+
+
+def test_calls_of_convolutions_are_those_of_the_real_step():
+    model, x = divisible(), torch.randn(4, 3, 16, 16)
+    found = foreseer(model, x).step()
+    assert list(found.layers) == trace_layers(model, x, real=True).layers
+    assert [one.problem for one in found.calls] == [problem for _, problem in found.layers]
+    assert found.biased == trace_layers(model, x, real=True).biased
+
+
+def state_of(model: nn.Module, x: Tensor) -> list[Any]:
+    tensors = [*model.state_dict().values(), x, *(one.grad for one in model.parameters()), x.grad]
+    copies = [one if one is None else one.clone() for one in tensors]
+    return [*copies, torch.get_rng_state(), random.getstate()]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("name", ["2-D, batch norm", "dropout", "checkpoints", "reads a number"])
+def test_nothing_of_the_callers_changes(name):
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape, requires_grad=True)
+    model(x).sum().backward()
+    before, gradients = state_of(model, x), [one.grad for one in model.parameters()]
+    random.random()
+    before[-1] = random.getstate()
+    foreseer(model, x).step(StepDivision((Segment("", 2),)))
+    ucudnn.foresee(model, x)
+    assert all(map(is_same, before, state_of(model, x)))
+    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    # Its next step is as if nothing had been foreseen.
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        torch.manual_seed(1)
+        one.zero_grad()
+        one(x).square().sum().backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_an_operator_without_memory_for_its_operands_is_measured_in_parts(monkeypatch):
+    # As many samples as channels: weights are not cut.
+    model = Autocast(nn.Sequential(conv(8, 16), nn.GroupNorm(2, 16), nn.SiLU(), conv(16, 8)))
+    x, run = torch.randn(16, 8, 24, 24), OperatorTable._run
+    whole = foreseer(model, x).step().own_bytes
+    sizes = []
+
+    def scarce(self, operator, args, kwargs):
+        tensors = [one for one in torch.utils._pytree.tree_leaves(args) if isinstance(one, Tensor)]
+        sizes.append(max(one.nbytes for one in tensors))
+        if sizes[-1] > x.nbytes // 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        return run(self, operator, args, kwargs)
+
+    tables: dict[Any, OperatorTable] = {}
+    monkeypatch.setattr("ucudnn.steps.operators._tables", tables)
+    monkeypatch.setattr(OperatorTable, "_run", scarce)
+    found = foreseer(model, x).step()
+    assert max(sizes) > x.nbytes // 2
+    assert found.own_bytes == pytest.approx(whole, rel=0.01)
+    assert found.own_bytes == pytest.approx(real_bytes(model, x), rel=0.01)
+    assert not found.notes
+
+
+def test_a_lack_of_memory_is_told_from_other_errors():
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("a shape is wrong"))
+
+
+@torch.library.custom_op("ucudnn_tests::picky", mutates_args=())
+def picky(x: Tensor) -> Tensor:
+    """Refuses the values that an operator is measured with."""
+    if bool((x == 1).all()):
+        raise ValueError("all ones")
+    return x.clone()
+
+
+@picky.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Picky(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return picky(x.detach()) + x
+
+
+def test_an_operator_that_cannot_be_measured_is_noted():
+    model, x = nn.Sequential(conv(3, 8), Picky()), torch.randn(IMAGES)
+    found = foreseer(model, x).step()
+    (note,) = found.notes
+    assert "picky" in note
+    assert "all ones" in note
+    assert found.own_bytes == near(real_bytes(model, x))
+
+
+def test_what_fills_the_peak_is_named_by_module():
+    model, x = nn.Sequential(conv(3, 8), *(nn.Tanh() for _ in range(3))), torch.randn(IMAGES)
+    fills = dict(ucudnn.foresee(model, x, operators="none").fills)
+    unit = 8 * 4 * 32 * 32 * 4
+    assert {name: fills[name] for name in "123"} == dict.fromkeys("123", unit)
+    # At the backward of the last layer, gradients of its result and its argument; scalars of the loss.
+    assert fills["backward"] == pytest.approx(2 * unit, abs=4096)
+    found = ucudnn.foresee(model[:3], x)
+    fills = dict(found.fills)
+    assert fills["inside an operator"] > 0
+    assert sum(fills.values()) + sum(size for _, size in found.held) == found.peak_bytes
+    assert dict(found.held)["parameters"] == bytes_of([*model.parameters()])
+    assert [size for _, size in found.fills] == sorted(fills.values(), reverse=True)
+    assert (found.batch, found.is_training, found.notes) == (4, True, ())
+    assert found.time_ns > 0
+    assert "a training step of 4 samples has at most" in str(found)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_an_optimiser_is_that_of_torchs(optimizer):
+    kinds = {
+        "sgd": torch.optim.SGD,
+        "momentum": partial(torch.optim.SGD, momentum=0.9),
+        "rmsprop": torch.optim.RMSprop,
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    model, x = NETWORKS["group norm"][0](), torch.randn(IMAGES)
+    model[0].bias.requires_grad_(False)
+    without = ucudnn.foresee(model, x, optimizer="sgd").peak_bytes
+    found = ucudnn.foresee(model, x, optimizer=optimizer)
+    state = dict(found.held).get("optimiser state", 0)
+    assert found.peak_bytes == without + state
+    if optimizer not in kinds:  # torch has none
+        return
+    used = kinds[optimizer](model.parameters(), lr=1e-3)
+    model(x).sum().backward()
+    used.step()
+    used.zero_grad()
+    trained = [used.state[one] for one in model.parameters() if one.requires_grad]
+    states = [leaf for one in trained for leaf in one.values() if torch.is_tensor(leaf)]
+    # Counts of steps are single numbers.
+    assert state == sum(one.nbytes for one in states if one.dim())
+    # What a model's optimiser has counts without being named, and of all parameters.
+    assert dict(ucudnn.foresee(model, x).held).get("optimiser state", 0) >= bytes_of(states)
+
+
+def test_an_unknown_optimiser_is_refused():
+    with pytest.raises(ConfigError, match="optimizer must be one of sgd, .*adamw, got 'sofia'"):
+        ucudnn.foresee(conv(3, 8), torch.randn(IMAGES), optimizer="sofia")
+
+
+@pytest.mark.parametrize("name", ["2-D, batch norm", "residual", "attention", "checkpoints"])
+@pytest.mark.parametrize("batch", [1, 9])
+def test_another_batch_is_foreseen_from_the_same_example(name, batch):
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
+    found = ucudnn.foresee(model, x, batch=batch)
+    real = torch.randn(batch, *shape[1:])
+    held = bytes_of([*model.parameters(), *model.buffers(), real])
+    assert found.batch == batch
+    assert found.peak_bytes == near(held + real_bytes(model, real))
+
+
+def test_operators_in_part_or_none_are_near_or_below():
+    model = nn.Sequential(conv(8, 32), nn.GroupNorm(2, 32), nn.SiLU(), conv(32, 8))
+    x = torch.empty(48, 8, 112, 112)
+    whole, parts, none = (
+        ucudnn.foresee(model, x, operators=one) for one in ("whole", "in part", "none")
+    )
+    assert 64 * MIB < 48 * 32 * 112 * 112 * 4  # the operands of which only parts are measured
+    assert parts.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+    assert parts.time_ns > 0
+    assert none.time_ns == 0
+    # Without what operators need inside: here a kernel's workspace, or what is copied for it.
+    assert 0.5 * whole.peak_bytes < none.peak_bytes <= whole.peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_largest_batch_is_that_of_brute_force(seed):
+    chance = random.Random(seed)
+    steps = [chance.choice([0, 1, 7, 1000]) for _ in range(300)]
+    peaks = [chance.randrange(50)]
+    for one in steps:
+        peaks.append(peaks[-1] + one)
+    calls = []
+
+    def peak_at(batch):
+        calls.append(batch)
+        return peaks[batch] if batch < len(peaks) else peaks[-1] + 1000 * (batch - len(peaks) + 1)
+
+    for budget in (peaks[1] - 1, peaks[1], chance.choice(peaks), peaks[-1], peaks[-1] + 5500):
+        calls.clear()
+        largest = max((n for n in range(1, 400) if peak_at(n) <= budget), default=0)
+        calls.clear()
+        expected = (largest, peak_at(largest)) if largest else (0, 0)
+        assert largest_batch(peak_at, chance.randint(1, 64), budget) == expected
+
+
+def test_the_largest_batch_of_a_model_is_that_of_brute_force():
+    model, x = (
+        nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)),
+        torch.randn(4, 3, 24, 24),
+    )
+    peaks = {
+        n: ucudnn.foresee(model, x, batch=n, optimizer="adam").peak_bytes for n in range(1, 25)
+    }
+    plan = lean(model, torch.randn(24, 3, 24, 24))
+    by_plan = {n: ucudnn.foresee(model, x, plan, batch=n).peak_bytes for n in range(1, 25)}
+    for limit in (peaks[1] - 1, peaks[7], peaks[20] - 1):
+        found = largest_batches(model, x, None, Config(), limit, optimizer="adam")
+        assert found == {"undivided": max((n for n in peaks if peaks[n] <= limit), default=0)}
+    limit = by_plan[9]
+    found = largest_batches(model, x, plan, Config(), limit)
+    assert found["by the plan"] == max(n for n in by_plan if by_plan[n] <= limit)
+
+
+class Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("not these inputs")
+
+
+def test_a_model_that_refuses_its_inputs_is_an_error():
+    with pytest.raises(ConfigError, match="does not accept example inputs .*not these inputs"):
+        ucudnn.foresee(Refusing(), torch.randn(IMAGES))
