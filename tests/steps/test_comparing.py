@@ -13,7 +13,8 @@ from torch import nn
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.execution.micro_batching import located
 from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer
@@ -21,7 +22,12 @@ from ucudnn.steps.independence import Independence
 from ucudnn.steps.run import Steps
 from ucudnn.steps.tracing import trace_layers
 
-QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 5.0, "step_race": False}
+# A busy machine may leave no time for kernels, which is not what these tests are about.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
+]
+QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 15.0, "step_race": False}
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +186,10 @@ def gradients(model, x):
 
 @pytest.mark.slow
 def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_path):
+    def part(model, name):
+        module, stretch = located(model, [name])[name]
+        return module if stretch is None else module[stretch.begin : stretch.end]
+
     # The proof finds nothing, so that only the comparison is left.
     def trusting(model, step, sizes):
         step()
@@ -189,7 +199,7 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
             name: Independence(
                 **how
                 | {
-                    key: (tuple(n for n, _ in model.get_submodule(name).named_modules()),)
+                    key: (tuple(n for n, _ in part(model, name).named_modules()),)
                     for key in ("divides_in", "repeats_in")
                 }
             )
@@ -253,5 +263,6 @@ def test_a_loop_that_computes_something_else_is_refused(monkeypatch, tmp_path):
 
     monkeypatch.setattr(PlanComparer, "compare", wrong)
     config = Config(memory_budget="70%", loop=True, cache=str(tmp_path), **QUICK)
-    with pytest.raises(PlanError, match="loop .*the gradient differs; leave out loop=True"):
+    # Segments without a loop differ, too.
+    with pytest.raises((ConfigError, PlanError), match="loop .*the gradient differs"):
         ucudnn.tune(model, x, config)

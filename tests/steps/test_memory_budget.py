@@ -155,7 +155,7 @@ def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, under_m
     unlimited = tuned(model, x, "1GiB", kind)
     least = smallest(model, x, kind)
     low, high = least.memory.budget_bytes, unlimited.memory.torch_peak_bytes
-    assert low < high
+    assert low <= high
     budgets = [low + (high - low) * part // 4 for part in range(1, 5)]
     plans = [least, *(tuned(model, x, budget, kind) for budget in budgets)]
     for number, plan in enumerate(plans):

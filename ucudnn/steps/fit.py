@@ -38,6 +38,8 @@ from ucudnn.units import format_bytes, format_sizes
 # The largest number of passes. If kernels need more memory than a division leaves to them, the next
 # pass leaves them more, or divides the step in another way.
 _MOST_PASSES = 6
+# A refusal names a peak that is rounded up by no more than this factor.
+_ROUNDED = 1.1
 # The most ways that a refusal lists.
 _LISTED = 6
 # Only modules of exactly these classes are swapped by `convert_`.
@@ -232,7 +234,8 @@ def _fitted(
             spared += max(0, _smallest(error) - budget)
         else:
             if plan is not None and plan.memory is not None:
-                reached.note(plan.division, plan.memory.plan_peak_bytes, plan.memory.plan_ns)
+                took = plan.memory.plan_peak_bytes, plan.memory.plan_ns
+                reached.note(plan.division, *took, budget)
                 of_budget = replace(plan.memory, budget_bytes=budget)
                 return replace(plan, memory=of_budget, reasons=found.reasons)
         reached.drop(choice.division)
@@ -241,7 +244,8 @@ def _fitted(
     if found.ways and not errors:
         # The smallest way is accepted when its peak is asked for.
         smallest = search().smallest(loop=config.loop)
-        reached.note(smallest.division, smallest.peak_bytes, smallest.profile.time_ns)
+        took = smallest.peak_bytes, smallest.profile.time_ns
+        reached.note(smallest.division, *took, round(_ROUNDED * smallest.peak_bytes))
     raise min(errors, key=_smallest, default=refusal(found.ways, found.reasons))
 
 
@@ -253,9 +257,12 @@ class _Found(NamedTuple):
 
 
 class _Way(NamedTuple):
+    """A way to run a step, which was the fastest within a budget."""
+
     division: StepDivision
     peak_bytes: int
     time_ns: int
+    budget_bytes: int
 
 
 @dataclass
@@ -267,10 +274,11 @@ class _Reached:
 
     ways: list[_Way] = field(default_factory=list)
 
-    def note(self, division: StepDivision, peak_bytes: int, time_ns: int) -> None:
-        """Note a way."""
-        self.drop(division)
-        self.ways.append(_Way(division, peak_bytes, time_ns))
+    def note(self, *way: Any) -> None:
+        """Note a way, by the fields of `_Way`."""
+        noted = _Way(*way)
+        self.drop(noted.division)
+        self.ways.append(noted)
 
     def drop(self, division: StepDivision) -> None:
         """Forget a way, because no plan can be made for it."""
@@ -279,9 +287,9 @@ class _Reached:
     def choices(self, budget: int) -> list[_Choice]:
         """The fastest way within a budget, within the peak that it had, or else within the budget.
 
-        Empty if no way within the budget is known.
+        Empty if none is known. For a larger budget than that of a way, a faster one may be found.
         """
-        within = [one for one in self.ways if one.peak_bytes <= budget]
+        within = [one for one in self.ways if one.peak_bytes <= budget <= one.budget_bytes]
         best = sorted(within, key=lambda one: one.time_ns)[:1]
         tight = [_Choice(one.division, most_bytes=one.peak_bytes) for one in best]
         return tight + [_Choice(one.division) for one in best]

@@ -389,7 +389,8 @@ class Foreseer:
         """
         if names is None and (division != WHOLE or plan is not None):
             names = ()
-        key = division, memory_format, self.batch, names and frozenset(names)
+        noted = None if names is None else frozenset(names)
+        key = division, memory_format, self.batch, noted
         if plan is None and key in self._steps:
             return self._steps[key]
         arguments = division, memory_format, plan, names
