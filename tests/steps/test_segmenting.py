@@ -16,7 +16,9 @@ from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.steps.run import tensors_of
+from ucudnn.kernels.deadline import Deadline
+from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.run import Steps, tensors_of
 from ucudnn.steps.search import SegmentSearch
 
 QUICK = {"effort": "quick", "policy": "undivided", "time_budget_s": 5.0, "step_race": False}
@@ -80,6 +82,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (8, 1, 400),
     ),
 }
+
+
+def searching(model: nn.Module, x: Tensor, deadline: Deadline | None = None) -> SegmentSearch:
+    """A search for segments of a training step."""
+    return SegmentSearch(Foreseer(model, x, open_backend("torch_cpu")), deadline)
 
 
 def peak_of_steps(model: nn.Module, x: Tensor, plan: ucudnn.Plan | None) -> int:
@@ -151,7 +158,7 @@ def test_a_budget_is_kept_by_real_steps_or_refused(name, share, loop, tmp_path):
 
 
 def test_micro_batches_are_kept_where_there_is_memory():
-    search = SegmentSearch(blocks(groups), torch.randn(IMAGES), open_backend("torch_cpu"), True)
+    search = searching(blocks(groups), torch.randn(IMAGES))
     found = search.within(search.seen[0].peak_bytes // 2)
     assert found.peak_bytes <= search.seen[0].peak_bytes // 2
     assert any(one.kept for one in found.division.segments)
@@ -201,15 +208,15 @@ def test_a_budget_that_no_way_keeps_names_the_ways():
 
 def test_what_is_foreseen_is_what_steps_measure():
     model, x = blocks(none), torch.randn(IMAGES)
-    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True)
+    search = searching(model, x)
     whole = search.seen[0]
     # Recomputed as a whole, all that one block keeps is there only while it runs.
     peaks = dict(search.table().front())
     assert max(peaks) == whole.peak_bytes
     for size in (4, 2, 1):
-        seen = search.try_(StepDivision((Segment("", size),)))
+        seen = search.foresee(StepDivision((Segment("", size),)))
         assert seen.peak_bytes < whole.peak_bytes * (size / 8 + 0.2)
-    assert search.try_(WHOLE).peak_bytes == whole.peak_bytes
+    assert search.foresee(WHOLE).peak_bytes == whole.peak_bytes
     best = search.within(whole.peak_bytes // 3)
     assert best.peak_bytes <= whole.peak_bytes // 3
 
@@ -217,8 +224,8 @@ def test_what_is_foreseen_is_what_steps_measure():
 @pytest.mark.parametrize("loop", [False, True])
 def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
     model, x = blocks(none, 8, 12), torch.randn(8, 3, 64, 64)
-    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
-    one = search.try_(StepDivision(micro_batch=1) if loop else StepDivision((Segment("", 1),)))
+    search = searching(model, x, Deadline.within(0.0))
+    one = search.foresee(StepDivision(micro_batch=1) if loop else StepDivision((Segment("", 1),)))
     limit = one.peak_bytes * 9 // 10
     seen = search.in_parts(limit, inside=True) if loop else search.within(limit, inside=True)
     assert seen is not None
@@ -231,24 +238,25 @@ def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
 
 def test_of_two_steps_the_times_taken_in_turn_decide(monkeypatch):
     model, x = blocks(none, 8, 2), torch.randn(4, 3, 16, 16)
-    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True)
+    search = searching(model, x)
     loop, segment = (
-        search.try_(one) for one in (StepDivision(micro_batch=1), StepDivision((Segment("", 1),)))
+        search.foresee(one) for one in (StepDivision(micro_batch=1), StepDivision((Segment("", 1),)))
     )
     turns = {loop.division: itertools.cycle((5, 9, 9)), segment.division: itertools.repeat(8)}
     monkeypatch.setattr(search, "elapsed_ns", lambda one: next(turns[one]))
-    faster = search.faster_of(loop._replace(time_ns=1), segment)
+    loop.times_ns = [1]
+    faster = search.faster_of(loop, segment)
     assert (faster.division, faster.time_ns) == (segment.division, 8)
-    assert {one.division: one.time_ns for one in search.seen}[loop.division] == 9
+    assert loop.time_ns == 9
     assert search.faster_of(segment, segment) is segment
 
 
 def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():
     model = nn.Sequential(*blocks(groups, 8, 12)[:13], nn.Conv2d(8, 8, 1))
-    x, backend = torch.randn(8, 3, 72, 72), open_backend("torch_cpu")
-    found, by_hand = (SegmentSearch(model, x, backend, True, until=0.0) for _ in range(2))
+    x = torch.randn(8, 3, 72, 72)
+    found, by_hand = (searching(model, x, Deadline.within(0.0)) for _ in range(2))
     inside = (Segment(str(number), None) for number in range(1, 13))
-    wanted = by_hand.try_(StepDivision((Segment("", 1), *inside)))
+    wanted = by_hand.foresee(StepDivision((Segment("", 1), *inside)))
     assert found.within(1, inside=True).peak_bytes <= wanted.peak_bytes
 
 
@@ -268,7 +276,7 @@ class Overwriting(nn.Module):
 def test_a_model_that_cannot_be_recomputed_selectively_is_searched_all_the_same():
     model, x = Overwriting(), torch.randn(4, 3, 16, 16)
     model(x).sum().backward()
-    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
+    search = searching(model, x, Deadline.within(0.0))
     assert [one.division for one in search.seen] == [WHOLE]
 
 
@@ -279,7 +287,7 @@ def test_tuning_runs_a_step_that_is_recomputed_selectively(tmp_path):
         plan = ucudnn.tune(model, x, Config(memory_budget="60%", cache=str(tmp_path), **QUICK))
     by_torch, selective, *_ = plan.memory.ways
     assert "selectively" in selective.name
-    assert selective.peak_bytes < by_torch.peak_bytes
+    assert selective.foreseen_bytes < by_torch.foreseen_bytes
 
 
 class Perceptron(Block):
@@ -296,22 +304,28 @@ def test_the_peak_of_a_recomputed_block_is_foreseen_exactly(size, selective):
     model = nn.Sequential(nn.Linear(3, 8), *(Perceptron(8) for _ in range(4)))
     x = torch.randn(8, 64, 64, 3)
     one = Segment("2", size, selective=selective)
-    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True)
-    search.try_(StepDivision((one,)))
-    known = search._known[one]
+    search = searching(model, x)
+    seen = search.foresee(StepDivision((one,)))
+    assert seen is not None
+    known = search._known[one, 0]
     # torch.utils.checkpoint keeps the state of a random number generator for each micro-batch.
     states = len(x) // (size or len(x)) * torch.get_rng_state().numel() * 5 // 4
     for name in ("kept_bytes", "peak_bytes"):
         wanted = getattr(known.foreseen, name)
-        assert getattr(known.measured, name) == pytest.approx(wanted, abs=states)
+        assert getattr(known.estimated, name) == pytest.approx(wanted, abs=states)
+    # A real step takes what was foreseen.
+    search.run(seen)
+    assert seen.real_bytes == seen.peak_bytes
 
 
 def test_steps_that_fit_are_timed_again_because_one_of_them_was_slow_by_chance(monkeypatch):
-    search = SegmentSearch(blocks(groups), torch.randn(IMAGES), open_backend("torch_cpu"), True)
-    slower, faster = (search.try_(StepDivision((Segment("", size),))) for size in (4, 2))
+    search = searching(blocks(groups), torch.randn(IMAGES))
+    slower, faster = (search.foresee(StepDivision((Segment("", size),))) for size in (4, 2))
     limit = max(slower.peak_bytes, faster.peak_bytes)
-    by_chance = {slower.division: 900, faster.division: 1000}
-    search.seen = [one._replace(time_ns=by_chance.get(one.division, 2000)) for one in search.seen]
+    for one in search.seen:
+        one.times_ns = [2000]
+    slower.times_ns, faster.times_ns = [900], [1000]
     times = {slower.division: 800, faster.division: 700}
     monkeypatch.setattr(search, "elapsed_ns", lambda division: times.get(division, 2000))
+    monkeypatch.setattr(search, "run", lambda seen: seen.times_ns.append(2000))
     assert search.within(limit).division == faster.division
