@@ -1,6 +1,7 @@
 """Tune steps that do not fit the memory there is: run in a process whose address space is limited.
 
-Argument: the names of networks of `NETWORKS`. For each and for each share of torch's peak, a line
+Arguments: names of networks of `NETWORKS`. In the environment, MALLOC_MMAP_THRESHOLD_ must be small,
+so that what is freed leaves the address space. For each and for each share of torch's peak, a line
 of JSON says what was found there: the budget, the peaks of real steps, and what torch's step did.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import resource
 import sys
 import warnings
@@ -22,13 +24,12 @@ from torch import Tensor, nn
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.failures import is_out_of_memory
-from ucudnn.errors import first_line
 from ucudnn.steps.run import run_step
 from ucudnn.units import format_bytes
 
 MIB = 1 << 20
 # Bytes of address space beside those of the step: stacks of threads, and what libraries map.
-BESIDE = 192 * MIB
+BESIDE = 96 * MIB
 
 
 def blocks(norm: Callable[[int], nn.Module], count: int) -> nn.Module:
@@ -88,6 +89,20 @@ def step_by(plan: ucudnn.Plan, model: nn.Module, x: Tensor) -> Callable[[], None
     return step
 
 
+def torch_runs(model: nn.Module, x: Tensor) -> bool:
+    """True if there is memory for its forward alone, in a child."""
+    child = os.fork()
+    if child == 0:
+        try:
+            model(x)
+        except RuntimeError as error:
+            os._exit(1 if is_out_of_memory(error) else 2)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 1)
+    return status == 0
+
+
 def found_in(
     model: nn.Module, x: Tensor, share: int, needed: int, **settings: Any
 ) -> dict[str, Any]:
@@ -95,15 +110,7 @@ def found_in(
     budget = needed // share
     limit = used_bytes() + budget + BESIDE
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    row: dict[str, Any] = {"budget": budget, "needed": needed}
-    try:
-        run_step(model, x)
-        row["torch"] = "it ran"
-    except RuntimeError as error:
-        row["torch"] = "out of memory" if is_out_of_memory(error) else first_line(error)
-        del error
-    model.zero_grad()
-    gc.collect()
+    row: dict[str, Any] = {"budget": budget, "needed": needed, "torch runs": torch_runs(model, x)}
     try:
         row["foreseen"] = ucudnn.foresee(model, x).peak_bytes
         settings = {"effort": "quick", "time_budget_s": 8, **settings}
@@ -116,7 +123,8 @@ def found_in(
     held = sum(one.nbytes for one in (*twin.parameters(), *twin.buffers(), x))
     row["peak"] = held + peak_of(step_by(plan, twin, x))
     race = plan.step_race
-    return {**row, "planned": plan.memory.plan_peak_bytes, "race": race.reason if race else ""}
+    row |= {"planned": plan.memory.plan_peak_bytes, "race": race.reason if race else ""}
+    return row
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import cut_up, has_samples, located, modes_of, reason_of_hooks
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
@@ -38,6 +39,8 @@ _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, t
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # If parts of one sample compute something else, parts of at least so many may not.
 _LEAST = 2
+# A reason against micro-batches.
+UPDATES = "it updates its buffers"
 _OTHER = "part of a batch gives other results"
 # If more lists than these are as long as the batch, all of them belong to samples, or none does.
 _MOST_LISTS = 3
@@ -223,6 +226,8 @@ class _Probe:
             try:
                 found = trial.finding(self.size)
             except STEP_ERRORS as error:
+                if is_out_of_memory(error):  # it says nothing of the module
+                    raise
                 reason = f"it fails where samples are changed or missing ({first_line(error)})"
                 found = Independence(reason, trial.repeats)
             modes = (modes_of(self.module),)
@@ -348,7 +353,7 @@ class _Trial:
     def _reason_of_state(self, whole: _Run) -> str:
         """Why what a call reads and leaves forbids micro-batches."""
         if self._is_updating:
-            return "it updates its buffers"
+            return UPDATES
         if self._draws_of_its_own:
             return "it draws from a generator of its own"
         with torch.no_grad():

@@ -23,7 +23,7 @@ from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Segment, StepDivision, Stretch, is_inside, stretch_of
 from ucudnn.solvers import Node, Option, OuterOption, SegmentTable, segment
 from ucudnn.steps.foresee import Foreseer
-from ucudnn.steps.independence import Independence, examined
+from ucudnn.steps.independence import UPDATES, Independence, examined
 from ucudnn.steps.profile import ModuleCall, ModuleCost, ModuleWatcher, StepProfile
 from ucudnn.steps.race import race, raced_of, tells
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode
@@ -374,8 +374,23 @@ class SegmentSearch:
     def _may_be(self, one: Segment) -> bool:
         if one.selective and one.module in self._unselective:
             return False
+        if one.micro_batch is not None and any(
+            is_inside(name, one.module) for name in self._updating
+        ):
+            return False
         found = self.findings.get(one.module)
         return found is None or found.allows(one)
+
+    @property
+    def _updating(self) -> list[str]:
+        """Modules that update buffers, so that none around them can run in micro-batches."""
+        return [name for name, one in self.findings.items() if one.reason == UPDATES]
+
+    def _innermost(self) -> dict[str, int]:
+        """Modules that may be segments and have none inside, each with a size to examine it with."""
+        names = {one.module for one, _ in self._known}
+        outer = [name for name in names if any(is_inside(other, name) for other in names)]
+        return dict.fromkeys(names.difference(outer), 1)
 
     def _option(self, known: _Known) -> Option:
         found = known.foreseen or known.estimated
@@ -433,6 +448,8 @@ class SegmentSearch:
             chosen = _one_for_each([option for option in options if option.choice is not None])
             self.examine({one.module: one.micro_batch or 1 for one in chosen})
             if not all(map(self._may_be, chosen)):
+                # What holds for a module holds for all modules and stretches around it.
+                self.examine(self._innermost())
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
             is_new = all(one.division != division for one in self.seen)
@@ -636,9 +653,18 @@ class SegmentSearch:
             self._outer.examine(left)
         elif left:
             steps, samples = self.steps(), self._batch_to_examine()
-            self._examined_batch = samples
-            with gradient_mode(self._is_training):
-                found = examined(steps.model, partial(steps.first, samples), left)
+            while True:
+                self._examined_batch = samples
+                try:
+                    with gradient_mode(self._is_training):
+                        found = examined(steps.model, partial(steps.first, samples), left)
+                except STEP_ERRORS as error:
+                    if not is_out_of_memory(error) or samples < 2 * _LEAST_EXAMINED:
+                        raise
+                    free_after(error)
+                    samples //= 2
+                else:
+                    break
             self.findings.update(found)
 
     def _batch_to_examine(self) -> int:
