@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ucudnn.errors import ConfigError, PlanError, quoted
@@ -145,6 +146,7 @@ class Stretch(NamedTuple):
         return self.module == other.module and not is_apart
 
 
+@lru_cache(1 << 14)
 def stretch_of(name: str) -> Stretch | None:
     """The stretch that a name stands for; None for the name of a module.
 
@@ -159,6 +161,7 @@ def stretch_of(name: str) -> Stretch | None:
     return Stretch(found[1], int(found[2]), int(found[3]))
 
 
+@lru_cache(1 << 16)
 def is_inside(name: str, other: str) -> bool:
     """True if a module or stretch is inside another one.
 

@@ -1,8 +1,9 @@
 """Tune steps that do not fit the memory there is: run in a process whose address space is limited.
 
-Arguments: names of networks of `NETWORKS`. In the environment, MALLOC_MMAP_THRESHOLD_ must be small,
-so that what is freed leaves the address space. For each and for each share of torch's peak, a line
-of JSON says what was found there: the budget, the peaks of real steps, and what torch's step did.
+Arguments: names of networks of `NETWORKS`. In the environment, MALLOC_MMAP_THRESHOLD_ must be
+small, so that what is freed leaves the address space. For each and for each share of torch's peak,
+a line of JSON says what was found there: the budget, the peaks of real steps, and what torch's step
+did.
 """
 
 from __future__ import annotations

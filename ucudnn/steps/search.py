@@ -374,9 +374,8 @@ class SegmentSearch:
     def _may_be(self, one: Segment) -> bool:
         if one.selective and one.module in self._unselective:
             return False
-        if one.micro_batch is not None and any(
-            is_inside(name, one.module) for name in self._updating
-        ):
+        is_cut = one.micro_batch is not None
+        if is_cut and any(is_inside(name, one.module) for name in self._updating):
             return False
         found = self.findings.get(one.module)
         return found is None or found.allows(one)
@@ -387,7 +386,7 @@ class SegmentSearch:
         return [name for name, one in self.findings.items() if one.reason == UPDATES]
 
     def _innermost(self) -> dict[str, int]:
-        """Modules that may be segments and have none inside, each with a size to examine it with."""
+        """Modules that may be segments and have none inside, each with a size of micro-batches."""
         names = {one.module for one, _ in self._known}
         outer = [name for name in names if any(is_inside(other, name) for other in names)]
         return dict.fromkeys(names.difference(outer), 1)
