@@ -211,8 +211,8 @@ def _swap(
 
 
 def _require_some(plan: Plan, found: _Found) -> None:
-    """Refuse a plan that covers no convolution of the model, unless the plan has segments."""
-    if not found.matched and not plan.segments:
+    """Refuse a plan that covers no convolution of the model, unless it divides the step."""
+    if not found.matched and plan.division == WHOLE:
         listed = _listed(found.otherwise)
         raise PlanError(
             f"the plan of {len(plan.kernels)} kernels covers none of this model's "

@@ -651,20 +651,27 @@ class SegmentSearch:
         if self._outer is not None:
             self._outer.examine(left)
         elif left:
-            steps, samples = self.steps(), self._batch_to_examine()
-            while True:
-                self._examined_batch = samples
-                try:
-                    with gradient_mode(self._is_training):
-                        found = examined(steps.model, partial(steps.first, samples), left)
-                except STEP_ERRORS as error:
-                    if not is_out_of_memory(error) or samples < 2 * _LEAST_EXAMINED:
-                        raise
-                    free_after(error)
-                    samples //= 2
-                else:
-                    break
-            self.findings.update(found)
+            samples = self._batch_to_examine()
+            while (found := self._examined(left, samples)) is None and samples > _LEAST_EXAMINED:
+                samples //= 2
+            # What could not be found out for lack of memory is not assumed.
+            unknown = Independence("there is no memory to find out whether it may run in parts")
+            self.findings.update(found or dict.fromkeys(left, unknown))
+
+    def _examined(
+        self, sizes: Mapping[str, int], samples: int
+    ) -> Mapping[str, Independence] | None:
+        """What is found out in a step of so many samples; None if there is no memory for it."""
+        self._examined_batch = samples
+        steps = self.steps()
+        try:
+            with gradient_mode(self._is_training):
+                return examined(steps.model, partial(steps.first, samples), sizes)
+        except STEP_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            free_after(error)
+            return None
 
     def _batch_to_examine(self) -> int:
         """Samples of the steps in which modules are examined: as many as memory and time allow."""
