@@ -50,11 +50,18 @@ def volume() -> nn.Module:
 
 
 # Network, shape of its inputs, shares of torch's peak that the machine has, more settings.
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+NETWORKS: dict[
+    str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...], dict[str, Any]]
+] = {
     "groups": (lambda: blocks(lambda n: nn.GroupNorm(4, n), 8), (48, 3, 96, 96), (2, 3, 4), {}),
     "batches": (lambda: blocks(nn.BatchNorm2d, 12), (32, 3, 96, 96), (2,), {}),
-    "volumes": (volume, (8, 1, 48, 48, 48), (2, 4), {"time_budget_s": 30}),
-    "loop": (lambda: blocks(lambda n: nn.GroupNorm(4, n), 8), (48, 3, 96, 96), (4,), {"loop": True}),
+    "volumes": (volume, (16, 1, 48, 48, 48), (3,), {"time_budget_s": 20}),
+    "loop": (
+        lambda: blocks(lambda n: nn.GroupNorm(4, n), 8),
+        (48, 3, 96, 96),
+        (4,),
+        {"loop": True},
+    ),
 }
 
 
@@ -96,7 +103,9 @@ def torch_runs(model: nn.Module, x: Tensor) -> bool:
     return status == 0
 
 
-def found_in(model: nn.Module, x: Tensor, share: int, needed: int, **settings: Any) -> dict[str, Any]:
+def found_in(
+    model: nn.Module, x: Tensor, share: int, needed: int, **settings: Any
+) -> dict[str, Any]:
     """Tune and run a step where there is room for a part of torch's step."""
     budget = needed // share
     limit = used_bytes() + budget + BESIDE

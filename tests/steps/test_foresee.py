@@ -215,7 +215,9 @@ def test_the_peak_of_a_step_is_the_real_one(name):
     model.eval()
     if name == "reentrant checkpoints":  # of which an inference has none
         return
-    assert foreseer(model, x, False).step().own_bytes == near(real_bytes(model, x, is_training=False))
+    assert foreseer(model, x, False).step().own_bytes == near(
+        real_bytes(model, x, is_training=False)
+    )
 
 
 @pytest.mark.parametrize("name", ["2-D, batch norm", "residual", "bfloat16", "1-D"])
@@ -493,8 +495,13 @@ def test_the_largest_batch_is_that_of_brute_force(seed):
 
 
 def test_the_largest_batch_of_a_model_is_that_of_brute_force():
-    model, x = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)), torch.randn(4, 3, 24, 24)
-    peaks = {n: ucudnn.foresee(model, x, batch=n, optimizer="adam").peak_bytes for n in range(1, 25)}
+    model, x = (
+        nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)),
+        torch.randn(4, 3, 24, 24),
+    )
+    peaks = {
+        n: ucudnn.foresee(model, x, batch=n, optimizer="adam").peak_bytes for n in range(1, 25)
+    }
     plan = lean(model, torch.randn(24, 3, 24, 24))
     by_plan = {n: ucudnn.foresee(model, x, plan, batch=n).peak_bytes for n in range(1, 25)}
     for limit in (peaks[1] - 1, peaks[7], peaks[20] - 1):

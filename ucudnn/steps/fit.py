@@ -230,6 +230,9 @@ def _fitted(
                 return replace(plan, reasons=tuple(dict(found).items()))
         if has_segments:
             search().leave_out(choice.division)
+    if not errors and has_segments and not config.loop:
+        search().foresee_loops()  # by which the budget may be kept
+        ways = search().ways()
     raise min(errors, key=_smallest, default=refusal(ways, reasons))
 
 
@@ -261,7 +264,7 @@ def _planned(
         needed = plan.memory.plan_foreseen_bytes
         raise PlanError(
             f"there is no memory here for a step by the plan, which needs {format_bytes(needed)}; "
-            f"lower the budget below it",
+            f"lower the budget below it"
         ) from error
     noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
     if measured > noted.budget_bytes:

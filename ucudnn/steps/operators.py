@@ -129,7 +129,9 @@ class OperatorTable:
                 cuts = (partial(_cut, count, part, is_weight) for part in (large, large // 2))
                 sizes = (partial(_cut_sizes, operator, count, n) for n in (large, large // 2))
                 found, half = (
-                    self._known_of(operator, tree_map(cut, shorten(args)), tree_map(cut, kwargs), way)
+                    self._known_of(
+                        operator, tree_map(cut, shorten(args)), tree_map(cut, kwargs), way
+                    )
                     for cut, shorten in zip(cuts, sizes, strict=True)
                 )
             except _ERRORS as error:

@@ -370,7 +370,9 @@ class SegmentSearch:
     def _may_be(self, one: Segment) -> bool:
         if one.selective and one.module in self._unselective:
             return False
-        if one.micro_batch is not None and any(is_inside(name, one.module) for name in self._updating):
+        if one.micro_batch is not None and any(
+            is_inside(name, one.module) for name in self._updating
+        ):
             return False
         found = self.findings.get(one.module)
         return found is None or found.allows(one)
@@ -558,6 +560,12 @@ class SegmentSearch:
             else:
                 best.is_allowed = False
         return None
+
+    def foresee_loops(self) -> None:
+        """Foresee loops over micro-batches of each size, if the model can run on parts."""
+        if not self.reason_against_parts():
+            for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
+                self.foresee(StepDivision(micro_batch=size))
 
     def reason_against_parts(self) -> str:
         """Why the model cannot run on parts of a batch one by one; "" if it can."""
