@@ -14,6 +14,7 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.execution.micro_batching import modes_of, named_parts
 from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer
@@ -23,7 +24,7 @@ from ucudnn.steps.tracing import trace_layers
 
 # On a busy machine, some kernels stay torch's own.
 pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 5.0, "step_race": False}
+QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 15.0, "step_race": False}
 
 
 @pytest.fixture(autouse=True)
@@ -185,17 +186,11 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
     # The proof finds nothing, so that only the comparison is left.
     def trusting(model, step, sizes):
         step()
-        count, modes = 6, ((*(name for name, _ in model.named_modules()),),)
-        how = {"repeats": True, "samples": count, "divides_in": modes, "repeats_in": modes}
+        parts = dict(named_parts(model))
+        modes = {name: (modes_of(parts[name]),) for name in sizes}
         return {
-            name: Independence(
-                **how
-                | {
-                    key: (tuple(n for n, _ in model.get_submodule(name).named_modules()),)
-                    for key in ("divides_in", "repeats_in")
-                }
-            )
-            for name in sizes
+            name: Independence(repeats=True, samples=6, divides_in=one, repeats_in=one)
+            for name, one in modes.items()
         }
 
     monkeypatch.setattr("ucudnn.steps.search.examined", trusting)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from by_hand import in_chunks, where_it_can
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ucudnn
@@ -465,9 +464,9 @@ def test_operators_in_part_or_none_are_near_or_below():
     whole, parts, none = (
         ucudnn.foresee(model, x, operators=one) for one in ("whole", "in part", "none")
     )
-    assert 48 * 32 * 112 * 112 * 4 > 64 * MIB  # the operands of which only parts are measured
+    assert 64 * MIB < 48 * 32 * 112 * 112 * 4  # the operands of which only parts are measured
     assert parts.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
-    assert 0 < parts.time_ns
+    assert parts.time_ns > 0
     assert none.time_ns == 0
     # Without what operators need inside: here a kernel's workspace, or what is copied for it.
     assert 0.5 * whole.peak_bytes < none.peak_bytes <= whole.peak_bytes

@@ -15,15 +15,15 @@ import ucudnn
 from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.kernels.deadline import Deadline
+from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.foresee import Foreseer
-from ucudnn.steps.run import Steps, tensors_of
+from ucudnn.steps.run import tensors_of
 from ucudnn.steps.search import SegmentSearch
 
 # On a busy machine, some kernels stay torch's own; the budget is kept all the same.
 pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-QUICK = {"effort": "quick", "policy": "undivided", "time_budget_s": 5.0, "step_race": False}
+QUICK = {"effort": "quick", "policy": "undivided", "time_budget_s": 15.0, "step_race": False}
 
 
 class Block(nn.Module):
@@ -198,11 +198,22 @@ def test_a_budget_that_no_way_keeps_names_the_ways():
     model, x = blocks(groups), torch.randn(IMAGES)
     with pytest.raises(PlanError, match="smallest peak of a step that was found is") as info:
         ucudnn.tune(model, x, Config(memory_budget="120KiB", **QUICK))
-    lines = str(info.value).splitlines()
-    assert lines[1].startswith("  ")
-    assert any("loop, micro-batches of 1" in line for line in lines)
+    _, *lines = str(info.value).splitlines()
+    sizes = [line.rpartition(": ")[2] for line in lines if line.startswith("  ")]
+    assert sizes[0] in str(info.value).splitlines()[0]
     plan = ucudnn.tune(model, x, Config(memory_budget=info.value.smallest_bytes, **QUICK))
     assert plan.memory.plan_peak_bytes <= plan.memory.budget_bytes
+
+
+def test_a_refusal_says_that_a_loop_would_keep_the_budget(monkeypatch):
+    monkeypatch.setattr(SegmentSearch, "_may_be", lambda *_: False)
+    model, x = blocks(groups), torch.randn(IMAGES)
+    loop = Foreseer(model, x, open_backend("torch_cpu")).step(StepDivision(micro_batch=1))
+    with pytest.raises(PlanError, match="or set loop=True, by which it is kept") as info:
+        ucudnn.tune(model, x, Config(memory_budget=loop.peak_bytes, **QUICK))
+    assert any("loop, micro-batches of 1: " in line for line in str(info.value).splitlines())
+    with pytest.raises(PlanError, match="or lower the batch"):
+        ucudnn.tune(model, x, Config(memory_budget=loop.peak_bytes - 1, **QUICK))
 
 
 def test_what_is_foreseen_is_what_steps_measure():

@@ -233,7 +233,7 @@ def _fitted(
     if not errors and has_segments and not config.loop:
         search().foresee_loops()  # by which the budget may be kept
         ways = search().ways()
-    raise min(errors, key=_smallest, default=refusal(ways, reasons))
+    raise min(errors, key=_by_size, default=refusal(ways, reasons))
 
 
 def _planned(
@@ -284,6 +284,11 @@ def _excess(peak: int, budget: int) -> PlanError:
 
 def _smallest(error: PlanError) -> int:
     return error.smallest_bytes or 0
+
+
+def _by_size(error: PlanError) -> tuple[bool, int]:
+    """Sort key of errors: the smallest budget that suffices comes first, unknown ones last."""
+    return not error.smallest_bytes, _smallest(error)
 
 
 def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> None:

@@ -383,7 +383,7 @@ class SegmentSearch:
         return [name for name, one in self.findings.items() if one.reason == UPDATES]
 
     def _innermost(self) -> dict[str, int]:
-        """Modules that may be segments and have none inside, each with a size to examine it with."""
+        """Modules that may be segments and have none inside, each with a size to examine."""
         names = {one.module for one, _ in self._known}
         outer = [name for name in names if any(is_inside(other, name) for other in names)]
         return dict.fromkeys(names.difference(outer), 1)
