@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,13 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.execution.micro_batching import modes_of, named_parts
+from ucudnn.execution.micro_batching import located, modes_of
 from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer
 from ucudnn.steps.independence import Independence
 from ucudnn.steps.run import Steps
+from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
 
 # On a busy machine, some kernels stay torch's own.
@@ -186,8 +188,12 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
     # The proof finds nothing, so that only the comparison is left.
     def trusting(model, step, sizes):
         step()
-        parts = dict(named_parts(model))
-        modes = {name: (modes_of(parts[name]),) for name in sizes}
+        modes = {}
+        for name, (module, stretch) in located(model, sizes).items():
+            if stretch is not None:
+                children = [*module._modules.items()][stretch.begin : stretch.end]
+                module = nn.Sequential(OrderedDict(children))
+            modes[name] = (modes_of(module),)
         return {
             name: Independence(repeats=True, samples=6, divides_in=one, repeats_in=one)
             for name, one in modes.items()
@@ -249,6 +255,8 @@ def test_a_loop_that_computes_something_else_is_refused(monkeypatch, tmp_path):
         return Comparison(1.0, 0.1), "the gradient differs"
 
     monkeypatch.setattr(PlanComparer, "compare", wrong)
+    # The loop is the faster one.
+    monkeypatch.setattr(SegmentSearch, "faster_of", lambda _, loop, __: loop)
     config = Config(memory_budget="70%", loop=True, cache=str(tmp_path), **QUICK)
     with pytest.raises(PlanError, match="loop .*the gradient differs; leave out loop=True"):
         ucudnn.tune(model, x, config)

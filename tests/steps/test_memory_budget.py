@@ -314,7 +314,7 @@ def test_what_has_no_plan_and_does_not_fit_is_refused():
 def test_a_faster_step_may_exceed_the_budget_by_workspace(lost, size, monkeypatch, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv3d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 8, 3, padding=1))
-    x, backend = torch.randn(8, 4, 16, 16, 16), open_backend("torch_cpu")
+    x = torch.randn(8, 4, 16, 16, 16)
     foreseer = Foreseer(model, x, open_backend("torch_cpu"))
     of_four, of_two = (foreseer.step(StepDivision(micro_batch=n)) for n in (4, 2))
     budget = max(of_four.own_peak_bytes, of_two.peak_bytes) + 4096

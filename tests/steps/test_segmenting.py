@@ -207,6 +207,7 @@ def test_a_budget_that_no_way_keeps_names_the_ways():
 
 def test_a_refusal_says_that_a_loop_would_keep_the_budget(monkeypatch):
     monkeypatch.setattr(SegmentSearch, "_may_be", lambda *_: False)
+    monkeypatch.setattr(SegmentSearch, "_go_inside", lambda *_: None)
     model, x = blocks(groups), torch.randn(IMAGES)
     loop = Foreseer(model, x, open_backend("torch_cpu")).step(StepDivision(micro_batch=1))
     with pytest.raises(PlanError, match="or set loop=True, by which it is kept") as info:
