@@ -398,7 +398,7 @@ def test_what_fills_the_peak_is_named_by_module():
     fills = dict(ucudnn.foresee(model, x, operators="none").fills)
     unit = 8 * 4 * 32 * 32 * 4
     assert {name: fills[name] for name in "123"} == dict.fromkeys("123", unit)
-    # At the backward of the last layer, gradients of its result and its argument; and scalars.
+    # At the backward of the last layer, two gradients, and scalars of the loss.
     assert fills["backward"] == pytest.approx(2 * unit, abs=4096)
     found = ucudnn.foresee(model[:3], x)
     fills = dict(found.fills)

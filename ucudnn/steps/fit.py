@@ -242,11 +242,18 @@ def _fitted(
         if has_segments:
             search().leave_out(choice.division)
     if found.ways and not errors:
-        # The smallest way is accepted when its peak is asked for.
-        smallest = search().smallest(loop=config.loop)
-        took = smallest.peak_bytes, smallest.profile.time_ns
-        reached.note(smallest.division, *took, round(_ROUNDED * smallest.peak_bytes))
-    raise min(errors, key=_smallest, default=refusal(found.ways, found.reasons))
+        found = _at_least(search(), reached, loop=config.loop)
+    raise min(errors, key=_by_size, default=refusal(found.ways, found.reasons))
+
+
+def _at_least(search: SegmentSearch, reached: _Reached, *, loop: bool) -> _Found:
+    """All ways that are known, of which the smallest is accepted when its peak is asked for."""
+    if not loop:
+        search.foresee_loops()  # by which the budget may be kept
+    smallest = search.smallest(loop=loop)
+    took = smallest.peak_bytes, smallest.profile.time_ns
+    reached.note(smallest.division, *took, round(_ROUNDED * smallest.peak_bytes))
+    return _Found(search.ways(), search.reasons())
 
 
 class _Found(NamedTuple):
@@ -359,6 +366,11 @@ def _excess(peak: int, budget: int) -> PlanError:
 
 def _smallest(error: PlanError) -> int:
     return error.smallest_bytes or 0
+
+
+def _by_size(error: PlanError) -> tuple[bool, int]:
+    """Sort key of errors: the smallest budget that suffices comes first, unknown ones last."""
+    return not error.smallest_bytes, _smallest(error)
 
 
 def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> None:

@@ -569,6 +569,12 @@ class SegmentSearch:
                 best.is_allowed = False
         return None
 
+    def foresee_loops(self) -> None:
+        """Foresee loops over micro-batches of each size, if the model can run on parts."""
+        if not self.reason_against_parts():
+            for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
+                self.foresee(StepDivision(micro_batch=size))
+
     def reason_against_parts(self) -> str:
         """Why the model cannot run on parts of a batch one by one; "" if it can."""
         self.examine({"": max(1, self.batch // 2)})
