@@ -190,10 +190,11 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
         step()
         modes = {}
         for name, (module, stretch) in located(model, sizes).items():
+            children = [*module._modules.items()]
             if stretch is not None:
-                children = [*module._modules.items()][stretch.begin : stretch.end]
-                module = nn.Sequential(OrderedDict(children))
-            modes[name] = (modes_of(module),)
+                children = children[stretch.begin : stretch.end]
+            part = module if stretch is None else nn.Sequential(OrderedDict(children))
+            modes[name] = (modes_of(part),)
         return {
             name: Independence(repeats=True, samples=6, divides_in=one, repeats_in=one)
             for name, one in modes.items()
@@ -210,12 +211,12 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
     assert (gradients(model, x) - truth).norm() < 1e-3 * truth.norm()
     again = ucudnn.Plan.load(_saved(plan, tmp_path))
     assert (again.comparison, again.reasons) == (plan.comparison, plan.reasons)
-    # Within so little memory, every block must be a segment.
+    # Within so little memory, blocks must be recomputed.
     for block in model[2:]:
         block.append(Repeated())
     ucudnn.revert_(model)
     with pytest.raises(PlanError, match="(?s)too small.*differs from torch's") as caught:
-        ucudnn.tune(model, x, Config(memory_budget="45%", cache=str(tmp_path), **QUICK))
+        ucudnn.tune(model, x, Config(memory_budget="30%", cache=str(tmp_path), **QUICK))
     assert "smallest peak" in str(caught.value)
 
 

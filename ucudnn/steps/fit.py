@@ -34,6 +34,8 @@ from ucudnn.units import format_bytes, format_sizes
 # The largest number of passes. If kernels need more memory than a division leaves to them, the next
 # pass leaves them more, or divides the step in another way.
 _MOST_PASSES = 6
+# The most divisions for which plans are made, with those that compute something else than torch.
+_MOST_DIVISIONS = 24
 # The most ways that a refusal lists.
 _LISTED = 6
 # Only modules of exactly these classes are swapped by `convert_`.
@@ -211,7 +213,7 @@ def _fitted(
     reasons: tuple[tuple[str, str], ...] = ()
     errors: list[PlanError] = []
     spared = 0  # bytes that steps needed beyond the budget in earlier passes
-    for _ in range(_MOST_PASSES):
+    for _ in range(_MOST_DIVISIONS):
         choice, first = first, None
         if choice is None and has_segments:
             choice = _chosen(search(), budget - spared, loop=config.loop)
@@ -219,15 +221,15 @@ def _fitted(
         if choice is None:
             break
         step = DividedStep(foreseer, choice.division, config, replace(memory, ways=ways))
-        try:
-            plan = _planned(step, choice, search, make_plan, compare)
-        except PlanError as error:
-            errors.append(error)
-            spared += max(0, _smallest(error) - budget)
-        else:
-            if plan is not None:
-                found = search().reasons() if ways else ()
-                return replace(plan, reasons=tuple(dict(found).items()))
+        plan = _planned(step, choice, search, make_plan, compare)
+        if isinstance(plan, Plan):
+            found = search().reasons() if ways else ()
+            return replace(plan, reasons=tuple(dict(found).items()))
+        if plan is not None:
+            errors.append(plan)
+            spared += max(0, _smallest(plan) - budget)
+        if len(errors) == _MOST_PASSES:
+            break
         if has_segments:
             search().leave_out(choice.division)
     if not errors and has_segments and not config.loop:
@@ -242,9 +244,12 @@ def _planned(
     search: Callable[[], SegmentSearch],
     make_plan: Callable[[DividedStep], Plan],
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
-) -> Plan | None:
-    """The plan of a divided step, measured; None if the step must be divided in another way."""
-    plan = _checked(step, make_plan, choice)
+) -> Plan | PlanError | None:
+    """The plan of a divided step, measured, or the error; None: another division is better."""
+    try:
+        plan = _checked(step, make_plan, choice)
+    except PlanError as error:
+        return error
     if plan is not None and step.division != WHOLE:
         plan, causes = compare(plan, search().is_unaligned(step.division))
         for one, reason in causes.items():
@@ -252,8 +257,11 @@ def _planned(
         if causes:
             search().forget(causes)
             return None
-    if plan is None:
-        return None
+    return None if plan is None else _measured(step, plan)
+
+
+def _measured(step: DividedStep, plan: Plan) -> Plan | PlanError:
+    """The plan with what real steps by it take, or the error if that is too much."""
     assert plan.memory is not None
     try:
         measured, time_ns = step.measured(plan)
@@ -262,13 +270,13 @@ def _planned(
             raise
         free_after(error)
         needed = plan.memory.plan_foreseen_bytes
-        raise PlanError(
+        return PlanError(
             f"there is no memory here for a step by the plan, which needs {format_bytes(needed)}; "
             f"lower the budget below it"
-        ) from error
+        )
     noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
     if measured > noted.budget_bytes:
-        raise _excess(measured, noted.budget_bytes)
+        return _excess(measured, noted.budget_bytes)
     return replace(plan, memory=noted)
 
 
