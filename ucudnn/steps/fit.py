@@ -40,6 +40,8 @@ from ucudnn.units import format_bytes, format_sizes
 _MOST_PASSES = 6
 # A refusal names a peak that is rounded up by no more than this factor.
 _ROUNDED = 1.1
+# The most divisions for which plans are made, with those that compute something else than torch.
+_MOST_DIVISIONS = 24
 # The most ways that a refusal lists.
 _LISTED = 6
 # Only modules of exactly these classes are swapped by `convert_`.
@@ -217,27 +219,22 @@ def _fitted(
     choices += [_Choice(WHOLE)] * (own.own_peak_bytes <= budget and not config.loop)
     found = _Found()
     spared = 0  # bytes that kernels needed beyond the budget in earlier passes
-    for _ in range(_MOST_PASSES):
+    for _ in range(_MOST_DIVISIONS):
         if not choices and has_segments:
             choices = _chosen(search(), budget - spared, loop=config.loop)
             found = _Found(search().ways(), search().reasons())
-        if not choices:
+        if not choices or len(errors) == _MOST_PASSES:
             break
         choice = choices.pop(0)
         limit = min(budget, choice.most_bytes)
         noted = replace(memory, ways=found.ways, budget_bytes=limit)
         step = DividedStep(foreseer, choice.division, config, noted)
-        try:
-            plan = _planned(step, choice, search, make_plan, compare)
-        except PlanError as error:
-            errors.append(error)
-            spared += max(0, _smallest(error) - budget)
-        else:
-            if plan is not None and plan.memory is not None:
-                took = plan.memory.plan_peak_bytes, plan.memory.plan_ns
-                reached.note(plan.division, *took, budget)
-                of_budget = replace(plan.memory, budget_bytes=budget)
-                return replace(plan, memory=of_budget, reasons=found.reasons)
+        plan = _planned(step, choice, search, make_plan, compare)
+        if isinstance(plan, Plan):
+            return reached.planned(plan, budget, search().reasons() if found.ways else ())
+        if plan is not None:
+            errors.append(plan)
+            spared += max(0, _smallest(plan) - budget)
         reached.drop(choice.division)
         if has_segments:
             search().leave_out(choice.division)
@@ -287,6 +284,13 @@ class _Reached:
         self.drop(noted.division)
         self.ways.append(noted)
 
+    def planned(self, plan: Plan, budget: int, reasons: Sequence[tuple[str, str]]) -> Plan:
+        """The plan for a budget, whose way is noted."""
+        assert plan.memory is not None
+        self.note(plan.division, plan.memory.plan_peak_bytes, plan.memory.plan_ns, budget)
+        of_budget = replace(plan.memory, budget_bytes=budget)
+        return replace(plan, memory=of_budget, reasons=tuple(dict(reasons).items()))
+
     def drop(self, division: StepDivision) -> None:
         """Forget a way, because no plan can be made for it."""
         self.ways = [one for one in self.ways if one.division != division]
@@ -324,9 +328,12 @@ def _planned(
     search: Callable[[], SegmentSearch],
     make_plan: Callable[[DividedStep], Plan],
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
-) -> Plan | None:
-    """The plan of a divided step, measured; None if the step must be divided in another way."""
-    plan = _checked(step, make_plan, choice)
+) -> Plan | PlanError | None:
+    """The plan of a divided step, measured, or the error; None: another division is better."""
+    try:
+        plan = _checked(step, make_plan, choice)
+    except PlanError as error:
+        return error
     if plan is not None and step.division != WHOLE:
         plan, causes = compare(plan, search().is_unaligned(step.division))
         for one, reason in causes.items():
@@ -334,8 +341,11 @@ def _planned(
         if causes:
             search().forget(causes)
             return None
-    if plan is None:
-        return None
+    return None if plan is None else _measured(step, plan)
+
+
+def _measured(step: DividedStep, plan: Plan) -> Plan | PlanError:
+    """The plan with what real steps by it take, or the error if that is too much."""
     assert plan.memory is not None
     try:
         measured, time_ns = step.measured(plan)
@@ -344,13 +354,13 @@ def _planned(
             raise
         free_after(error)
         needed = plan.memory.plan_foreseen_bytes
-        raise PlanError(
+        return PlanError(
             f"there is no memory here for a step by the plan, which needs {format_bytes(needed)}; "
             f"lower the budget below it"
-        ) from error
+        )
     noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
     if measured > noted.budget_bytes:
-        raise _excess(measured, noted.budget_bytes)
+        return _excess(measured, noted.budget_bytes)
     return replace(plan, memory=noted)
 
 
