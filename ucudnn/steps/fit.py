@@ -341,17 +341,25 @@ def _planned(
         if causes:
             search().forget(causes)
             return None
-    return None if plan is None else _measured(step, plan)
+    return None if plan is None else _measured(step, plan, search)
 
 
-def _measured(step: DividedStep, plan: Plan) -> Plan | PlanError:
-    """The plan with what real steps by it take, or the error if that is too much."""
+def _measured(
+    step: DividedStep, plan: Plan, search: Callable[[], SegmentSearch]
+) -> Plan | PlanError | None:
+    """The plan with what real steps by it take, or the error if that is too much.
+
+    None if a real step fails; then the segments that are the cause are excluded.
+    """
     assert plan.memory is not None
     try:
         measured, time_ns = step.measured(plan)
     except STEP_ERRORS as error:
         if not is_out_of_memory(error):
-            raise
+            if step.division == WHOLE:
+                raise
+            search().exclude_the_cause(step.division, error)
+            return None
         free_after(error)
         needed = plan.memory.plan_foreseen_bytes
         return PlanError(

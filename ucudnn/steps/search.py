@@ -734,7 +734,7 @@ class SegmentSearch:
             profile = self._foreseer.step(division, names=names)
         except STEP_ERRORS as error:
             self._failed.add(division)
-            self._exclude_the_cause(division, error)
+            self.exclude_the_cause(division, error)
             return None
         for call in profile.root.walk():
             if known := self._known_of(call, names):
@@ -767,7 +767,7 @@ class SegmentSearch:
             if is_out_of_memory(error):
                 free_after(error)
             else:
-                self._exclude_the_cause(seen.division, error)
+                self.exclude_the_cause(seen.division, error)
             return
         seen.times_ns.append(times[-1] - times[0])
         for call in root.walk():
@@ -783,7 +783,7 @@ class SegmentSearch:
             None if call.name is None else self._known.get((_plain(names[call.name]), call.number))
         )
 
-    def _exclude_the_cause(self, division: StepDivision, error: BaseException) -> None:
+    def exclude_the_cause(self, division: StepDivision, error: BaseException) -> None:
         """Exclude the segments by which, each alone, a step fails; or else the innermost one."""
         causes: dict[Segment, BaseException] = {}
         for one in division.segments if len(division.segments) > 1 else ():
