@@ -327,7 +327,8 @@ class _Tuning:
             remeasure=self.remeasure,
             limits=None if self.step is None else self.step.limits(memory_format),
             deadline=deadline,
-            last=self.end,
+            # A kernel over what a memory budget leaves it must have a plan, even after the end.
+            last=self.end if self.step is None else None,
         )
         segments, micro_batch = self.division
         plan = replace(
