@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ucudnn.execution.compiling import untraced
 
@@ -157,13 +158,19 @@ def _set_numpys(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
 
 
+def _torchs(generator: torch.Generator) -> Any:
+    with _disable_current_modes():  # the state is real where a step is foreseen on fake tensors
+        return generator.get_state().numpy()
+
+
 def _set_torchs(generator: torch.Generator, state: Any) -> None:
-    generator.set_state(torch.from_numpy(state))
+    with _disable_current_modes():
+        generator.set_state(torch.from_numpy(state))
 
 
 # Generators that a module may have of its own.
 _STATES: dict[type, _State] = {
-    torch.Generator: _State(lambda one: one.get_state().numpy(), _set_torchs),
+    torch.Generator: _State(_torchs, _set_torchs),
     random.Random: _State(random.Random.getstate, random.Random.setstate),
     np.random.RandomState: _State(np.random.RandomState.get_state, np.random.RandomState.set_state),
     np.random.Generator: _State(lambda one: one.bit_generator.state, _set_numpys),
