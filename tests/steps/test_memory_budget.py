@@ -136,9 +136,8 @@ def tuned(model, x, budget, kind="training", **more):
     return ucudnn.tune(model, x, Config(memory_budget=budget, **QUICK, **ops, **more))
 
 
-def smallest(model, x, kind="training", **more):
-    """The plan for the smallest budget, which refusals lead to."""
-    budget = 0
+def smallest(model, x, kind="training", budget=0, **more):
+    """The plan for the budget that refusals lead to, from one that is too small."""
     while True:
         try:
             return tuned(model, x, budget, kind, **more)
@@ -153,7 +152,7 @@ def smallest(model, x, kind="training", **more):
 def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, under_malloc):
     model, x = network()
     unlimited = tuned(model, x, "1GiB", kind)
-    least = smallest(model, x, kind)
+    least = smallest(model, x, kind, unlimited.memory.own_peak_bytes)
     low, high = least.memory.budget_bytes, unlimited.memory.torch_peak_bytes
     assert low <= high
     budgets = [low + (high - low) * part // 4 for part in range(1, 5)]
