@@ -119,7 +119,8 @@ def found_in(
     except (RuntimeError, MemoryError, ucudnn.UcudnnError) as error:
         return {**row, "error": f"{format_bytes(budget)}: {error}"}
     twin = copy.deepcopy(model)
-    ucudnn.convert_(twin, plan)
+    if plan.kernels or plan.segments:  # a loop may be all that the plan says
+        ucudnn.convert_(twin, plan)
     held = sum(one.nbytes for one in (*twin.parameters(), *twin.buffers(), x))
     row["peak"] = held + peak_of(step_by(plan, twin, x))
     race = plan.step_race
