@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from fakes import ScriptedBackend
     from torch import Tensor
 
     from ucudnn.backends import AbstractBackend
@@ -442,3 +443,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedBackend]:
+    """Install a backend, whose clock and memory the test writes, as the one that tuning opens."""
+    from fakes import ScriptedBackend
+
+    def install(**costs: Callable[[int], tuple[int | None, int]]) -> ScriptedBackend:
+        backend = ScriptedBackend(costs)
+        monkeypatch.setattr("ucudnn.kernels.tuner.open_backend", lambda _: backend)
+        return backend
+
+    return install

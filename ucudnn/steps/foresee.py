@@ -126,7 +126,7 @@ class _StepLog(StepRecorder):
     def keep(self, state: Tensor) -> None:
         """Log a tensor that no operator has made, and that lies in the memory of the host."""
         if self._kind == state.device.type:
-            self._log(state, self._module)
+            self._log(state, self.module)
 
     def mark(self) -> None:
         """Make a mark."""
@@ -143,7 +143,7 @@ class _StepLog(StepRecorder):
         if self._adds_in_place(func, args):
             func = torch.ops.aten.add_.Tensor
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        module = self._module
+        module = self.module
         if func.is_view:
             self._log(result, module)
             return result
@@ -159,14 +159,9 @@ class _StepLog(StepRecorder):
     def _is_weight(self, tensor: Tensor) -> bool:
         return tensor.layout is torch.strided and tensor.untyped_storage() in self._weights
 
-    @property
-    def _module(self) -> str:
-        """The innermost module that runs."""
-        return self.modules[-1] or "the model" if self.modules else "backward"
-
     def _value(self) -> Any:
         """A number that forward reads: the one that the real forward has read there."""
-        module = self._module
+        module = self.module
         known = self.values.get(module) or next(iter(self.values.values()))
         number = self._read[module] = self._read.get(module, -1) + 1
         return known[number % len(known)]
@@ -253,23 +248,15 @@ class _StepLog(StepRecorder):
         most_bytes = _PART_BYTES if self._operators == "in part" else None
         if sum(one.numel() * one.element_size() for one in moved) < _SMALL:
             return Inside(0, SMALL_NS)
-        if self._plan is None or func not in _CONVOLUTIONS:
-            return self._table.inside(
-                func, args, kwargs, most_bytes=most_bytes, is_weight=self._is_weight
-            )
         # A call that the plan leaves to torch is the same as without the plan.
-        splits = tuple(
-            self._plan.split(one)
-            for one in kernels
-            if self._plan.covers(one) and not self._plan.split(one).is_default
-        )
-        if not splits:
-            return self._table.inside(
-                func, args, kwargs, most_bytes=most_bytes, is_weight=self._is_weight
-            )
-        context = Installation(self._kind, self._runner)
+        plan = self._plan
+        covered = [] if plan is None else [plan.split(one) for one in kernels if plan.covers(one)]
+        splits = tuple(one for one in covered if not one.is_default)
+        context = Installation(self._kind, self._runner) if splits else None
         return self._table.inside(
-            func, args, kwargs, splits, context, most_bytes=most_bytes, is_weight=self._is_weight
+            *(func, args, kwargs, splits or None, context),
+            most_bytes=most_bytes,
+            is_weight=self._is_weight,
         )
 
     @property
@@ -302,8 +289,7 @@ class _Reader(StepRecorder):
         """Run an operator, and note the number that it reads."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _ITEM:
-            module = self.modules[-1] or "the model" if self.modules else "backward"
-            self.values.setdefault(module, []).append(result)
+            self.values.setdefault(self.module, []).append(result)
         return result
 
 
@@ -484,12 +470,6 @@ class Foreseer:
             )
         found = _profile(log, roots[0], held, self.torchs)
         return replace(found, layers=tuple(log.layers), biased=frozenset(log.biased))
-
-
-def _recomputed(division: StepDivision, batch: int) -> int:
-    """The number of micro-batches that a step computes again."""
-    recomputed = (one for one in division.segments if one.recompute)
-    return sum(max(0, len(one.sizes(batch)) - one.kept) for one in recomputed)
 
 
 @contextmanager

@@ -298,8 +298,7 @@ class SegmentSearch:
         if gains:
             one = Segment(name, None, recompute=False, selective=True)
             options.append(selective.option(one))
-        sizes = [call.samples >> n for n in range(_MOST_HALVINGS) if call.samples >> n]
-        for size in sizes:
+        for size in _halved(call.samples):
             part = size / call.samples
             if self._is_training:
                 count = -(-call.samples // size)
@@ -555,8 +554,7 @@ class SegmentSearch:
             loops = (one for one in self.seen if one.division.micro_batch)
             return [one for one in loops if one.is_allowed and (limit is None or one.fits(limit))]
 
-        for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
-            self.foresee(StepDivision(micro_batch=size))
+        self.foresee_loops()
         if inside and limit is not None and not fitting():
             self._go_inside(limit, None)
         while fitting():
@@ -572,7 +570,7 @@ class SegmentSearch:
     def foresee_loops(self) -> None:
         """Foresee loops over micro-batches of each size, if the model can run on parts."""
         if not self.reason_against_parts():
-            for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
+            for size in _halved(self.batch)[1:]:
                 self.foresee(StepDivision(micro_batch=size))
 
     def reason_against_parts(self) -> str:
@@ -807,7 +805,7 @@ class SegmentSearch:
         Args:
             loop: True: also run loops over micro-batches.
         """
-        for size in filter(None, (self.batch >> n for n in range(1, _MOST_HALVINGS))):
+        for size in _halved(self.batch)[1:]:
             one = self._described(Segment("", size, recompute=False))
             for division in (StepDivision((one,)), StepDivision(micro_batch=size))[: 1 + loop]:
                 seen = self.foresee(division)
@@ -886,6 +884,11 @@ def _timed(
     watcher = ModuleWatcher(steps.model, names, clock)
     watcher.run(steps)
     return watcher.root, times
+
+
+def _halved(samples: int) -> list[int]:
+    """Sizes of micro-batches: all samples, half of them, a quarter and so on."""
+    return [samples >> n for n in range(_MOST_HALVINGS) if samples >> n]
 
 
 def _kept_of(count: int) -> list[int]:

@@ -246,6 +246,11 @@ class StepRecorder(TorchDispatchMode):
         self._device_type = device_type
         self._forward_names: dict[Problem, list[str]] = {}
 
+    @property
+    def module(self) -> str:
+        """The innermost module that runs, for people."""
+        return self.modules[-1] or "the model" if self.modules else "backward"
+
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Keep weak references to fake tensors."""
         if self.watched is not None:
