@@ -44,7 +44,7 @@ def test_it_says_peak_time_and_what_fills_it(foresee):
     assert done.status == 0, done.err
     first, *rest = done.out.splitlines()
     assert re.fullmatch(
-        r"A training step of 6 samples has at most [\d.]+ KiB allocated and takes about "
+        r"A training step of 6 samples has at most [\d.]+ [KM]iB allocated and takes about "
         r"[\d.]+ [mu]s \(foreseen\)\.",
         first,
     )

@@ -29,6 +29,8 @@ import torch
 from torch.nn.functional import conv2d
 from ucudnn.benchmark.failures import free_after, is_out_of_memory
 
+torch.set_num_threads(1)  # a second thread would reserve addresses of its own
+
 def limit(more):
     size = re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
     resource.setrlimit(resource.RLIMIT_AS, ((int(size) << 10) + int(more * 2**20),) * 2)
