@@ -70,10 +70,7 @@ _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_
 
 
 class _Event(NamedTuple):
-    """What happened in a step: a change of the storages, an operator, or a mark.
-
-    An operator has `inside`; a mark has neither `change` nor `inside`.
-    """
+    """What happened in a step: a change of the storages, an operator, or a mark."""
 
     change: int = 0
     inside: Inside | None = None
@@ -81,6 +78,7 @@ class _Event(NamedTuple):
     module: str = "backward"
     # For a convolution, its kernels, with the bytes of operands that a kernel copies first.
     kernels: Mapping[Problem, int] = MappingProxyType({})
+    is_mark: bool = False
 
 
 class _StepLog(StepRecorder):
@@ -130,7 +128,7 @@ class _StepLog(StepRecorder):
 
     def mark(self) -> None:
         """Make a mark."""
-        self.events.append(_Event())
+        self.events.append(_Event(is_mark=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and log it."""
@@ -516,7 +514,7 @@ def _profile(log: _StepLog, root: ModuleCall, held: Held, torchs: Collection[Lay
     spans, times, calls = list[Span](), list[int](), list[ConvolutionCall]()
     highest = 0  # since the last mark
     for number, event in enumerate(log.events):
-        if event.inside is None and not event.change:
+        if event.is_mark:
             spans.append(Span(highest, now))
             times.append(time_ns)
             highest = now
