@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass
+from itertools import count
+from math import inf
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from packaged import SPEECH, monai, transformers
 from torch import nn
 
 from ucudnn.execution.micro_batching import segment_
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment
 from ucudnn.steps.independence import examined
 
@@ -178,6 +181,20 @@ def test_masks():
 def test_without_a_batch_there_is_nothing_to_divide():
     assert finding(nn.Linear(6, 6), SAMPLES[:1]).reason == "its arguments have one sample"
     assert finding(Function(lambda _, n: torch.ones(n)), 3).reason == "it has no samples"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tried"), [(inf, ["0", "1"]), (28, ["0", "1"]), (27, ["0"]), (10, []), (0, [])]
+)
+def test_what_there_is_no_time_for_does_not_run_in_parts(seconds, tried):
+    # By this clock, whatever lies between two looks at it takes a second.
+    deadline = Deadline.within(seconds, clock=count().__next__)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    found = examined(model, lambda: model(SAMPLES), dict.fromkeys("01", 2), deadline)
+    assert [name for name in "01" if not found[name].reason] == tried
+    for name in {*"01"}.difference(tried):
+        assert "raise time_budget_s" in found[name].reason
+        assert not found[name].allows(Segment(name, None))
 
 
 def test_of_several_calls_the_first_failure_counts():

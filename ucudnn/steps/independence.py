@@ -24,6 +24,7 @@ from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import cut_up, has_samples, located, modes_of, reason_of_hooks
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, left_by, values_in
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment, Stretch
 from ucudnn.steps.run import STEP_ERRORS, same_random_states, tensors_of
 from ucudnn.steps.same_numbers import SameForSamples, seed_extremes
@@ -42,6 +43,9 @@ _LEAST = 2
 # A reason against micro-batches.
 UPDATES = "it updates its buffers"
 _OTHER = "part of a batch gives other results"
+_NO_TIME = "there was no time to find out whether it may run in parts; raise time_budget_s"
+# A trial takes about so many times as long as a forward.
+_FORWARDS = 20
 # If more lists than these are as long as the batch, all of them belong to samples, or none does.
 _MOST_LISTS = 3
 
@@ -96,7 +100,10 @@ class Independence:
 
 
 def examined(
-    model: nn.Module, step: Callable[[], object], sizes: Mapping[str, int]
+    model: nn.Module,
+    step: Callable[[], object],
+    sizes: Mapping[str, int],
+    deadline: Deadline | None = None,
 ) -> dict[str, Independence]:
     """Run a step, and find out which modules may run in micro-batches.
 
@@ -107,11 +114,13 @@ def examined(
         model: the model of the step.
         step: a function that runs the step.
         sizes: for each module or stretch to try, by name, the size of the micro-batch.
+        deadline: after it, no module is tried, and what was not tried does not run in parts.
 
     Raises:
         PlanError: the model has no such module or stretch.
     """
-    found = _examined(model, step, sizes, torch.is_grad_enabled())
+    deadline = deadline or Deadline.never()
+    found = _examined(model, step, sizes, deadline, torch.is_grad_enabled())
     modules = [*model.modules()]
     again = {name: sizes[name] for name, one in found.items() if one.repeats}
     if again and any(one.training for one in modules):
@@ -120,7 +129,7 @@ def examined(
             with Remembered(model, "the model", updates=True), same_random_states():
                 for one in modules:
                     one.training = False
-                in_evaluation = _examined(model, step, again, with_backward=False)
+                in_evaluation = _examined(model, step, again, deadline, with_backward=False)
         except STEP_ERRORS:  # a model that cannot be evaluated on these inputs
             pass
         for name, other in in_evaluation.items():
@@ -132,7 +141,11 @@ def examined(
 
 
 def _examined(
-    model: nn.Module, step: Callable[[], object], sizes: Mapping[str, int], with_backward: bool
+    model: nn.Module,
+    step: Callable[[], object],
+    sizes: Mapping[str, int],
+    deadline: Deadline,
+    with_backward: bool,
 ) -> dict[str, Independence]:
     found: dict[str, Independence] = {}
     busy: list[_Probe] = []
@@ -143,7 +156,7 @@ def _examined(
             _hide(one.module, one, stack)
         for name, (module, stretch) in places.items():
             own = nn.Sequential() if stretch else module
-            probe = _Probe(own, None, name, sizes[name], with_backward, found, busy)
+            probe = _Probe(own, None, name, sizes[name], deadline, with_backward, found, busy)
             if stretch:
                 sequences[id(module)].stretches.append((stretch, probe))
             else:
@@ -171,6 +184,7 @@ class _Probe:
     hidden: Callable[..., Any] | None
     name: str
     size: int
+    deadline: Deadline
     with_backward: bool
     found: dict[str, Independence]
     busy: list[_Probe]
@@ -187,7 +201,11 @@ class _Probe:
         # A module is not tried while a module around it is being tried. It is tried again in each
         # later call, until one shows a reason against micro-batches.
         before = self.found.get(self.name, Independence())
-        if not self.busy and not before.reason:
+        if self.busy or before.reason:
+            return
+        if self.deadline.is_over:
+            self.found[self.name] = Independence(_NO_TIME)
+        else:
             self.busy.append(self)
             try:
                 found = self._finding(forward, arguments)
@@ -224,7 +242,7 @@ class _Probe:
         with torch.set_grad_enabled(is_training), same_random_states(), apart:
             trial = _Trial(self.module, forward, arguments, is_training)
             try:
-                found = trial.finding(self.size)
+                found = trial.finding(self.size, self.deadline)
             except STEP_ERRORS as error:
                 if is_out_of_memory(error):  # it says nothing of the module
                     raise
@@ -314,12 +332,15 @@ class _Trial:
         # True once it is known that a repeated call gives the same results.
         self.repeats = False
 
-    def finding(self, size: int) -> Independence:
+    def finding(self, size: int, deadline: Deadline) -> Independence:
         """Find out whether the module may run in micro-batches of this size."""
         if reason := reason_of_hooks(self._module):
             return Independence(reason)
+        began = deadline.clock()
         with torch.no_grad():
             once = self._run(self._arguments)
+        if not deadline.has_time(_FORWARDS, (deadline.clock() - began) * 1e9):
+            return Independence(_NO_TIME)
         is_random = any(map(_differ, self._random, _random_states()))
         if any(map(_is_written, self._leaves, once.given)):
             return Independence("it writes to its arguments")

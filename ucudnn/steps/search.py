@@ -670,7 +670,8 @@ class SegmentSearch:
         steps = self.steps()
         try:
             with gradient_mode(self._is_training):
-                return examined(steps.model, partial(steps.first, samples), sizes)
+                deadline = self.deadline.part(_OF_TIME)
+                return examined(steps.model, partial(steps.first, samples), sizes, deadline)
         except STEP_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
