@@ -190,10 +190,11 @@ def test_segments_keep_half_of_the_peak_and_the_gradients(tmp_path):
 
 def test_samples_that_depend_on_each_other_are_recomputed_together(tmp_path):
     model, x = blocks(nn.BatchNorm2d), torch.randn(IMAGES)
-    plan = ucudnn.tune(model, x, Config(memory_budget="80%", cache=str(tmp_path), **QUICK))
-    assert plan.segments
+    plan = ucudnn.tune(model, x, Config(memory_budget="60%", cache=str(tmp_path), **QUICK))
+    recomputed = [one for one in plan.segments if one.recompute]
+    assert recomputed
     assert {one.micro_batch for one in plan.segments} == {None}
-    assert "buffers" in dict(plan.reasons)[plan.segments[0].module]
+    assert "buffers" in dict(plan.reasons)[recomputed[0].module]
     with pytest.raises(ConfigError, match="loop runs a model on parts of the batch, and of this"):
         ucudnn.tune(model, x, Config(memory_budget="80%", loop=True, cache=str(tmp_path), **QUICK))
 

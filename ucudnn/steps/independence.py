@@ -40,10 +40,10 @@ _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, t
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # If parts of one sample compute something else, parts of at least so many may not.
 _LEAST = 2
-# A reason against micro-batches.
+# Reasons against micro-batches.
 UPDATES = "it updates its buffers"
+NO_TIME = "there was no time to find out whether it may run in parts; raise time_budget_s"
 _OTHER = "part of a batch gives other results"
-_NO_TIME = "there was no time to find out whether it may run in parts; raise time_budget_s"
 # A trial takes about so many times as long as a forward.
 _FORWARDS = 20
 # If more lists than these are as long as the batch, all of them belong to samples, or none does.
@@ -204,7 +204,7 @@ class _Probe:
         if self.busy or before.reason:
             return
         if self.deadline.is_over:
-            self.found[self.name] = Independence(_NO_TIME)
+            self.found[self.name] = Independence(NO_TIME)
         else:
             self.busy.append(self)
             try:
@@ -340,7 +340,7 @@ class _Trial:
         with torch.no_grad():
             once = self._run(self._arguments)
         if not deadline.has_time(_FORWARDS, (deadline.clock() - began) * 1e9):
-            return Independence(_NO_TIME)
+            return Independence(NO_TIME)
         is_random = any(map(_differ, self._random, _random_states()))
         if any(map(_is_written, self._leaves, once.given)):
             return Independence("it writes to its arguments")

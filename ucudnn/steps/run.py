@@ -179,13 +179,11 @@ class Steps:
         """Samples of the first example."""
         return batch_of(self.inputs[0])
 
-    def first(self, samples: int) -> None:
-        """Run a step of the first samples of each example."""
+    def forward(self, samples: int) -> None:
+        """Run forward on the first samples of each example."""
         with uncompiled(self._is_held_back):
             for inputs in self.inputs:
-                part = next(parts_of(inputs, samples))
-                run_step(self._run, part, self._backward)
-                drop_gradients(self.model)
+                run_step(self._run, next(parts_of(inputs, samples)), backward=False)
 
     def divide(self, division: StepDivision) -> None:
         """Divide all further steps into micro-batches and segments as `division` says."""

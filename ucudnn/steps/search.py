@@ -23,7 +23,7 @@ from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Segment, StepDivision, Stretch, is_inside, stretch_of
 from ucudnn.solvers import Node, Option, OuterOption, SegmentTable, segment
 from ucudnn.steps.foresee import Foreseer
-from ucudnn.steps.independence import UPDATES, Independence, examined
+from ucudnn.steps.independence import NO_TIME, UPDATES, Independence, examined
 from ucudnn.steps.profile import ModuleCall, ModuleCost, ModuleWatcher, StepProfile
 from ucudnn.steps.race import race, raced_of, tells
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode
@@ -57,8 +57,8 @@ _OF_ONE = "a micro-batch of one sample has other gradients than in the batch"
 _FASTEST, _ROUNDS = 3, 2
 # Modules are examined on a part of the batch if the whole batch would need more memory than there
 # is, as a multiple of the peak of a step; or more than this part of the time.
-_OF_PEAK, _OF_STEP, _OF_TIME = 1.3, 8, 0.25
-_LEAST_EXAMINED, _MOST_EXAMINED = 4, 8
+_OF_PEAK, _OF_STEP, _OF_TIME = 1.3, 8, 0.5
+_LEAST_EXAMINED, _MOST_EXAMINED = 2, 8
 
 
 @dataclass(eq=False)
@@ -654,6 +654,8 @@ class SegmentSearch:
         left = {name: size for name, size in sizes.items() if name not in self.findings}
         if self._outer is not None:
             self._outer.examine(left)
+        elif left and self.deadline.is_over:
+            self.findings.update(dict.fromkeys(left, Independence(NO_TIME)))
         elif left:
             samples = self._batch_to_examine()
             while (found := self._examined(left, samples)) is None and samples > _LEAST_EXAMINED:
@@ -671,7 +673,7 @@ class SegmentSearch:
         try:
             with gradient_mode(self._is_training):
                 deadline = self.deadline.part(_OF_TIME)
-                return examined(steps.model, partial(steps.first, samples), sizes, deadline)
+                return examined(steps.model, partial(steps.forward, samples), sizes, deadline)
         except STEP_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
