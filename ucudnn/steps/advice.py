@@ -13,11 +13,11 @@ from typing import Any
 from msgspec import to_builtins
 
 from ucudnn.measurement import Device
-from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.units import format_bytes, format_ns, format_sizes, parse_bytes
+from ucudnn.verdict import ADVISED_GAIN, HIDDEN, LEAST_ROUNDS, TOLERATED
 
 # A kernel is on a cliff if torch takes at least this many times as long as the roofline gives for a
 # direct convolution. Good kernels do not reach the roofline either, so the factor is large.
@@ -25,8 +25,7 @@ _CLIFF = 5.0
 # A kernel is also on a cliff if torch takes at least this many times as long for it as in
 # channels_last. Both times are measured, so a smaller factor is enough.
 _LAYOUT_CLIFF = 2.0
-# Savings of less than these fractions, of a step's time and of its peak, are not worth tuning for.
-_WORTHWHILE = 0.05
+# Savings of less than this fraction of a step's peak are not worth tuning for.
 _WORTHWHILE_MEMORY = 0.1
 # A way to run the step is recommended for saving memory if, compared with the step as it is, its
 # peak is at most `_SMALL` times as large and its time at most `_AFFORDABLE` times as long. If all
@@ -35,9 +34,6 @@ _SMALL, _AFFORDABLE = 0.75, 1.25
 # The workspace limit that is suggested is large enough for kernels that take this fraction of the
 # time of all convolutions.
 _UNTOUCHED = 0.8
-# The time of a way is divided by that of the step as it is. If the confidence interval of this
-# ratio reaches below this value, noise may hide a gain that matters.
-_HIDDEN = 0.9
 # Times are noisy if their interquartile range is more than this fraction of their median.
 _NOISY = 0.1
 _MIB = 1 << 20
@@ -308,7 +304,7 @@ class Advice:
             return
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff()]
         gain = self.share(sum(kernel.excess_ns() for kernel in cliffs))
-        if gain >= _WORTHWHILE:
+        if gain >= ADVISED_GAIN:
             what = "1 kernel is" if len(cliffs) == 1 else f"{len(cliffs)} kernels are"
             yield (
                 f"tune it without a limit: {what} on a cliff, which costs up to {gain:.0%} of the "
@@ -324,7 +320,7 @@ class Advice:
         hopes = [
             way
             for way in known
-            if way.factor(own) < 1 - _WORTHWHILE or (way.ratio and way.ratio[1] < _HIDDEN)
+            if way.factor(own) < 1 - ADVISED_GAIN or (way.ratio and way.ratio[1] < HIDDEN)
         ]
         if hopes:
             hope = min(hopes, key=lambda way: way.factor(own))
