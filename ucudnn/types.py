@@ -45,4 +45,3 @@ from ucudnn.split import Chunk as Chunk
 from ucudnn.steps.advice import Advice as Advice
 from ucudnn.steps.advice import KernelAdvice as KernelAdvice
 from ucudnn.steps.advice import Largest as Largest
-from ucudnn.steps.advice import WayAdvice as WayAdvice
