@@ -110,7 +110,7 @@ def metered(monkeypatch):
     counts = []
 
     def watched(backend):
-        for name in ("elapsed_ns", "times", "peak_bytes"):
+        for name in ("times", "peak_bytes"):
             original = getattr(StepMeter, name)
 
             def spy(self, step, plan, original=original):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import hypot, inf, isnan
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import UcudnnWarning, first_line
-from ucudnn.execution.micro_batching import hooks_of, segment_
+from ucudnn.execution.micro_batching import hooks_of
 from ucudnn.execution.nesting import take_apart
 from ucudnn.execution.override import Installation
 from ucudnn.execution.remembering import Remembered, left_by
@@ -216,50 +216,26 @@ class PlanComparer:
         nudge: float = 0.0,
         same: bool = True,
     ) -> _Outcome:
-        is_plan = division != WHOLE
-        return _step(
-            *(self._model, inputs, self._is_training),
-            memory_format=self._plan.memory_format if is_plan else "keep",
-            division=division,
-            follows=Installation(self._plan.device.type, self._runner) if is_plan else None,
-            state=state,
-            nudge=nudge,
-            same=same,
-        )
+        if division == WHOLE:
+            return _outcome(Steps(self._model, inputs, self._is_training), state, nudge, same)
+        how = self._is_training, self._plan.memory_format, division
+        with Installation(self._plan.device.type, self._runner):
+            return _outcome(Steps(self._model, inputs, *how), state, nudge, same)
 
 
-def _step(
-    model: nn.Module,
-    inputs: Any,
-    is_training: bool,
-    *,
-    memory_format: str = "keep",
-    division: StepDivision = WHOLE,
-    follows: AbstractContextManager[object] | None = None,
-    state: int = 0,
-    nudge: float = 0.0,
-    same: bool = True,
-) -> _Outcome:
-    """Run a step on a copy of the model, with the random numbers of a state.
+def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True) -> _Outcome:
+    """Run a step of a single example on a new copy of the model.
 
     Args:
-        model: any module.
-        inputs: an example.
-        is_training: True: forward and backward; False: forward without a graph.
-        memory_format: the layout of the copy.
-        division: how the step is divided.
-        follows: context in which convolutions follow a plan; None: torch's own.
+        steps: the new copy.
         state: number of the random numbers.
         nudge: fraction by which each parameter is changed first.
         same: False: samples may draw different random numbers.
     """
-    steps = Steps(model, inputs, is_training, memory_format)
-    model, (own,) = steps.model, steps.inputs
+    model, (own,), is_training = steps.model, steps.inputs, steps.backward
     if nudge:
         nudge_(model, nudge)
-    segment_(model, division.segments)
-    outcome = _Outcome()
-    numbers = SameForSamples(state)
+    outcome, numbers = _Outcome(), SameForSamples(state)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
         stack.enter_context(warnings.catch_warnings())
@@ -270,9 +246,8 @@ def _step(
         received = stack.enter_context(_received(model))
         torch.manual_seed(state), random.seed(state), np.random.seed(state)
         before = random.getstate(), np.random.get_state(legacy=False)
-        stack.enter_context(follows or nullcontext())
         with SameInLayouts(), numbers if same else nullcontext():
-            for part in parts_of(own, division.micro_batch):
+            for part in parts_of(own, steps.division.micro_batch):
                 outputs, leaves = run_with_leaves(model, part, is_training)
                 outcome.results.append([_copy(one) for one in take_apart(outputs)[0]])
                 outcome.inputs.append([one.grad for one in leaves])
@@ -280,7 +255,7 @@ def _step(
         now = random.getstate(), np.random.get_state(legacy=False)
         outcome.draws = not same or bool(numbers.drawn) or not _are_equal(before, now)
         outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
-        outcome.left = {f"the buffer {k!r}": [v.detach().clone()] for k, v in model.named_buffers()}
+        outcome.left = {f"the buffer {k!r}": [_copy(v)] for k, v in model.named_buffers()}
         for name, module in model.named_modules():
             outcome.left |= left_by(module, name)
         outcome.left |= {f"what hooks of {k!r} received": v for k, v in received.items()}
@@ -297,37 +272,31 @@ def reason_against_layout(model: nn.Module, inputs: Any, plan: Plan, is_training
     """
     examples = inputs if isinstance(inputs, list) else [inputs]
 
-    def run(memory_format: str, nudge: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
-        results, gradients = list[Any](), list[Tensor | None]()
-        for one in examples:
-            found = _step(model, one, is_training, memory_format=memory_format, nudge=nudge)
-            results += found.results[0]
-            gradients += found.gradients.values()
-        return (
-            [one for one in results if isinstance(one, Tensor)],
-            [one for one in gradients if one is not None],
-        )
+    def run(layout: str, nudge: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
+        found = [_outcome(Steps(model, one, is_training, layout), nudge=nudge) for one in examples]
+        gradients = [[*one.gradients.values()] for one in found]
+        return tensors_of([one.results for one in found]), tensors_of(gradients)
+
+    def differences(layout: str, nudge: float = 0.0) -> tuple[float, float]:
+        return _of_layouts(truth, run(layout, nudge))
 
     truth = run("keep")
     try:
-        found = run("channels_last")
+        outputs, gradients = differences("channels_last")
     except STEP_ERRORS as error:
         if is_out_of_memory(error):
             raise
         return f"it fails in channels_last ({first_line(error)})"
     eps = coarsest_eps(plan)
-    usual = {"outputs": eps**_POWER, "gradients": eps**_POWER_OF_GRADIENTS}
-    differences = _of_layouts(truth, found)
-    del found  # before another step needs memory
-    if all(one <= most for one, most in zip(differences, usual.values(), strict=True)):
-        return ""
-    nudged = _of_layouts(truth, run("keep", nudge=eps))
-    for name, difference, rounding in zip(usual, differences, nudged, strict=True):
-        if difference > max(usual[name], _MOST_TIMES * rounding):
-            return (
-                f"in channels_last its {name} differ by {difference:.2g} of their norm, and by "
-                f"{rounding:.2g} where weights change by one rounding"
-            )
+    found = ("outputs", outputs, eps**_POWER), ("gradients", gradients, eps**_POWER_OF_GRADIENTS)
+    if any(difference > usual for _, difference, usual in found):
+        nudged = differences("keep", nudge=eps)
+        for (name, difference, usual), rounding in zip(found, nudged, strict=True):
+            if difference > max(usual, _MOST_TIMES * rounding):
+                return (
+                    f"in channels_last its {name} differ by {difference:.2g} of their norm, and by "
+                    f"{rounding:.2g} where weights change by one rounding"
+                )
     return ""
 
 
@@ -456,28 +425,31 @@ def _relative(one: Any, other: Any, scale: float) -> float:
 
 
 def _of_layouts(
-    truth: tuple[Sequence[Tensor], Sequence[Tensor]],
-    found: tuple[Sequence[Tensor], Sequence[Tensor]],
+    truth: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor]]
 ) -> tuple[float, float]:
     """The largest relative difference of any output, and the one of all gradients together.
 
     All gradients are compared together, because a single gradient may be nothing but rounding,
     such as the gradient of a bias before batch norm. Values that are not finite count as 0.
     """
-    (outputs, gradients), (others, other_gradients) = truth, found
+    outputs, others = truth[0], found[0]
     if len(outputs) != len(others):
         return inf, inf
-    each = (_of_all([one], [other]) for one, other in zip(outputs, others, strict=True))
-    return max(each, default=0.0), _of_all(gradients, other_gradients)
+    each = [_of_all([one], [other]) for one, other in zip(outputs, others, strict=True)]
+    return max(each, default=0.0), _of_all(truth[1], found[1])
 
 
 def _of_all(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     """Norm of the difference of tensors over their norm, of all of them together."""
     if [one.shape for one in ones] != [other.shape for other in others]:
         return inf
-    pairs = [pair for pair in zip(ones, others, strict=True) if pair[0].is_floating_point()]
-    parts = [[one.numel() ** 0.5 * part for part in _distance(one, other)] for one, other in pairs]
-    return _fraction(*(hypot(*each) for each in zip(*parts, strict=True))) if parts else 0.0
+    differences, sizes = [0.0], [0.0]
+    for one, other in zip(ones, others, strict=True):
+        if one.is_floating_point():
+            difference, size = _distance(one, other)
+            differences.append(one.numel() ** 0.5 * difference)
+            sizes.append(one.numel() ** 0.5 * size)
+    return _fraction(hypot(*differences), hypot(*sizes))
 
 
 def _distance(one: Tensor, other: Tensor) -> tuple[float, float]:

@@ -39,7 +39,6 @@ from ucudnn.steps.race import (
     Samples,
     Step,
     StepMeter,
-    race,
     raced_inside,
     raced_of,
     steps_ns,
@@ -71,12 +70,15 @@ _NO_ROOM = "the time budget has no room for them"
 _NOTHING = "it changes nothing"
 _USED_UP = "the time budget was used up"
 
+# Copies of a model, by division and layout.
+Copies = dict[tuple[StepDivision, str], Steps]
+
 _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges plans of one model by whole steps. These run on copies of it, one for each layout.
+    """Judges plans of one model by whole steps. These run on as few copies of it as possible.
 
     On Ctrl-C only a race is incomplete, so the error that is raised holds the whole plan.
 
@@ -86,14 +88,14 @@ class Judge:
         config: the settings.
         deadline: when races must end; None: it follows from the settings, and counts from the
             first step.
-        copies: by layout, the copies on which steps run.
+        copies: the copies on which steps run.
     """
 
     model: nn.Module
     inputs: Any
     config: Config
     deadline: Deadline | None = None
-    copies: dict[str, Steps] = field(default_factory=dict)
+    copies: Copies = field(default_factory=dict)
 
     def step_ns(self) -> int:
         """Time of a step by torch, which is run; 0 if none can be run."""
@@ -101,7 +103,7 @@ class Judge:
             return 0
         try:
             with _undisturbed(self.model):
-                return open_backend(self.config.backend).elapsed_ns(self._steps(self.is_training))
+                return open_backend(self.config.backend).elapsed_ns(self._steps())
         # A model that was traced on fake tensors may still fail on real ones: the race reports it.
         except STEP_ERRORS:
             self.copies.clear()
@@ -126,7 +128,7 @@ class Judge:
         return found if isinstance(found, Plan) else replace(plan, step_race=StepRace(reason=found))
 
     def _race(self, plan: Plan, changes: bool, hints: bool) -> Plan:
-        backend, step = open_backend(plan.backend), self._steps(_has_backward(plan), plan.division)
+        backend, step = open_backend(plan.backend), self._steps(plan.division)
         compilation = compile_steps(self.model, step, plan.device.type)
         plan = with_relaid(replace(plan, compilation=compilation), step)
         # This step warms up, and the default budget is computed from its time.
@@ -145,24 +147,18 @@ class Judge:
         if meter.is_over(_LEAST_HINT_STEPS):
             return LayoutRace(reason=_USED_UP, is_fixed=True)
         try:
-            other = self._steps(_has_backward(plan), plan.division, "channels_last")
+            other = self._steps(plan.division, "channels_last")
             # If the steps of the plan are compiled, those in channels_last must be, too, to be
             # comparable.
             if plan.compilation is not None and plan.compilation.is_compiled:
                 other.compile()
             other()
-            samples = race(
-                [partial(meter.elapsed_ns, step, plan), partial(meter.elapsed_ns, other, None)],
-                meter.is_over,
-                lambda _: False,
-                is_warm=True,
-                most_rounds=_HINT_ROUNDS,
-            )
+            samples = meter.race([(step, plan), (other, None)], lambda _: False, True, _HINT_ROUNDS)
         # The plan is for the model's own layout: it stays valid if the model fails in the other.
         except STEP_ERRORS as error:
             return LayoutRace(reason=_failed(error), is_fixed=True)
-        ways = timed([_way("plan", "keep"), _way("torch", "channels_last")], samples)
-        return LayoutRace(ways, is_fixed=True)
+        ways = _way("plan", "keep"), _way("torch", "channels_last")
+        return LayoutRace(timed(ways, steps_ns(samples)), is_fixed=True)
 
     def judge_divided(self, plan: Plan) -> Plan:
         """The plan after a race of divided steps by the plan against undivided steps by torch."""
@@ -176,27 +172,15 @@ class Judge:
 
     def _race_divided(self, plan: Plan, backend: AbstractBackend) -> StepRace:
         with gradient_mode(self.is_training):
-            step_ns = backend.elapsed_ns(self._steps(self.is_training))
+            own = self._steps()
+            step_ns = backend.elapsed_ns(own)
             meter = StepMeter(backend, [plan], self._end(step_ns), step_ns)
             if meter.is_over(_LEAST_STEPS):
                 return StepRace(reason=_NO_ROOM)
-
-            def by_torch(measure: Callable[[Step, Plan | None], int]) -> int:
-                return measure(self._steps(self.is_training), None)
-
-            def by_plan(measure: Callable[[Step, Plan | None], int]) -> int:
-                steps = self._steps(self.is_training, plan.division, plan.memory_format)
-                return measure(steps, plan)
-
+            runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
             # With a memory budget the peaks are known from the steps that checked the budget.
-            peaks = [0, 0]
-            if plan.memory is None:
-                peaks = [one(meter.peak_bytes) for one in (by_torch, by_plan)]
-            samples = race(
-                [partial(one, meter.elapsed_ns) for one in (by_torch, by_plan)],
-                meter.is_over,
-                lambda samples: tells(*samples),
-            )
+            peaks = [0, 0] if plan.memory else [meter.peak_bytes(*run) for run in runs]
+            samples = steps_ns(meter.race(runs, lambda times: tells(*steps_ns(times))))
         return raced_of(*samples).with_peaks(*peaks).race
 
     def judge_in_layouts(self, plans: Mapping[str, Plan]) -> Plan:
@@ -212,9 +196,7 @@ class Judge:
             return found
         # The model must keep its layout; the plan for this layout is judged as if it were the only
         # one.
-        self.copies.pop("channels_last", None)  # it takes memory
-        if compiled:  # the judge compiles steps itself
-            self.copies.clear()
+        self.copies.clear()  # they take memory, and may be compiled
         spent = sum(one.seconds for one in compiled)
         later = None if self.deadline is None else self.deadline.later(spent)
         kept = replace(self, deadline=later).judge(own)
@@ -225,15 +207,13 @@ class Judge:
     def _race_layouts(self, plans: Mapping[str, Plan], compiled: list[Compilation]) -> Plan | str:
         """The plan of the better layout, or the reason why the model keeps its own."""
         own = plans["keep"]
-        # Steps of both layouts compute a backward pass if any of the plans has one: otherwise their
-        # times could not be compared.
-        backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
-        steps = {which: self._steps(backward, one.division, which) for which, one in plans.items()}
+        backend = open_backend(own.backend)
+        steps = {which: self._steps(one.division, which) for which, one in plans.items()}
         step_ns = backend.elapsed_ns(steps["keep"])
         end = self._end(step_ns)
         if not end.has_time(_LEAST_LAYOUT_STEPS, step_ns):
             return "the time budget has no room for steps in both layouts"
-        reason = reason_against_layout(self.model, self.inputs, own, backward)
+        reason = reason_against_layout(self.model, self.inputs, own, self.is_training)
         if reason:
             return reason
         compilation, reason = _compile_both(self.model, steps, own.device.type)
@@ -262,19 +242,13 @@ class Judge:
             if self.config.memory_budget is not None:
                 self.copies.clear()
 
-    def _steps(
-        self, backward: bool, division: StepDivision = WHOLE, memory_format: str = "keep"
-    ) -> Steps:
-        """Steps of the copy in a layout, divided as they are to be run."""
-        if memory_format not in self.copies:
-            self.copies[memory_format] = Steps(
-                self.model, self.inputs, backward, memory_format, division
-            )
-        steps = self.copies[memory_format]
-        steps.backward = backward
-        if steps.division != division:
-            steps.divide(division)
-        return steps
+    def _steps(self, division: StepDivision = WHOLE, memory_format: str = "keep") -> Steps:
+        """Steps on the copy of this division and layout."""
+        key = division, memory_format
+        if key not in self.copies:
+            how = self.is_training, memory_format, division
+            self.copies[key] = Steps(self.model, self.inputs, *how)
+        return self.copies[key]
 
     def _reason(self, device: str) -> str:
         return reason_against_race(self.model, self.inputs, self.config, device)
@@ -306,10 +280,6 @@ def _has_other_layout(plan: Plan) -> bool:
     problems = (kernel.problem for kernel in plan.kernels)
     is_kept = plan.memory_format == "keep"
     return is_kept and any(one.rank > 1 and one.layout == "nchw" for one in problems)
-
-
-def _has_backward(plan: Plan) -> bool:
-    return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
 
 
 def _reason_against_torchs(memory: StepMemory | None, backend: AbstractBackend) -> str:
@@ -505,8 +475,8 @@ class StepJudge:
             by_other, by_plan = steps_ns(samples)
             return is_clear or tells(by_plan, by_other)
 
-        runs = [partial(self.meter.times, self.step, one) for one in (other, plan)]
-        by_other, by_plan = race(runs, self.meter.is_over, is_decided, is_warm)
+        runs = [(self.step, other), (self.step, plan)]
+        by_other, by_plan = self.meter.race(runs, is_decided, is_warm)
         return raced_inside(by_other, by_plan, plan, kernels)
 
 
@@ -567,12 +537,7 @@ def judge_layouts(plans: Mapping[str, Plan], steps: Mapping[str, Step], meter: S
     ]
     # Taking the peaks runs every way once, so the race needs no round to warm up.
     peaks = [meter.peak_bytes(*run) for run in runs]
-    samples = race(
-        [partial(meter.times, *run) for run in runs],
-        meter.is_over,
-        lambda times: _is_decided(ways, steps_ns(times)),
-        is_warm=True,
-    )
+    samples = meter.race(runs, lambda times: _is_decided(ways, steps_ns(times)), is_warm=True)
     found = [
         replace(way, peak_bytes=peak)
         for way, peak in zip(timed(ways, steps_ns(samples)), peaks, strict=True)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from ucudnn.backends import AbstractBackend
@@ -93,16 +94,20 @@ class StepMeter:
         """True if there is no time for `steps` more steps."""
         return not self.deadline.has_time(steps, self.step_ns)
 
-    def elapsed_ns(self, step: Step, plan: Plan | None) -> int:
-        """Time of one step by a plan; None: by torch's own convolutions."""
-        with self.following(plan, is_timed=False):
-            time_ns = self._backend.elapsed_ns(step)
-        self._note(time_ns, plan)
-        return time_ns
+    def race(
+        self,
+        runs: Sequence[tuple[Step, Plan | None]],
+        is_decided: Callable[[Samples], bool],
+        is_warm: bool = False,
+        most_rounds: int = _MOST_ROUNDS,
+    ) -> Samples:
+        """Time steps in turn, each by a plan or, if that is None, by torch: see `race`."""
+        timed = [partial(self.times, *run) for run in runs]
+        return race(timed, self.is_over, is_decided, is_warm, most_rounds)
 
     def times(self, step: Step, plan: Plan | None) -> StepTimes:
         """Time of one step, and of its kernels if these can be timed inside it."""
-        with self.following(plan, is_timed=True) as kernels_ns:
+        with self.following(plan) as kernels_ns:
             time_ns = self._backend.elapsed_ns(step)
         self._note(time_ns, plan)
         return StepTimes(time_ns, kernels_ns)
@@ -110,7 +115,7 @@ class StepMeter:
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
         """Peak of allocated memory of one step by a plan; None: by torch's own convolutions."""
         times = list[int]()
-        with self.following(plan, is_timed=False):
+        with self.following(plan):
             # `parts` names the chunks of a call. A step has none: only the allocator tells its
             # peak.
             peak = self._backend.workspace_bytes(
@@ -127,14 +132,14 @@ class StepMeter:
         self.step_ns = max(self._shortest_ns.values())
 
     @contextmanager
-    def following(self, plan: Plan | None, is_timed: bool) -> Iterator[Mapping[Problem, int]]:
+    def following(self, plan: Plan | None) -> Iterator[Mapping[Problem, int]]:
         """Follow a plan, or torch, and time the convolutions that any of the plans changes."""
         runner = None if plan is None else self._runner(plan)
         device = self._backend.device().type
         timer = KernelTimer(self._backend.elapsed_ns, runner, self._changed)
         # On a GPU kernels are not timed inside a step: the host goes on while the GPU computes, and
         # a step would have to wait for each kernel that is timed.
-        watcher = timer if is_timed and device == "cpu" else runner
+        watcher = timer if device == "cpu" else runner
         with nullcontext() if watcher is None else Installation(device, watcher):
             yield timer.times_ns
 

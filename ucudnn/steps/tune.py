@@ -27,7 +27,7 @@ from ucudnn.steps.comparing import PlanComparer
 from ucudnn.steps.fit import DividedStep, fit
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import examined
-from ucudnn.steps.judge import LAYOUT_RACE_STEPS, RACE_STEPS, Judge, reason_against_race
+from ucudnn.steps.judge import LAYOUT_RACE_STEPS, RACE_STEPS, Copies, Judge, reason_against_race
 from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
@@ -115,8 +115,8 @@ class _Tuning:
     # When tuning must end; None: as long as the time of a step is not known, or cannot be.
     end: Deadline | None = None
     step_ns: int = 0
-    # By layout, the copies of the model on which the judge runs steps.
-    copies: dict[str, Steps] = field(default_factory=dict)
+    # Copies of the model on which the judge runs steps.
+    copies: Copies = field(default_factory=dict)
 
     def run(self) -> Plan:
         """Tune the model, judge the plan, and compare divided steps with torch's."""
