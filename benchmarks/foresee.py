@@ -30,7 +30,7 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.backends.tensors import in_channels_last
 from ucudnn.errors import UcudnnError, first_line
-from ucudnn.steps.run import MODEL_ERRORS, run_step, seed_all
+from ucudnn.steps.run import MODEL_ERRORS, run_step
 
 SETTINGS = ("keep", "channels_last", "autocast")
 STEPS = 3
@@ -70,7 +70,7 @@ def foreseen(model: nn.Module, inputs: Any) -> tuple[int, int]:
 def step(model: nn.Module, inputs: Any) -> None:
     """Forward, the sum of squares of all outputs, and backward."""
     model.zero_grad()
-    seed_all()  # which layers are dropped is drawn
+    torch.manual_seed(0)  # which layers are dropped is drawn
     run_step(model, inputs, is_smooth=True)
 
 

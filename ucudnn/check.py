@@ -16,12 +16,9 @@ from ucudnn.execution.validity import Finding, device_is_missing, findings_witho
 from ucudnn.kernels.session import Session
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
 from ucudnn.units import format_bytes, format_ns, format_sizes
+from ucudnn.verdict import LOST_SPEEDUP
 
 __all__ = ["Finding", "check"]
-
-# A canary is a kernel of the plan that is timed again. Its check fails if its speedup over torch's
-# own convolution has fallen by more than this factor since the kernel was tuned.
-_SLOWER = 1.5
 
 
 def check(
@@ -141,9 +138,9 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     # ratio is no failure, because the split may still be right.
     said += f"; {planned:.2f} when it was tuned"
     # The check fails if torch's own convolution is now faster beyond the noise and needs no more
-    # workspace than the limit. It also fails if the ratio has fallen by more than `_SLOWER`.
+    # workspace than the limit. It also fails if the ratio has fallen by more than `LOST_SPEEDUP`.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")
-    if high * _SLOWER < planned:
+    if high * LOST_SPEEDUP < planned:
         return Finding(about, False, f"{said}; the kernel is much slower than it was: tune again")
     return Finding(about, True, said)

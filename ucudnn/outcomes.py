@@ -1,4 +1,4 @@
-"""What a plan records of its tuning: origin, races of steps and of layouts, memory of a step."""
+"""What a plan records of its tuning: origin, ways to run a step and their races, its memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ucudnn.errors import PlanError
+from ucudnn.segment import StepDivision
 from ucudnn.units import Count, Ratio, format_bytes, format_ns, format_sizes
+from ucudnn.verdict import HINTED_GAIN, Interval, is_loss
 
 Deviation = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # no nan, no infinity
 MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
-# A loss by a plan, and a gain by another layout or another way to run steps, count only if they are
-# more than this fraction of a step's time.
-TOLERATED = 0.01
-# A step race with fewer rounds than this does not show how noisy its times are. Then only a loss of
-# more than the fraction `_CLEAR_LOSS` counts as a loss.
-LEAST_ROUNDS = 3
-_CLEAR_LOSS = 0.1
-# A `LayoutHint` has few rounds, so channels_last is recommended only if it saves more than this
-# fraction of a step's time.
-_HINTED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +96,7 @@ class StepRace:
     @property
     def is_loss(self) -> bool:
         """True if steps are slower by the plan, beyond the noise."""
-        # The whole interval must be above 1 + `least`: noise is no reason to give a plan up.
-        least = TOLERATED if self.rounds >= LEAST_ROUNDS else _CLEAR_LOSS
-        return self.rounds > 0 and self.low > 1 + least
+        return is_loss(self.low, self.rounds)
 
     def __str__(self) -> str:
         if self.reason:
@@ -182,129 +172,115 @@ class Compilation:
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
-    """One way to compute the steps of a model: by torch or by a plan, in one layout.
-
-    >>> Contestant("channels_last", True, 90).name
-    'plan in channels_last'
+class Way:
+    """One way to run a step: what it is foreseen to take, and what steps took that were run.
 
     Args:
+        kind: "torch" (the undivided step by torch), "segments" (modules run in micro-batches or are
+            recomputed), "loop" (a training loop over micro-batches) or "plan" (the step by the
+            plan).
+        name: name of the way in tables.
+        foreseen_bytes: the foreseen peak: the most that is allocated at any moment of the step.
+        foreseen_ns: the foreseen time of the step.
+        peak_bytes: the peak of a step that was run; 0 if none was.
+        time_ns: time of a step that was run, the median if several were; 0 if none was.
         memory_format: "keep", as the model was, or "channels_last".
-        is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
-        time_ns: median time of a step.
-        ratio: median over the rounds of its time divided by the time of the first contestant.
+        ratio: median over the rounds of its time divided by the time of the first way of its race.
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
-        peak_bytes: peak of allocated memory in a step.
+        rounds: rounds of that race; 0 if there was none.
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
+        division: segments and micro-batches of the step; None if the name alone tells them.
     """
 
-    memory_format: MemoryFormat
-    is_plan: bool
-    time_ns: Count
+    kind: Literal["torch", "segments", "loop", "plan"]
+    name: str
+    foreseen_bytes: Count = 0
+    foreseen_ns: Count = 0
+    peak_bytes: Count = 0
+    time_ns: Count = 0
+    memory_format: MemoryFormat = "keep"
     ratio: Ratio = 1.0
     low: Ratio = 1.0
     high: Ratio = 1.0
-    peak_bytes: Count = 0
+    rounds: Count = 0
     is_allowed: bool = True
+    division: StepDivision | None = None
 
     @property
-    def name(self) -> str:
-        """The name of this contestant in tables."""
-        who = "plan" if self.is_plan else "torch"
-        return who if self.memory_format == "keep" else f"{who} in channels_last"
+    def most_bytes(self) -> int:
+        """The measured peak, or else the foreseen one."""
+        return self.peak_bytes or self.foreseen_bytes
+
+    @property
+    def step_ns(self) -> int:
+        """The measured time, or else the foreseen one."""
+        return self.time_ns or self.foreseen_ns
+
+    @property
+    def ratios(self) -> Interval:
+        """The ratio and its interval."""
+        return self.ratio, self.low, self.high
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRace:
-    """How the layout of a model was decided.
+    """A race of steps in the model's own layout and in channels_last, and the layout of the plan.
 
-    >>> torchs, plans = Contestant("keep", False, 100), Contestant("channels_last", True, 80, 0.8)
-    >>> LayoutRace((torchs, plans), winner=1, rounds=5).memory_format
+    >>> torchs = Way("torch", "torch", time_ns=100)
+    >>> last = Way("plan", "plan in channels_last", time_ns=80, memory_format="channels_last")
+    >>> LayoutRace((torchs, last), winner=1).memory_format
     'channels_last'
     >>> print(LayoutRace(reason="it has no tensors of four or five axes"))
     the model keeps its layout: it has no tensors of four or five axes
 
     Args:
-        contestants: the contestants; torch in the model's own layout comes first; empty if nothing
-            was compared.
-        winner: index of the contestant that won.
-        rounds: number of rounds, in each of which every contestant ran one step.
-        reason: why the model keeps its layout without a race; "" if steps were raced.
+        ways: the ways that were raced, torch in the model's own layout first; or, if the layout is
+            fixed, the plan and then torch in channels_last; empty if nothing was raced.
+        winner: index of the way that won.
+        reason: why nothing was raced; "" if steps were raced.
+        is_fixed: True if the settings keep the layout: the race shows what they give away.
 
     Raises:
-        PlanError: the winner is no contestant.
+        PlanError: the winner is none of the ways.
     """
 
-    contestants: tuple[Contestant, ...] = ()
+    ways: tuple[Way, ...] = ()
     winner: int = 0
-    rounds: Count = 0
     reason: str = ""
+    is_fixed: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.winner < max(1, len(self.contestants)):
-            raise PlanError(f"winner must be the index of a contestant, got {self.winner}")
+        if not 0 <= self.winner < max(1, len(self.ways)):
+            raise PlanError(f"winner must be the index of a way, got {self.winner}")
 
     @property
     def memory_format(self) -> str:
-        """The layout that won; the model's own if nothing was compared."""
-        return self.contestants[self.winner].memory_format if self.contestants else "keep"
-
-    def __str__(self) -> str:
-        if not self.contestants:
-            return f"the model keeps its layout: {self.reason}"
-        winner = self.contestants[self.winner]
-        chosen = "the model's own" if winner.memory_format == "keep" else winner.memory_format
-        # The ratios compare each contestant with the first one, which is torch in the model's own
-        # layout.
-        first = self.contestants[0]
-        if winner is first:
-            least = format_ns(first.time_ns)
-            return f"the layout is {chosen}: torch's own steps are the fastest, {least}"
-        return (
-            f"the layout is {chosen}: a step by {winner.name} takes {winner.ratio:.2f} "
-            f"({winner.low:.2f} to {winner.high:.2f}) times as long as by {first.name}, "
-            f"{format_ns(winner.time_ns)} against {format_ns(first.time_ns)}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutHint:
-    """A comparison of steps by torch in channels_last with steps by a plan in the model's layout.
-
-    >>> LayoutHint(channels_last_ns=80, plan_ns=100, rounds=2).ratio
-    0.8
-    >>> print(LayoutHint(reason="it fails there"))
-    channels_last was not tried: it fails there
-
-    Args:
-        channels_last_ns: median time of a step by torch's own convolutions in channels_last.
-        plan_ns: median time of a step by the plan, in the model's own layout.
-        rounds: number of rounds, each with one step by torch and one step by the plan.
-        reason: why steps in channels_last were not timed; "" if they were timed.
-    """
-
-    channels_last_ns: Count = 0
-    plan_ns: Count = 0
-    rounds: Count = 0
-    reason: str = ""
+        """The layout that won; the model's own if nothing was raced."""
+        return self.ways[self.winner].memory_format if self.ways else "keep"
 
     @property
-    def ratio(self) -> float:
-        """Time of a step in channels_last over the time of a step by the plan; 1 if not timed."""
-        return self.channels_last_ns / self.plan_ns if self.plan_ns else 1.0
+    def rounds(self) -> int:
+        """Number of rounds, in each of which every way ran one step."""
+        return self.ways[0].rounds if self.ways else 0
 
     def __str__(self) -> str:
         if self.reason:
-            return f"channels_last was not tried: {self.reason}"
+            what = "channels_last was not tried" if self.is_fixed else "the model keeps its layout"
+            return f"{what}: {self.reason}"
+        first, one = self.ways[0], self.ways[-1 if self.is_fixed else self.winner]
+        layout = "the model's own" if self.memory_format == "keep" else self.memory_format
+        if one is first:
+            least = format_ns(first.time_ns)
+            return f"the layout is {layout}: torch's own steps are the fastest, {least}"
         text = (
-            f"a step by torch in channels_last takes {self.ratio:.2f} times as long as by this "
-            f"plan ({format_ns(self.channels_last_ns)} against {format_ns(self.plan_ns)}, median "
-            f"of {self.rounds} round{'s' * (self.rounds > 1)})"
+            f"the layout is {layout}: a step by {one.name} takes {one.ratio:.2f} "
+            f"({one.low:.2f} to {one.high:.2f}) times as long as by {first.name}, "
+            f"{format_ns(one.time_ns)} against {format_ns(first.time_ns)}"
         )
-        if self.ratio < 1 - _HINTED:
-            text += ': layout="auto" would make a plan for channels_last, too'
+        if self.is_fixed and one.ratio < 1 - HINTED_GAIN:
+            text += '; layout="auto" would make a plan for channels_last, too'
         return text
 
 
@@ -335,34 +311,6 @@ class Comparison:
         near = f"{self.deviation:.0e}".replace("e-0", "e-")
         states = f", {self.states} states of random numbers" if self.states > 1 else ""
         return f"{what} equal torch's to {near} ({self.samples} samples{states})"
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run a step, with the peak of its memory and its time.
-
-    Args:
-        kind: "torch" (the undivided step by torch), "segments" (modules run in micro-batches or are
-            recomputed), "loop" (a training loop over micro-batches) or "plan" (the step by the
-            plan).
-        name: name of the way in tables.
-        foreseen_bytes: the foreseen peak: the most that is allocated at any moment of the step.
-        foreseen_ns: the foreseen time of the step.
-        peak_bytes: the peak of a step that was run; 0 if none was.
-        time_ns: time of a step that was run; 0 if none was.
-    """
-
-    kind: Literal["torch", "segments", "loop", "plan"]
-    name: str
-    foreseen_bytes: Count
-    foreseen_ns: Count
-    peak_bytes: Count = 0
-    time_ns: Count = 0
-
-    @property
-    def most_bytes(self) -> int:
-        """The measured peak, or else the foreseen one."""
-        return self.peak_bytes or self.foreseen_bytes
 
 
 @dataclass(frozen=True, slots=True)

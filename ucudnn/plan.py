@@ -18,7 +18,6 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import (
     Comparison,
     Compilation,
-    LayoutHint,
     LayoutRace,
     MemoryFormat,
     Origin,
@@ -66,9 +65,8 @@ class Plan:
             made without a model.
         memory_format: layout for which the plan was made: "keep" (the layout that the model had) or
             "channels_last" (channels_last_3d for 5-D tensors).
-        layout_race: how the memory format was decided; None if the settings keep the layout.
-        layout_hint: steps in channels_last, timed although the settings keep the layout; None if
-            channels_last would change nothing, or if no steps can be run.
+        layout_race: how the memory format was decided, or what the settings give away that keep it;
+            None if they keep it and channels_last would change nothing, or no steps can be run.
         memory: memory of a whole step; None if there was no memory budget.
         origin: how the plan came about; None if the plan was put together by hand.
         compilation: how steps of a compiled model were compiled before they judged the plan; None
@@ -93,7 +91,6 @@ class Plan:
     step_race: StepRace | None = field(default=None, compare=False)
     memory_format: MemoryFormat = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
-    layout_hint: LayoutHint | None = field(default=None, compare=False)
     memory: StepMemory | None = field(default=None, compare=False)
     origin: Origin | None = field(default=None, compare=False)
     compilation: Compilation | None = field(default=None, compare=False)

@@ -30,9 +30,7 @@ from ucudnn.measurement import Software as Software
 from ucudnn.measurement import Subject as Subject
 from ucudnn.outcomes import Comparison as Comparison
 from ucudnn.outcomes import Compilation as Compilation
-from ucudnn.outcomes import Contestant as Contestant
 from ucudnn.outcomes import Foresight as Foresight
-from ucudnn.outcomes import LayoutHint as LayoutHint
 from ucudnn.outcomes import LayoutRace as LayoutRace
 from ucudnn.outcomes import Origin as Origin
 from ucudnn.outcomes import StepMemory as StepMemory
@@ -47,4 +45,3 @@ from ucudnn.split import Chunk as Chunk
 from ucudnn.steps.advice import Advice as Advice
 from ucudnn.steps.advice import KernelAdvice as KernelAdvice
 from ucudnn.steps.advice import Largest as Largest
-from ucudnn.steps.advice import WayAdvice as WayAdvice

@@ -8,13 +8,24 @@ from dataclasses import replace
 import pytest
 from by_hand import kernel, plan_of
 
-from ucudnn.outcomes import Contestant, LayoutRace
+from ucudnn.outcomes import LayoutRace, Way
 from ucudnn.plan import Plan
 from ucudnn.reports.html import report
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")]
-TORCH = Contestant("keep", False, 100_000_000, peak_bytes=64 << 20, is_allowed=False)
-WINNER = Contestant("channels_last", True, 80_000_000, 0.8, 0.79, 0.82, 48 << 20)
+TORCH = Way(
+    *("torch", "torch"), peak_bytes=64 << 20, time_ns=100_000_000, rounds=5, is_allowed=False
+)
+WINNER = Way(
+    *("plan", "plan in channels_last"),
+    peak_bytes=48 << 20,
+    time_ns=80_000_000,
+    memory_format="channels_last",
+    ratio=0.8,
+    low=0.79,
+    high=0.82,
+    rounds=5,
+)
 SENTENCE = (
     "The layout is channels_last: a step by plan in channels_last takes 0.80 (0.79 to 0.82) times "
     "as long as by torch, 80.0 ms against 100 ms."
@@ -27,7 +38,7 @@ def raced(tmp_path):
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     plan = plan_of(kernel(9))
     plan.save(one)
-    race = LayoutRace((TORCH, WINNER), 1, 5)
+    race = LayoutRace((TORCH, WINNER), 1)
     replace(plan, memory_format="channels_last", layout_race=race).save(other)
     return one, other
 
@@ -40,11 +51,11 @@ def test_tuning_for_the_better_layout_prints_the_race(ucudnn, model):
     assert "The layout is " in " ".join(done.out.split())
     found = json.loads(ucudnn(*arguments, "--layout", "auto", "--json").out)
     assert found["memory_format"] in ("keep", "channels_last")
-    names = {(one["memory_format"], one["is_plan"]) for one in found["layout_race"]["contestants"]}
-    assert {("keep", False), ("channels_last", False)} <= names
+    ways = {(one["memory_format"], one["kind"]) for one in found["layout_race"]["ways"]}
+    assert {("keep", "torch"), ("channels_last", "torch")} <= ways
     assert found["measured"] + found["reused"] > 0
     kept = json.loads(ucudnn(*arguments, "--layout", "keep", "--json").out)
-    assert (kept["memory_format"], kept["layout_race"]) == ("keep", None)
+    assert (kept["memory_format"], kept["layout_race"]["is_fixed"]) == ("keep", True)
 
 
 def test_show_and_compare_print_the_race(ucudnn, raced):

@@ -143,7 +143,7 @@ def tune_whole(folder: Path, rank: int, **given: Any) -> dict[str, Any]:
         "left out": len(plan.left_out),
         "budget": plan.origin.budget,
         "set": plan.config.time_budget_s,
-        "contestants": [one.time_ns for one in layouts.contestants] if layouts else [],
+        "ways": [one.time_ns for one in layouts.ways] if layouts else [],
         "peak": plan.memory.plan_peak_bytes if plan.memory else 0,
         "rounds": layouts.rounds if layouts else 0,
         "warned": [str(one.message) for one in caught if one.category.__name__ != "NoiseWarning"],

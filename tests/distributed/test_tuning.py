@@ -65,7 +65,7 @@ def test_tuning_judges_steps_and_layouts_within_a_budget_as_in_one_process(launc
         assert one["set"] is None
         assert one["left out"] == 0
         # Steps by torch in both layouts, at least.
-        assert len(one["contestants"]) >= 2
+        assert len(one["ways"]) >= 2
         assert one["rounds"] > 0
 
 

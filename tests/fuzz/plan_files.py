@@ -16,7 +16,7 @@ from rich.console import Console
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.outcomes import Contestant, LayoutRace, StepRace
+from ucudnn.outcomes import LayoutRace, StepRace, Way
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.comparison import compare
@@ -83,7 +83,8 @@ def sample_plan() -> Plan:
         *(flat.with_batch(2), ("tail",), names[:1], (0, 0), ((0, -1), (0, -1)), 7, timing, timing)
     )
     device = Device("cpu", "Example CPU", isa="AVX2", cores=2)
-    contestants = (Contestant("keep", False, 110), Contestant("channels_last", True, 90, 0.8))
+    last = {"memory_format": "channels_last", "ratio": 0.8, "rounds": 5}
+    ways = Way("torch", "torch", time_ns=110, rounds=5), Way("plan", "plan", time_ns=90, **last)
     return Plan(
         (by_batch, by_slabs, alone),
         device,
@@ -92,7 +93,7 @@ def sample_plan() -> Plan:
         Config(),
         step_race=StepRace(110, 90, 0.8, 0.79, 0.81, 5, dropped=("stem",)),
         memory_format="channels_last",
-        layout_race=LayoutRace(contestants, winner=1, rounds=5),
+        layout_race=LayoutRace(ways, winner=1),
     )
 
 

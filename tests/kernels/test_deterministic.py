@@ -19,7 +19,7 @@ from ucudnn.errors import PlanError
 from ucudnn.kernels import sources
 from ucudnn.kernels.tuner import tune_problems
 from ucudnn.problem import Problem
-from ucudnn.steps.step_judge import has_default
+from ucudnn.steps.judge import has_default
 
 MS, MIB = 1_000_000, 1 << 20
 PROBLEM = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))

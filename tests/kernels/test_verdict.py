@@ -7,7 +7,7 @@ from dataclasses import replace
 import by_hand
 
 from ucudnn.config import Config
-from ucudnn.outcomes import Contestant, LayoutRace, StepRace
+from ucudnn.outcomes import LayoutRace, StepRace, Way
 from ucudnn.plan import Timing
 from ucudnn.reports.text import plan_verdict
 
@@ -46,11 +46,13 @@ def test_the_race_of_steps_is_part_of_it():
 
 
 def test_the_layout_is_part_of_it():
-    contestants = (Contestant("keep", False, 110), Contestant("channels_last", True, 90, 0.8))
+    torchs = Way("torch", "torch", time_ns=110)
+    last = Way("plan", "plan in channels_last", time_ns=90, memory_format="channels_last")
+    ways = (torchs, replace(last, ratio=0.8))
     plan = replace(
         plan_of(kernel(4, 10, 8, 10)),
         memory_format="channels_last",
-        layout_race=LayoutRace(contestants, 1, 5),
+        layout_race=LayoutRace(ways, 1),
         step_race=StepRace(100, 90, 0.9, 0.88, 0.93, 5),
     )
     layout, step, _ = plan_verdict(plan)
@@ -58,5 +60,5 @@ def test_the_layout_is_part_of_it():
         "The layout is channels_last: a step by plan in channels_last takes 0.8"
     )
     assert step.endswith(" 90 ns against 100 ns (both in channels_last).")
-    same = replace(plan, memory_format="keep", layout_race=LayoutRace(contestants, 0, 5))
+    same = replace(plan, memory_format="keep", layout_race=LayoutRace(ways, 0))
     assert plan_verdict(same)[0].endswith("torch's own steps are the fastest, 110 ns.")

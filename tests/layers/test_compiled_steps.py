@@ -16,9 +16,9 @@ from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UcudnnWarning
 from ucudnn.execution import override
 from ucudnn.reports.text import plan_verdict
-from ucudnn.steps.judge import compile_steps, judged
+from ucudnn.steps.judge import Judge, compile_steps
+from ucudnn.steps.race import StepMeter
 from ucudnn.steps.run import Steps
-from ucudnn.steps.step_judge import StepMeter
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,7 +110,7 @@ def metered(monkeypatch):
     counts = []
 
     def watched(backend):
-        for name in ("elapsed_ns", "times", "peak_bytes"):
+        for name in ("times", "peak_bytes"):
             original = getattr(StepMeter, name)
 
             def spy(self, step, plan, original=original):
@@ -155,14 +155,14 @@ def test_a_plan_acts_in_compiled_steps(plan_by_hand, computed, metered):
     model, x, backend = Net(), torch.randn(SHAPE), Counting()
     counts = metered(backend)
     plan = plan_by_hand(model, x)
-    found = judged(torch.compile(model, backend=backend), x, plan, Config(**SETTINGS))
+    found = Judge(torch.compile(model, backend=backend), x, Config(**SETTINGS)).judge(plan)
     assert found.compilation.is_compiled
     assert found.step_race.rounds
     assert set(counts) == {(0, 1, 0)}
     # two forward passes in each step, and torch computes those of the other steps
     assert computed.count("fprop") >= 2 * found.step_race.rounds
     # the hint on channels_last is compiled, too
-    assert found.layout_hint.rounds
+    assert found.layout_race.rounds
     assert backend.compiled == 2
     assert not uncompiled_calls[1:], "traced once"
 
@@ -172,7 +172,7 @@ def test_several_sizes_are_compiled_before_the_race(metered, plan_by_hand):
     counts = metered(backend)
     sizes = [torch.randn(4, 3, 12, 12), torch.randn(2, 3, 16, 16), torch.randn(3, 3, 9, 14)]
     plan = plan_by_hand(model, sizes)
-    found = judged(torch.compile(model, backend=backend), sizes, plan, Config(**SETTINGS))
+    found = Judge(torch.compile(model, backend=backend), sizes, Config(**SETTINGS)).judge(plan)
     assert found.step_race.rounds
     assert set(counts) == {(0, 3, 0)}
 
@@ -231,7 +231,7 @@ def test_convolutions_that_are_compiled_in_another_layout_are_counted(plan_by_ha
     model, x = Net(), torch.randn(SHAPE)
     plan = plan_by_hand(model, x)
     for backend, relaid in (("eager", 0), (relaying, 4)):
-        found = judged(torch.compile(model, backend=backend), x, plan, Config(**SETTINGS))
+        found = Judge(torch.compile(model, backend=backend), x, Config(**SETTINGS)).judge(plan)
         # both convolutions, forward and backward
         assert found.compilation.relaid == relaid
     assert "4 convolutions are in another layout" in plan_verdict(found)[-2]
@@ -244,9 +244,9 @@ def test_judging_often_uses_up_no_recompilations_of_the_user(breaks, plan_by_han
     compiled(torch.randn(2, 3, 9, 9))
     for size in range(10, 14):
         x = torch.randn(2, 3, size, size)
-        found = judged(compiled, x, plan_by_hand(model, x), Config(**SETTINGS))
+        found = Judge(compiled, x, Config(**SETTINGS)).judge(plan_by_hand(model, x))
         # code for two layouts
-        assert found.layout_hint.rounds
+        assert found.layout_race.rounds
     for size in range(20, 24):
         uncompiled_calls.clear()
         count = backend.compiled

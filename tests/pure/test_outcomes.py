@@ -14,20 +14,17 @@ from by_hand import signed
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, PlanFileError
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.outcomes import (
-    TOLERATED,
-    Compilation,
-    Contestant,
-    LayoutRace,
-    Origin,
-    StepMemory,
-    StepRace,
-)
+from ucudnn.outcomes import Compilation, LayoutRace, Origin, StepMemory, StepRace, Way
 from ucudnn.plan import Plan
+from ucudnn.verdict import TOLERATED
 
 PLAN = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
 RACE = StepRace(110_000, 100_000, 0.91, 0.9, 0.92, 5)
-CONTESTANTS = (Contestant("keep", False, 100), Contestant("channels_last", True, 80, 0.8))
+LAST = {"memory_format": "channels_last", "ratio": 0.8, "low": 0.79, "high": 0.81, "rounds": 5}
+WAYS = (
+    Way("torch", "torch", time_ns=100, rounds=5),
+    Way("plan", "plan in channels_last", time_ns=80, **LAST),
+)
 MEMORY = StepMemory(*[1] * 7)
 KINDS = {
     "step_race": StepRace,
@@ -82,7 +79,8 @@ def test_what_a_race_prints() -> None:
     "outcome",
     [
         {"step_race": replace(RACE, dropped=("fprop", "dgrad"), inside=(0.6, 0.5, 0.7))},
-        {"layout_race": LayoutRace(CONTESTANTS, 1, 5)},
+        {"layout_race": LayoutRace(WAYS, 1)},
+        {"layout_race": LayoutRace(WAYS, is_fixed=True)},
         {"compilation": Compilation(3, "why not", 2)},
         {"memory": MEMORY},
     ],
@@ -96,6 +94,29 @@ def test_a_file_keeps_it_and_the_hash_does_not(outcome: dict[str, Any], tmp_path
     for name, value in outcome.items():
         assert getattr(loaded, name) == value
         assert name not in PLAN.to_dict()
+
+
+def test_what_a_race_of_layouts_prints() -> None:
+    against = "takes 0.80 (0.79 to 0.81) times as long as by torch, 80 ns against 100 ns"
+    assert str(LayoutRace(WAYS, 1)) == (
+        f"the layout is channels_last: a step by plan in channels_last {against}"
+    )
+    assert str(LayoutRace(WAYS)) == (
+        "the layout is the model's own: torch's own steps are the fastest, 100 ns"
+    )
+    assert str(LayoutRace(reason="why not")) == "the model keeps its layout: why not"
+    # The settings keep the layout: the race is of the plan and of torch in the other layout.
+    plan, last = Way("plan", "plan", time_ns=100, rounds=2), replace(WAYS[1], kind="torch")
+    kept = LayoutRace((plan, replace(last, name="torch in channels_last")), is_fixed=True)
+    said = "the layout is the model's own: a step by torch in channels_last"
+    against = against.replace("by torch", "by plan")
+    assert str(kept) == f'{said} {against}; layout="auto" would make a plan for channels_last, too'
+    assert kept.memory_format == "keep"
+    little = replace(kept, ways=(plan, replace(kept.ways[1], ratio=0.96)))
+    assert "auto" not in str(little)
+    assert str(LayoutRace(reason="why not", is_fixed=True)) == (
+        "channels_last was not tried: why not"
+    )
 
 
 def test_what_a_compilation_prints() -> None:
@@ -127,7 +148,7 @@ def test_what_a_compilation_prints() -> None:
         (RACE, "dropped", "ab", "Expected `array`, got `str`"),
         (RACE, "reason", None, "Expected `str`, got `null`"),
         (Compilation(3), "relaid", -1, "Expected `int` >= 0"),
-        (LayoutRace(CONTESTANTS, 1, 5), "rounds", "5", "Expected `int`, got `str`"),
+        (LayoutRace(WAYS, 1), "winner", "5", "Expected `int`, got `str`"),
         (MEMORY, "is_training", 1, "Expected `bool`, got `int`"),
         (MEMORY, "calls", [[0, -1]], "Expected `int` >= 0"),
         (Origin("net"), "left_out", "abc", "Expected `array`, got `str`"),
@@ -144,13 +165,13 @@ def test_a_file_with_what_cannot_be_is_refused_and_the_place_is_named(
         Plan.load(signed(document, tmp_path / "plan.json"))
 
 
-def test_layouts_of_a_file_are_known_and_one_contestant_won(tmp_path: Path) -> None:
-    document = replace(PLAN, layout_race=LayoutRace(CONTESTANTS, 1, 5)).to_dict()
+def test_layouts_of_a_file_are_known_and_one_way_won(tmp_path: Path) -> None:
+    document = replace(PLAN, layout_race=LayoutRace(WAYS, 1)).to_dict()
     document["layout_race"]["winner"] = 2
-    with pytest.raises(PlanError, match="winner must be the index of a contestant, got 2"):
+    with pytest.raises(PlanError, match="winner must be the index of a way, got 2"):
         Plan.load(signed(document, tmp_path / "plan.json"))
-    document["layout_race"]["contestants"][1]["memory_format"] = "blocked"
-    with pytest.raises(PlanError, match=r"layout_race.contestants\[1\].memory_format"):
+    document["layout_race"]["ways"][1]["memory_format"] = "blocked"
+    with pytest.raises(PlanError, match=r"layout_race.ways\[1\].memory_format"):
         Plan.load(signed(document, tmp_path / "plan.json"))
     document = {**PLAN.to_dict(), "memory_format": "keep\n"}
     with pytest.raises(PlanError, match=r"matching regex .*at `\$.memory_format"):

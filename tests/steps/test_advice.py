@@ -19,10 +19,11 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Device
+from ucudnn.outcomes import Way
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, Segment, StepDivision
-from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice
+from ucudnn.segment import Segment, StepDivision
+from ucudnn.steps.advice import Advice, KernelAdvice, Largest
 from ucudnn.steps.foresee import largest_batch
 
 MIB, MS = 1 << 20, 1_000_000
@@ -43,20 +44,20 @@ def kernel(ms, workspace=0.0, last_ms=None, direct_ms=1.0, size=9, calls=1):
     )
 
 
-OWN = WayAdvice("as it is", "leave it as it is", 1000 * MIB, 100 * MS, rounds=5)
+OWN = Way("torch", "as it is", 1000 * MIB, time_ns=100 * MS, rounds=5)
 SEGMENTS = StepDivision((Segment("layers", 4),))
+WHOLE_MODEL = StepDivision((Segment("", 8),))
 
 
 def way(name, peak, ratio, rounds=5, **fields):
     """One that was timed in turn, or once if the ratio is a number."""
-    raced = ratio if isinstance(ratio, tuple) else None
-    middle = ratio[0] if raced else ratio
-    return WayAdvice(
-        name,
-        f"use {name}",
-        *(peak * MIB, int(middle * OWN.time_ns), raced, rounds if raced else 0),
-        **fields,
-    )
+    if isinstance(ratio, tuple):
+        fields |= {"rounds": rounds, **dict(zip(("ratio", "low", "high"), ratio, strict=True))}
+        ratio = ratio[0]
+    kind = "torch"
+    if "division" in fields:
+        kind = "segments" if fields["division"].micro_batch is None else "loop"
+    return Way(kind, name, peak * MIB, time_ns=int(ratio * OWN.time_ns), **fields)
 
 
 def advice(*ways, kernels=(), **fields):
@@ -75,11 +76,11 @@ def test_nothing_is_faster_or_smaller():
 
 
 def test_a_way_that_is_faster_beyond_the_noise_is_advised():
-    half = way("micro-batches of 8", 400, (0.52, 0.5, 0.55), division=SEGMENTS)
+    half = way("micro-batches of 8", 400, (0.52, 0.5, 0.55), division=WHOLE_MODEL)
     found = advice(channels_last((0.8, 0.75, 0.85)), half)
     assert found.verdict == (
-        "use micro-batches of 8: a step then takes 0.52 (0.50 to 0.55) times as long and 400 MiB "
-        "instead of 1000 MiB."
+        "run it in micro-batches of 8 (tune does): a step then takes 0.52 (0.50 to 0.55) times as "
+        "long and 400 MiB instead of 1000 MiB."
     )
 
 
@@ -109,12 +110,16 @@ def test_noise_is_no_verdict():
 def test_a_way_that_takes_less_memory_is_advised_with_its_price():
     small = way("segments", 300, 1.1, division=SEGMENTS)
     assert advice(small, way("checkpoints", 700, 1.0)).verdict == (
-        "if memory is short, use segments: 300 MiB instead of 1000 MiB at about 1.10 times the "
-        "time."
+        "if memory is short, tune it with memory_budget='30%': 300 MiB instead of 1000 MiB at "
+        "about 1.10 times the time."
     )
     # the smallest of all would cost too much
-    assert "use segments" in advice(small, way("loop of 1", 100, 2.0)).verdict
-    assert "at about 2.00 times" in advice(way("loop of 1", 100, 2.0)).verdict
+    loop = way("loop of 1", 100, 2.0, division=StepDivision((), 1))
+    assert "memory_budget='30%'" in advice(small, loop).verdict
+    assert advice(loop).verdict == (
+        "if memory is short, train in a loop of micro-batches of 1 (tune it with loop=True): 100 "
+        "MiB instead of 1000 MiB at about 2.00 times the time."
+    )
     # what is advised for its time saves as much
     fast = way("micro-batches of 8", 300, (0.5, 0.5, 0.6))
     assert "if memory" not in advice(fast, small).verdict
@@ -151,8 +156,8 @@ def test_a_limit_that_few_kernels_exceed():
     few = [kernel(4, 400), *[kernel(4, 3.5, calls=4)] * 4]
     found = advice(kernels=few, own_peak_bytes=600 * MIB).with_plan()
     assert found.suggested_limit == 4 * MIB
-    assert found.ways[-1].how == "tune it with workspace_limit='4MiB'"
-    assert found.ways[-1].peak_bytes == 604 * MIB
+    assert found.how(found.ways[-1]) == "tune it with workspace_limit='4MiB'"
+    assert found.ways[-1].most_bytes == 604 * MIB
     assert "tune it with workspace_limit='4MiB': 604 MiB instead of 1000 MiB" in found.verdict
     # where workspace is little of the peak, and where nothing is known of it
     assert advice(kernels=few, own_peak_bytes=990 * MIB).suggested_limit is None
@@ -212,17 +217,16 @@ def test_kernels_that_were_not_timed_are_counted():
 
 
 def test_the_largest_batch_in_a_budget():
-    loop = replace(way("loop of 4", 200, 1.0), division=StepDivision((), 4))
     found = advice(
-        replace(
-            way("segments", 500, 1.2, division=SEGMENTS),
-            largest=Largest(40, 790 * MIB, 400 * MS, False),
-        ),
-        replace(loop, largest=Largest(90, 800 * MIB, 900 * MS)),
+        way("segments", 500, 1.2, division=SEGMENTS),
+        way("loop of 4", 200, 1.0, division=StepDivision((), 4)),
         budget_bytes=800 * MIB,
+        largest={
+            "as it is": Largest(12, 800 * MIB, 60 * MS),
+            "segments": Largest(40, 790 * MIB, 400 * MS, False),
+            "loop of 4": Largest(90, 800 * MIB, 900 * MS),
+        },
     )
-    own = replace(OWN, largest=Largest(12, 800 * MIB, 60 * MS))
-    found = replace(found, ways=(own, *found.ways[1:]))
     assert found.verdict == (
         "the largest batch within 800 MiB is 40: tune it with memory_budget='800MiB'; 790 MiB and "
         "10.0 ms per sample, seen in a step. As it is, ~12 fit at 5.00 ms per sample. By a loop of "
@@ -231,7 +235,7 @@ def test_the_largest_batch_in_a_budget():
     assert "is ~90: tune it with loop=True and memory_budget='800MiB'; 800 MiB and" in (
         replace(found, ways=found.ways[2:]).verdict
     )
-    none = replace(found, ways=(replace(own, largest=Largest(0, 900 * MIB, 0)),))
+    none = replace(found, ways=(OWN,), largest={"as it is": Largest(0, 900 * MIB, 0)})
     assert none.verdict == (
         "not even one sample fits 800 MiB by any way that was tried; the smallest peak at batch "
         "16 is 1000 MiB."
@@ -327,15 +331,15 @@ def test_peaks_are_those_of_steps_that_are_written_by_hand():
     assert found.step_peak_bytes == pytest.approx(own, rel=0.02)
     assert sum(size for _, size in found.causes) == found.step_peak_bytes
     ways = {one.name: one for one in found.ways}
-    loop = next(one for one in found.ways if one.is_loop and one.memory_format == "keep")
+    loop = next(one for one in found.ways if one.kind == "loop")
     size = loop.division.micro_batch
     by_hand = peak_of(net, x, lambda net, x: in_a_loop(size, net, x))
-    assert loop.peak_bytes == pytest.approx(by_hand, rel=0.05)
+    assert loop.most_bytes == pytest.approx(by_hand, rel=0.05)
     by_hand = peak_of(net, x, by_checkpoints)
-    assert ways["checkpoint per block"].peak_bytes == pytest.approx(by_hand, rel=0.05)
+    assert ways["checkpoint per block"].most_bytes == pytest.approx(by_hand, rel=0.05)
     names = {one.module for one in ways["checkpoint per block"].division.segments}
     assert names == {f"blocks.{n}" for n in range(4)}
-    least = min(one.peak_bytes for name, one in ways.items() if name.startswith("segments"))
+    least = min(one.most_bytes for name, one in ways.items() if name.startswith("segments"))
     assert least < 0.5 * own
 
 
@@ -349,7 +353,7 @@ def test_micro_batches_of_an_inference():
     (part, *_) = (one for one in found.ways if one.name.startswith("micro-batches of"))
     size = part.division.segments[0].micro_batch
     by_hand = peak_of(net, x, lambda net, x: in_inference(size, net, x))
-    assert part.peak_bytes == pytest.approx(by_hand, rel=0.05)
+    assert part.most_bytes == pytest.approx(by_hand, rel=0.05)
     assert not found.is_training
 
 
@@ -360,17 +364,17 @@ def test_the_largest_batch_fits_the_budget_and_no_much_larger_one_does():
     own = peak_of(net, x, by_torch)
     found = ucudnn.advise(net, x, Config(memory_budget=3 * own))
     assert found.budget_bytes == 3 * own
-    at_own = found.ways[0].largest
+    at_own = found.largest["as it is"]
     for batch, fits in ((at_own.batch, True), (round(1.1 * at_own.batch), False)):
         more = x.repeat(4, 1, 1, 1)[:batch]
         assert (peak_of(net, more, by_torch) <= 3 * own * 1.02) == fits
-    answer = found.roomiest
-    assert answer.largest.batch > at_own.batch
-    assert answer.largest.peak_bytes <= 3 * own
+    answer = found.largest[found.roomiest.name]
+    assert answer.batch > at_own.batch
+    assert answer.peak_bytes <= 3 * own
     assert found.verdict.startswith("the largest batch within ")
     share = ucudnn.advise(net, x, Config(memory_budget="50%"))
     assert share.budget_bytes == share.step_peak_bytes // 2
-    assert share.ways[0].largest.batch in (3, 4)
+    assert share.largest["as it is"].batch in (3, 4)
 
 
 @pytest.mark.slow
@@ -384,19 +388,24 @@ def test_a_real_step_is_looked_at(model):
     ways = {one.name: one for one in found.ways}
     assert next(iter(ways)) == "as it is"
     assert ways["channels_last"].memory_format == "channels_last"
-    assert ways["plan for the convolutions"].is_estimated
+    assert not ways["plan for the convolutions"].time_ns
     # its samples depend on each other
     assert any(one.startswith("loop (") for one in found.left_out)
     values = json.loads(json.dumps(found.to_dict()))
     assert [one["name"] for one in values["ways"]] == list(ways)
     assert values["ways"][0]["segments"] == []
+    assert values["ways"][0]["how"] == "leave it as it is"
+    assert values["ways"][0]["peak_bytes"] == found.step_peak_bytes
+    assert [one["is_estimated"] for one in values["ways"]] == [
+        not one.time_ns for one in found.ways
+    ]
     assert values["verdict"] == found.verdict
 
 
 def test_several_inputs_have_no_segments(model):
     found = ucudnn.advise(model, [torch.randn(2, 3, 12, 12), torch.randn(2, 3, 16, 16)])
     assert "segments and micro-batches (one example at a time)" in found.left_out
-    assert all(one.division == WHOLE for one in found.ways)
+    assert all(one.division is None for one in found.ways)
     assert found.step_peak_bytes > 0
 
 

@@ -17,8 +17,7 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.reports.text import plan_verdict
-from ucudnn.steps.layout import reason_against_layout
-from ucudnn.steps.run import Steps, undisturbed
+from ucudnn.steps.comparing import reason_against_layout
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,7 +83,7 @@ def test_a_model_that_cannot_be_laid_out_keeps_its_layout_and_the_plan_says_why(
     plan = ucudnn.tune(model, torch.randn(shape), Config(**AUTO))
     assert plan.memory_format == "keep"
     assert plan.kernels
-    assert not plan.layout_race.contestants
+    assert not plan.layout_race.ways
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(str(plan.layout_race))
     plan.save(tmp_path / "plan.json")
@@ -95,9 +94,7 @@ def against(model, x, dtype="float32"):
     """Reason against channels_last, by a plan whose problems have this dtype."""
     problems = [replace(problem, dtype=dtype) for problem in ucudnn.trace(model, x)]
     plan = SimpleNamespace(kernels=[SimpleNamespace(problem=problem) for problem in problems])
-    with undisturbed(model):
-        steps = [Steps(model, x, True, which) for which in ("keep", "channels_last")]
-        return reason_against_layout(*steps, plan)
+    return reason_against_layout(model, x, plan, is_training=True)
 
 
 class Noisy(nn.Module):
@@ -242,14 +239,12 @@ def test_what_ends_the_second_tuning_leaves_the_first_plan(error, tuned, monkeyp
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_tuning_in_place_lays_the_model_out(rank, monkeypatch):
-    from ucudnn.steps.judge import LayoutJudge
+    original = ucudnn.steps.judge.judge_layouts
 
-    original = LayoutJudge.judge
+    def last(plans, *how):
+        return replace(plans["channels_last"], layout_race=original(plans, *how).layout_race)
 
-    def last(self, plans):
-        return replace(plans["channels_last"], layout_race=original(self, plans).layout_race)
-
-    monkeypatch.setattr("ucudnn.steps.judge.LayoutJudge.judge", last)
+    monkeypatch.setattr("ucudnn.steps.judge.judge_layouts", last)
     kind, shape = {2: (nn.Conv2d, SHAPE), 3: (nn.Conv3d, (2, 3, 6, 6, 6))}[rank]
     last_format = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
     torch.manual_seed(0)
@@ -308,21 +303,24 @@ def test_a_plan_that_keeps_the_layout_says_what_channels_last_promises(
 
     monkeypatch.setattr(TorchCpuBackend, "elapsed_ns", elapsed_ns)
     plan = hinted(Seen(3, 8, 3))
-    assert plan.layout_race is None
     assert plan.memory_format == "keep"
-    hint = plan.layout_hint
-    assert (hint.channels_last_ns, hint.plan_ns, hint.rounds) == (last_ns, keep_ns, 2)
+    hint = plan.layout_race
+    assert hint.is_fixed
+    assert hint.memory_format == "keep"
+    assert [(one.kind, one.time_ns) for one in hint.ways] == [("plan", keep_ns), ("torch", last_ns)]
+    assert hint.rounds == 2
     # Of a gain of one in a hundred two rounds say nothing.
     assert ('layout="auto"' in str(hint)) == (last_ns == 800)
-    assert f"{last_ns / keep_ns:.2f} times" in " ".join(plan_verdict(plan))
+    ratio = f"{last_ns / keep_ns:.2f}"
+    assert f"{ratio} ({ratio} to {ratio}) times" in " ".join(plan_verdict(plan))
     plan.save(tmp_path / "plan.json")
-    assert ucudnn.Plan.load(tmp_path / "plan.json").layout_hint == hint
+    assert ucudnn.Plan.load(tmp_path / "plan.json").layout_race == hint
     # A plan's identity is what it decides.
-    assert replace(plan, layout_hint=None).hash == plan.hash
+    assert replace(plan, layout_race=None).hash == plan.hash
 
 
 def test_there_is_no_hint_where_layout_is_decided_or_makes_no_difference():
     line = torch.randn(2, 3, 20)
-    assert hinted(nn.Conv1d(3, 4, 3), line).layout_hint is None
-    assert hinted(nn.Conv2d(3, 4, 3), layout="auto").layout_hint is None
-    assert hinted(nn.Conv2d(3, 4, 3), step_race=False).layout_hint is None
+    assert hinted(nn.Conv1d(3, 4, 3), line).layout_race is None
+    assert not hinted(nn.Conv2d(3, 4, 3), layout="auto").layout_race.is_fixed
+    assert hinted(nn.Conv2d(3, 4, 3), step_race=False).layout_race is None

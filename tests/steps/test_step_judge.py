@@ -22,11 +22,10 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError
 from ucudnn.kernels.deadline import Deadline
+from ucudnn.measurement import Device
 from ucudnn.plan import Timing
-from ucudnn.steps.judge import judged
-from ucudnn.steps.layout import LayoutJudge, entrants, winner
-from ucudnn.steps.race import StepTimes, raced_inside
-from ucudnn.steps.step_judge import StepJudge, StepMeter
+from ucudnn.steps.judge import Judge, StepJudge, judge_layouts, layout_ways, winner
+from ucudnn.steps.race import StepMeter, StepTimes, raced_inside
 
 MIB = 1 << 20
 STEP_NS = 1_000_000
@@ -47,14 +46,20 @@ class Machine:
         self.saved, self.noise = saved_ns_by_size, noise
         self.inside = saved_ns_by_size if inside_ns_by_size is None else inside_ns_by_size
         self.chance, self.plan, self.races = random.Random(seed), None, []
-        self.now_s = 0.0
+        self.now_s, self.is_timed = 0.0, False
+
+    def device(self):
+        return Device("cpu", "scripted")
 
     @contextmanager
-    def install(self, plan):
-        self.plan = plan
+    def following(self, plan):
+        kernels_ns, self.plan = {}, plan
         self.races.append(self.sizes(plan))
-        yield
+        yield kernels_ns
         self.plan = None
+        for size, saved in self.inside.items() if self.is_timed else ():
+            time_ns = KERNEL_NS - saved * (size in self.sizes(plan))
+            kernels_ns[kernel(size).problem] = int(time_ns * self.chance.uniform(0.98, 1.02))
 
     @staticmethod
     def sizes(plan):
@@ -71,26 +76,23 @@ class Machine:
         self.now_s += time_ns / 1e9
         return time_ns
 
-    @contextmanager
-    def timed(self, plan):
-        kernels_ns = {}
-        with self.install(plan):
-            yield kernels_ns
-        for size, saved in self.inside.items():
-            time_ns = KERNEL_NS - saved * (size in self.sizes(plan))
-            kernels_ns[kernel(size).problem] = int(time_ns * self.chance.uniform(0.98, 1.02))
-
     def clock_s(self):
         return self.now_s
 
     def judge(self, plan, until_ns=None, is_timed=False, step_ns=0):
-        timed = self.timed if is_timed else None
+        self.is_timed = is_timed
         seconds = inf if until_ns is None else until_ns / 1e9
         deadline = Deadline.within(seconds, clock=self.clock_s)
-        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, deadline, step_ns)
-        return StepJudge(lambda: None, replace(meter, timed=timed)).judge(plan)
+        return StepJudge(lambda: None, self.meter(deadline, step_ns)).judge(plan)
 
-    def peak_bytes(self, run):
+    def meter(self, deadline, step_ns=0):
+        """A meter of this machine, on which no convolution is really computed."""
+        meter = StepMeter(self, [], deadline, step_ns)
+        meter.following = self.following
+        return meter
+
+    def workspace_bytes(self, run, parts):
+        assert not parts
         run()
         return 7 if self.plan else 9
 
@@ -269,14 +271,14 @@ def test_no_step_is_run_where_not_even_the_convolutions_fit(monkeypatch):
     monkeypatch.setattr("ucudnn.steps.judge.Steps", None)
     slow = replace(kernel(4), default=Timing(2 * 10**9, 0, 0, 5))
     plan, config = plan_of(slow), Config(time_budget_s=9)
-    judged_plan = judged(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), plan, config)
+    judged_plan = Judge(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), config).judge(plan)
     assert judged_plan.step_race.reason == "the time budget has no room for them"
-    assert judged_plan.layout_hint.reason == "the time budget was used up"
+    assert judged_plan.layout_race.reason == "the time budget was used up"
 
 
 def test_a_plan_that_changes_nothing_runs_no_step():
     plan = plan_of(kernel(4).by_default(every_batch=True))
-    found = judged(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), plan, Config())
+    found = Judge(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), Config()).judge(plan)
     assert found.step_race.reason == "it changes nothing"
 
 
@@ -313,27 +315,27 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
 
     plan_of_one = plan_of(kernel(4))
     monkeypatch.setattr("ucudnn.steps.tune.tune_problems", lambda *_, **__: plan_of_one)
-    monkeypatch.setattr("ucudnn.steps.judge.Installation", lambda *_: torch.no_grad())
+    monkeypatch.setattr("ucudnn.steps.race.Installation", lambda *_: torch.no_grad())
     with pytest.raises(TuningInterruptedError) as caught:
         ucudnn.tune(Interrupted(2, 2, 3), torch.ones(1, 2, 8, 8))
     assert caught.value.plan == plan_of_one
 
 
-def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_contestants(monkeypatch):
+def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_ways(monkeypatch):
     model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3)), torch.ones(2, 2, 9, 9)
     traced, seen = [("", one) for one in ucudnn.trace(model, x)], []
     # The two samples of every kernel are computed one by one.
     plan = in_chunks(open_backend("torch_cpu"), traced, 1)
     changed = [one for one in plan.kernels if one.problem.in_channels == 4]
     plan = replace(plan, kernels=tuple(changed))
-    original = ucudnn.steps.step_judge.raced_inside
+    original = ucudnn.steps.judge.raced_inside
 
     def spy(by_torch, by_plan, *args):
         seen.append((by_torch, by_plan))
         return original(by_torch, by_plan, *args)
 
-    monkeypatch.setattr("ucudnn.steps.step_judge.raced_inside", spy)
-    ucudnn.steps.judge.judged(model, x, plan, Config(layout="auto"))
+    monkeypatch.setattr("ucudnn.steps.judge.raced_inside", spy)
+    Judge(model, x, Config(layout="auto")).judge(plan)
     by_torch, by_plan = seen[0]
     assert len(by_torch) == len(by_plan) >= 3
     for times in (*by_torch, *by_plan):
@@ -459,12 +461,10 @@ class LayoutMachine(Machine):
 
     def judge(self, plans, deadline=None):
         steps = {which: lambda which=which: setattr(self, "layout", which) for which in plans}
-        deadline = deadline or Deadline.never()
-        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, deadline)
-        return LayoutJudge(steps, meter).judge(plans)
+        return judge_layouts(plans, steps, self.meter(deadline or Deadline.never()))
 
-    def peak_bytes(self, run):
-        return super().peak_bytes(run) * (1 if self.layout == "keep" else 2)
+    def workspace_bytes(self, run, parts):
+        return super().workspace_bytes(run, parts) * (1 if self.layout == "keep" else 2)
 
 
 CASES = {
@@ -476,7 +476,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_fastest_contestant_is_what_the_plan_stands_for(case):
+def test_the_fastest_way_is_what_the_plan_stands_for(case):
     own_ns, last_ns, saved, memory_format, changed = CASES[case]
     saved = {size: 1000 * ns for size, ns in saved.items()}
     machine = LayoutMachine(1000 * own_ns, 1000 * last_ns, saved)
@@ -485,12 +485,12 @@ def test_the_fastest_contestant_is_what_the_plan_stands_for(case):
     assert machine.sizes(plan) == changed
     assert all(k.problem.layout == LAYOUTS[memory_format] for k in plan.kernels)
     race = plan.layout_race
-    assert [one.name for one in race.contestants] == [
+    assert [one.name for one in race.ways] == [
         *("torch", "plan", "torch in channels_last", "plan in channels_last")
     ]
-    fastest = min(race.contestants, key=lambda one: one.time_ns)
-    assert race.contestants[race.winner] == fastest
-    assert [one.peak_bytes for one in race.contestants] == [9, 7, 18, 14]
+    fastest = min(race.ways, key=lambda one: one.time_ns)
+    assert race.ways[race.winner] == fastest
+    assert [one.peak_bytes for one in race.ways] == [9, 7, 18, 14]
     truth = 1000 * (own_ns if memory_format == "keep" else last_ns)
     assert plan.step_race.torch_ns == pytest.approx(truth, rel=0.01)
     assert not plan.step_race.is_loss
@@ -502,7 +502,7 @@ def test_a_limit_that_torch_in_channels_last_exceeds_keeps_it_from_winning():
     machine = LayoutMachine(1_000_000, 400_000, {4: 0, 5: -800_000})
     plan = machine.judge(plans_of([4], [5], limit="2MiB"))
     assert plan.memory_format == "keep"
-    table = {one.name: one for one in plan.layout_race.contestants}
+    table = {one.name: one for one in plan.layout_race.ways}
     assert not table["torch in channels_last"].is_allowed
     assert not table["torch"].is_allowed
     assert table["plan in channels_last"].is_allowed
@@ -530,17 +530,17 @@ def test_a_plan_within_the_limit_wins_though_torchs_default_beyond_it_is_faster(
     ids=str,
 )
 def test_one_perturbed_round_of_seven_is_forgiven(last, chosen):
-    of = entrants(plans_of([], []))
+    ways = layout_ways(plans_of([], []))
     samples = [[1000] * len(last), [int(10 * one) for one in last]]
-    assert of[winner(of, samples)].memory_format == chosen
+    assert ways[winner(ways, samples)].memory_format == chosen
 
 
-def test_plans_that_change_nothing_leave_two_contestants():
+def test_plans_that_change_nothing_leave_two_ways():
     plan = LayoutMachine(1_000_000, 800_000, {}).judge(plans_of([], []))
     assert plan.memory_format == "channels_last"
     assert all(one.is_default for one in plan.kernels)
     assert plan.step_race.reason == "it changes nothing"
-    assert [one.name for one in plan.layout_race.contestants] == ["torch", "torch in channels_last"]
+    assert [one.name for one in plan.layout_race.ways] == ["torch", "torch in channels_last"]
 
 
 def test_where_the_time_is_over_one_round_decides():
@@ -548,5 +548,5 @@ def test_where_the_time_is_over_one_round_decides():
     plan = machine.judge(plans_of([4], [5]), Deadline.within(0.0))
     assert plan.memory_format == "channels_last"
     assert plan.layout_race.rounds == 1
-    # Peaks of the four contestants, and a round.
+    # Peaks of the four ways, and a round.
     assert machine.runs == 8

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 from ucudnn.backends import AbstractBackend, DeviceState
 from ucudnn.benchmark.failures import CANDIDATE_ERRORS, Failure, failure_of
 from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interval
+from ucudnn.verdict import may_be_worthwhile
 
 if TYPE_CHECKING:
     from ucudnn.benchmark.protocol import Protocol
-
-# torch's own convolution is replaced only if this saves more than this fraction of its time. A
-# smaller gain is not worth it, even if it is certain.
-WORTHWHILE_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +209,4 @@ def _rivals_by_group(
 def _is_decided(results: Sequence[Result]) -> bool:
     """True if every entrant is clearly faster or clearly no faster than the first one."""
     first, *others = (result.samples for result in results if result.is_racing)
-    for samples in others:
-        _, low, high = ratio_interval(samples, first)
-        # The gain may be worthwhile, and may be too small: more rounds may show which.
-        if low < 1 - WORTHWHILE_GAIN and high > 1 - WORTHWHILE_GAIN / 2:
-            return False
-    return True
+    return not any(may_be_worthwhile(ratio_interval(samples, first)) for samples in others)

@@ -77,8 +77,9 @@ def print_plan(plan: Plan) -> None:
     # The width decides which columns the table has.
     out.print(plan_table(plan, out.width))
     out.print(plan_summary(plan))
-    if plan.layout_race is not None and plan.layout_race.contestants:
-        out.print(layout_table(plan.layout_race))
+    layouts = plan.layout_race
+    if layouts is not None and layouts.ways and not layouts.is_fixed:
+        out.print(layout_table(layouts))
     for sentence in plan_verdict(plan):
         say(sentence)
 

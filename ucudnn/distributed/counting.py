@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucudnn import config
 from ucudnn.errors import ConfigError, UcudnnError, UnsupportedError
+from ucudnn.verdict import RANKS_GAIN
 
 if TYPE_CHECKING:
     from ucudnn.distributed.launching import Launch, Say
 
 CANDIDATES = (1, 2, 4)
-# More ranks need more memory, so they are chosen only if they gain more than this fraction.
-_TIE = 0.03
 # Seconds that a launcher has to end after SIGTERM; torchrun's agent in it gives the ranks 30 s.
 _END_S = 60.0
 
@@ -135,7 +134,9 @@ def search(
             f"ucudnn.distributed.count after each step; its output above tells why"
         )
     middle = {ranks: median(taken) for ranks, taken in rates.items()}
-    return min(ranks for ranks in middle if middle[ranks] >= (1 - _TIE) * max(middle.values()))
+    return min(
+        ranks for ranks in middle if middle[ranks] >= (1 - RANKS_GAIN) * max(middle.values())
+    )
 
 
 def measure_ranks(

@@ -17,6 +17,7 @@ from typing import Any
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.solvers import Contention, Curve, Link, bucket, overlap
 from ucudnn.units import format_bytes, format_ns
+from ucudnn.verdict import HOPED_GAIN, TOLD_GAIN, TOLD_PREDICTED_GAIN
 
 HARM = ("as it is", "same gradients", "rounded gradients", "other gradients", "other training")
 # The caps of buckets in torch's DistributedDataParallel in MiB: of the first bucket, and of all
@@ -25,12 +26,6 @@ DEFAULT_CAPS = (1.0, 25.0)
 _MIB = 1 << 20
 # The smallest message whose time is measured.
 SMALLEST_BYTES = 4096
-# Gains are mentioned only above these fractions of a step: the first if steps were measured,
-# because smaller gains are noise; the second if all steps are predicted, because smaller gains are
-# too uncertain.
-_TOLD, _TOLD_PREDICTED = 0.03, 0.1
-# A way is measured if its predicted gain is larger than this.
-_HOPED = 0.01
 # Fewer buckets are chosen if the last exchange ends later by at most this part of a step's
 # computing time.
 _SLACK = 0.01
@@ -337,10 +332,10 @@ class ExchangeAdvice:
     def told(self, way: ExchangeWay, over: ExchangeWay) -> float:
         """The smallest gain of one way over another that exceeds noise and prediction errors."""
         if way.measured_ns and over.measured_ns:
-            return max(_TOLD, way.noise, over.noise)
+            return max(TOLD_GAIN, way.noise, over.noise)
         if not self.ways[0].measured_ns:
-            return _TOLD_PREDICTED
-        return max(_TOLD, 2 * self.error)
+            return TOLD_PREDICTED_GAIN
+        return max(TOLD_GAIN, 2 * self.error)
 
     def worth_measuring(self) -> list[ExchangeWay]:
         """For each harm the way predicted to be fastest, if it gains more than 1 % over torch's."""
@@ -350,7 +345,7 @@ class ExchangeAdvice:
             best = min(rivals, key=lambda way: way.predicted_ns, default=own)
             # The least gain for measuring a way is smaller than that for advising it, because the
             # prediction may underestimate a gain.
-            if self.gain(best, own) > _HOPED:
+            if self.gain(best, own) > HOPED_GAIN:
                 found.append(best)
         return found
 
@@ -395,10 +390,10 @@ class ExchangeAdvice:
         if own.measured_ns:
             found.append(
                 f"The model predicts {format_ns(own.predicted_ns)} for this step; it cannot tell "
-                f"gains below {max(_TOLD, 2 * self.error):.0%}."
+                f"gains below {max(TOLD_GAIN, 2 * self.error):.0%}."
             )
         else:
-            found.append(f"Nothing was sent: gains below {_TOLD_PREDICTED:.0%} are not told.")
+            found.append(f"Nothing was sent: gains below {TOLD_PREDICTED_GAIN:.0%} are not told.")
         faster = replace(self, profile=profile.faster(1.2))._own_ns()
         found.append(
             f"A plan that makes computing 1.2 times as fast makes this step "

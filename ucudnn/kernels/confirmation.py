@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import FailureKind, Measurement, MeasurementKey, Subject
 from ucudnn.plan import Split, Timing
+from ucudnn.verdict import WORTHWHILE_GAIN, is_faster
 
 if TYPE_CHECKING:
     from ucudnn.benchmark.bench import Whole
@@ -193,7 +193,4 @@ def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
     # Timed calls do not look up their plan, but calls in training do. torch's own convolution needs
     # no lookup, so the overhead is added to the times of `entry` only.
     samples = [time_ns + overhead_ns for time_ns in entry.samples]
-    ratio, _, high = ratio_interval(samples, other.samples)
-    # The upper end of the interval shows that there is a gain; the median shows that the gain is
-    # large enough to matter.
-    return high < 1 and ratio < 1 - WORTHWHILE_GAIN
+    return is_faster(ratio_interval(samples, other.samples), WORTHWHILE_GAIN)

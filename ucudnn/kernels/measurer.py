@@ -18,12 +18,13 @@ from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.errors import WrongResultWarning, warn
 from ucudnn.kernels.bounds import Elimination, must_be_known
 from ucudnn.kernels.candidates import KernelCandidates
-from ucudnn.kernels.requests import TOLERANCE, KernelRecords, Requests
+from ucudnn.kernels.requests import KernelRecords, Requests
 from ucudnn.kernels.session import Session
 from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Role, Subject
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.processes import cached_property
+from ucudnn.verdict import EQUAL
 
 
 class KernelMeasurer:
@@ -37,7 +38,7 @@ class KernelMeasurer:
         sizes: Iterable[int] = (),
         max_error: float | None = None,
         adds_bias: bool = False,
-        tolerance: float = TOLERANCE,
+        tolerance: float = EQUAL,
         deterministic: bool = False,
         like: KernelMeasurer | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class KernelMeasurer:
             session.roofline(axis.problem.dtype),
         )
         self._requests = Requests(
-            self._listed, records, self._elimination, max(tolerance, TOLERANCE), must_probe
+            self._listed, records, self._elimination, max(tolerance, EQUAL), must_probe
         )
         # True if a chunk was not measured because it would have ended after the time budget.
         self.lacks_time = False

@@ -26,9 +26,8 @@ from ucudnn.kernels.splits import Front, Point, pareto
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
 from ucudnn.units import format_sizes
+from ucudnn.verdict import POOL_GAIN
 
-# A better division is not searched for if it could save no more than this fraction of the time.
-_TOLERANCE = 0.005
 # This fraction of the time budget is for dividing a pool; the rest is for races of whole calls.
 _DIVIDING = 0.6
 # Kernels are measured in turns, and the pool is divided anew after each turn. A turn lasts as long
@@ -235,7 +234,7 @@ class WorkspacePool:
         better_ns = self.time_ns
         self.parts = parts
         now_ns = self.time_ns
-        return bool(better_ns and now_ns and better_ns < (1 - _TOLERANCE) * now_ns)
+        return bool(better_ns and now_ns and better_ns < (1 - POOL_GAIN) * now_ns)
 
     @property
     def _problems(self) -> list[Problem]:
@@ -405,7 +404,7 @@ class WorkspacePool:
             if part not in self._settled[problem]:
                 gain = best.calls * ((slowest if sure is None else sure) - hope)
                 gains[problem] = max(0, gain)
-        if total >= (1 - _TOLERANCE) * (self.time_ns or 0) or not any(gains.values()):
+        if total >= (1 - POOL_GAIN) * (self.time_ns or 0) or not any(gains.values()):
             return None
         problem = max(gains, key=lambda problem: gains[problem])
         return problem, parts[problem]

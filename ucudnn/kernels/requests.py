@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from ucudnn.kernels.candidates import KernelCandidates
     from ucudnn.kernels.session import Session
 
-# A split that is slower than the fastest one by at most this fraction counts as equally fast,
-# because a race could not show the difference.
-TOLERANCE = 0.02
-
 
 @dataclass(eq=False)
 class KernelRecords:
@@ -134,7 +130,7 @@ class Requests:
     records: KernelRecords
     elimination: Elimination
     # The possible gain, as a fraction of the kernel's time, at which measuring ends; at least
-    # `TOLERANCE`.
+    # `EQUAL`.
     tolerance: float
     # True if small chunks must run first, to extrapolate from them the workspace of larger ones.
     must_probe: bool

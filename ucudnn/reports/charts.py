@@ -427,14 +427,14 @@ def _ways(plan: Plan) -> Iterator[Chart]:
                 "mode": "markers" if is_run else "lines+markers",
                 "name": f"{kind}{about}",
                 "x": [way.most_bytes for way in ways],
-                "y": [(way.time_ns or way.foreseen_ns) / 1e9 for way in ways],
+                "y": [way.step_ns / 1e9 for way in ways],
                 "text": [plain(way.name) for way in ways],
                 "marker": marker,
                 "line": {"color": color, "dash": "dot"},
             }
             traces += [trace] if ways else []
     budget = memory.budget_bytes
-    slowest = max(way.time_ns or way.foreseen_ns for way in known) / 1e9
+    slowest = max(way.step_ns for way in known) / 1e9
     traces.append(_limit(f"budget {format_bytes(budget)}", [budget, budget], [0, slowest]))
     axis = _bytes_from_zero("peak of a step", max(budget, *(way.most_bytes for way in known)))
     caption = (

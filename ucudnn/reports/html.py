@@ -148,12 +148,12 @@ def _charts(plan: Plan) -> Iterator[str]:
 
 
 def _layout(plan: Plan) -> Iterator[str]:
-    """Section with all contestants of a race of layouts; the top of the page names the winner."""
-    if plan.layout_race is not None and plan.layout_race.contestants:
+    """Section with all ways of a race of layouts; the top of the page names the winner."""
+    if plan.layout_race is None:
+        yield _section("Layout", _missing("Layout"))
+    elif plan.layout_race.ways and not plan.layout_race.is_fixed:
         table = layout_table(plan.layout_race)
         yield _section("Layout", f"<p>{_text(str(table.caption))}.</p>", _table("layout", table))
-    elif plan.layout_race is None and plan.layout_hint is None:
-        yield _section("Layout", _missing("Layout"))
 
 
 def _why(plan: Plan, rationales: Sequence[Rationale]) -> str:

@@ -170,8 +170,6 @@ def plan_verdict(plan: Plan) -> list[str]:
         sentences.append(as_sentence(str(plan.memory)))
     if plan.layout_race is not None:
         sentences.append(as_sentence(str(plan.layout_race)))
-    if plan.layout_hint is not None:
-        sentences.append(as_sentence(str(plan.layout_hint)))
     if plan.step_race is not None:
         # In this race, steps by torch and steps by the plan both ran in the layout of the plan. The
         # sentence names this layout if it is not the model's own.
@@ -224,14 +222,14 @@ def ways_table(memory: StepMemory) -> Table:
 
 
 def layout_table(layouts: LayoutRace) -> Table:
-    """One row per contestant of a race of layouts; the winner is marked."""
+    """One row per way of a race of layouts; the winner is marked."""
     caption = f"median of {layouts.rounds} interleaved rounds"
-    if not all(one.is_allowed for one in layouts.contestants):
+    if not all(one.is_allowed for one in layouts.ways):
         caption += "; over the limit: torch's own, of more workspace than allowed, never chosen"
     table = simple_table("Layout of the model", f"{caption}; *: what the plan is for")
     for heading in ("", "by", "step", "ratio to torch", "peak", ""):
         table.add_column(heading, justify="right" if heading in ("step", "peak") else "left")
-    for index, one in enumerate(layouts.contestants):
+    for index, one in enumerate(layouts.ways):
         ratio = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
         mark = "*" if index == layouts.winner else ""
         over = "" if one.is_allowed else "over the limit"

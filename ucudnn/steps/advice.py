@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from typing import Any
 
 from msgspec import to_builtins
 
+from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES
 from ucudnn.measurement import Device
-from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED
+from ucudnn.outcomes import Way
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.segment import WHOLE
 from ucudnn.units import format_bytes, format_ns, format_sizes, parse_bytes
+from ucudnn.verdict import ADVISED_GAIN, HIDDEN, LEAST_ROUNDS, TOLERATED, is_faster
 
 # A kernel is on a cliff if torch takes at least this many times as long as the roofline gives for a
 # direct convolution. Good kernels do not reach the roofline either, so the factor is large.
@@ -25,8 +27,7 @@ _CLIFF = 5.0
 # A kernel is also on a cliff if torch takes at least this many times as long for it as in
 # channels_last. Both times are measured, so a smaller factor is enough.
 _LAYOUT_CLIFF = 2.0
-# Savings of less than these fractions, of a step's time and of its peak, are not worth tuning for.
-_WORTHWHILE = 0.05
+# Savings of less than this fraction of a step's peak are not worth tuning for.
 _WORTHWHILE_MEMORY = 0.1
 # A way to run the step is recommended for saving memory if, compared with the step as it is, its
 # peak is at most `_SMALL` times as large and its time at most `_AFFORDABLE` times as long. If all
@@ -35,12 +36,18 @@ _SMALL, _AFFORDABLE = 0.75, 1.25
 # The workspace limit that is suggested is large enough for kernels that take this fraction of the
 # time of all convolutions.
 _UNTOUCHED = 0.8
-# The time of a way is divided by that of the step as it is. If the confidence interval of this
-# ratio reaches below this value, noise may hide a gain that matters.
-_HIDDEN = 0.9
 # Times are noisy if their interquartile range is more than this fraction of their median.
 _NOISY = 0.1
 _MIB = 1 << 20
+# Names of ways, and what a user must do for those of which the name alone says it.
+AS_IT_IS, CHANNELS_LAST = "as it is", "channels_last"
+BLOCKS, MALLOC = "checkpoint per block", "malloc that keeps blocks"
+_HOW = {
+    AS_IT_IS: "leave it as it is",
+    CHANNELS_LAST: "use channels_last",
+    BLOCKS: "checkpoint each block",
+    MALLOC: f"start Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,59 +129,6 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True)
-class WayAdvice:
-    """One way to run the step.
-
-    Args:
-        name: name of the way in the table.
-        how: what a user must do to run steps this way, as an imperative.
-        peak_bytes: peak of a step, including what is allocated before it.
-        time_ns: time of a step; the median if several steps were timed.
-        ratio: time of this way divided by the time of the step as it is, with the 95 % interval;
-            None if the two steps were not timed in turn.
-        rounds: number of rounds in which the two steps were timed in turn.
-        is_estimated: True if peak and time are estimates; False if such a step was run.
-        memory_format: "keep" or "channels_last".
-        division: segments and micro-batches of the step.
-        largest: the largest batch that fits the memory budget; None if there is no budget or the
-            batch is not known.
-    """
-
-    name: str
-    how: str
-    peak_bytes: int
-    time_ns: int
-    ratio: tuple[float, float, float] | None = None
-    rounds: int = 0
-    is_estimated: bool = False
-    memory_format: str = "keep"
-    division: StepDivision = WHOLE
-    largest: Largest | None = None
-
-    @property
-    def is_loop(self) -> bool:
-        """True if this way changes the training loop."""
-        return self.division.micro_batch is not None
-
-    @property
-    def is_faster(self) -> bool:
-        """True if this way was faster than the step as it is, beyond the noise."""
-        known = self.ratio is not None and self.rounds >= LEAST_ROUNDS
-        return known and self.ratio is not None and self.ratio[2] < 1 - TOLERATED
-
-    def factor(self, own_ns: int) -> float:
-        """Time of this way divided by the time of the step as it is."""
-        return self.time_ns / own_ns if self.ratio is None else self.ratio[0]
-
-    def price(self, own_ns: int) -> str:
-        """`factor` as text, with its interval if there were several rounds; `~`: estimated."""
-        if self.ratio is not None and self.rounds > 1:
-            return "{:.2f} ({:.2f} to {:.2f})".format(*self.ratio)
-        mark = "~" if self.is_estimated else ""
-        return f"{mark}{self.factor(own_ns):.2f}"
-
-
-@dataclass(frozen=True, slots=True)
 class Advice:
     """The memory of a step, the ways to run it, its kernels, and a verdict.
 
@@ -183,7 +137,8 @@ class Advice:
     Args:
         kernels: one per distinct convolution, in the order of the model.
         device: the device that was measured.
-        ways: the ways to run the step, the step as it is first; empty if no step was run.
+        ways: the ways to run the step, the step as it is first; their names differ; empty if no
+            step was run. A way without a measured time is an estimate.
         causes: parts of the peak of the step as it is, (purpose, bytes); empty if unknown.
         batch: samples of the step.
         is_training: True for forward and backward; False for forward only.
@@ -193,11 +148,13 @@ class Advice:
         spread: interquartile range of the times of the step as it is, divided by their median.
         left_out: ways that were not tried, with the reason.
         reason: why no step was run; "" if a step was run.
+        largest: by the name of a way, the largest batch that fits the budget; empty if there is no
+            budget.
     """
 
     kernels: tuple[KernelAdvice, ...]
     device: Device
-    ways: tuple[WayAdvice, ...] = ()
+    ways: tuple[Way, ...] = ()
     causes: tuple[tuple[str, int], ...] = ()
     batch: int = 0
     is_training: bool = True
@@ -207,16 +164,17 @@ class Advice:
     spread: float = 0.0
     left_out: tuple[str, ...] = ()
     reason: str = ""
+    largest: Mapping[str, Largest] = field(default_factory=dict)
 
     @property
     def step_ns(self) -> int:
         """Time of the step as it is; 0 if no step was run."""
-        return self.ways[0].time_ns if self.ways else 0
+        return self.ways[0].step_ns if self.ways else 0
 
     @property
     def step_peak_bytes(self) -> int:
         """Peak of the step as it is, with what is allocated before it; 0 if no step was run."""
-        return self.ways[0].peak_bytes if self.ways else 0
+        return self.ways[0].most_bytes if self.ways else 0
 
     @property
     def convolutions_ns(self) -> int:
@@ -224,17 +182,40 @@ class Advice:
         return sum(kernel.time_ns() for kernel in self.kernels)
 
     @property
-    def fastest(self) -> WayAdvice | None:
+    def fastest(self) -> Way | None:
         """The fastest way, if it is faster than the step as it is beyond the noise; else None."""
-        faster = [way for way in self.ways if way.is_faster]
-        if not faster:
-            return None
-        ends = {way.name: way.ratio for way in faster if way.ratio is not None}
-        least = min(faster, key=lambda way: ends[way.name][0])
+        faster = [way for way in self.ways if _is_faster(way)]
+        least = min(faster, key=lambda way: way.ratio, default=None)
         # Ways whose confidence intervals overlap the interval of the fastest way count as equally
         # fast. Of these, the way with the smallest peak is taken.
-        level = [way for way in faster if ends[way.name][1] <= ends[least.name][2]]
-        return min(level, key=lambda way: (way.peak_bytes, ends[way.name][0]))
+        level = [way for way in faster if least and way.low <= least.high]
+        return min(level, key=lambda way: (way.most_bytes, way.ratio), default=None)
+
+    def factor(self, way: Way) -> float:
+        """Time of a way divided by the time of the step as it is."""
+        return way.ratio if way.rounds else way.step_ns / self.step_ns
+
+    def price(self, way: Way) -> str:
+        """`factor` as text, with its interval if there were several rounds; `~`: estimated."""
+        if way.rounds > 1:
+            return "{:.2f} ({:.2f} to {:.2f})".format(*way.ratios)
+        return f"{'' if way.time_ns else '~'}{self.factor(way):.2f}"
+
+    def how(self, way: Way) -> str:
+        """What a user must do to run steps in a way, as an imperative."""
+        if way.name in _HOW:
+            return _HOW[way.name]
+        if way.kind == "plan":
+            limit = self.suggested_limit
+            setting = "" if limit is None else f" with workspace_limit='{_compact(limit)}'"
+            return f"tune it{setting}"
+        segments, size = way.division or WHOLE
+        if size is not None:
+            return f"train in a loop of micro-batches of {size} (tune it with loop=True)"
+        if [one.module for one in segments if one.micro_batch] == [""]:
+            return f"run it in micro-batches of {segments[0].micro_batch} (tune does)"
+        share = ceil(100 * way.most_bytes / self.step_peak_bytes)
+        return f"tune it with memory_budget='{share}%'"
 
     @property
     def is_noisy(self) -> bool:
@@ -267,25 +248,17 @@ class Advice:
             return self
         limit, peak = self.suggested_limit, self.step_peak_bytes
         excess = self.share(sum(kernel.excess_ns() for kernel in self.kernels))
-        setting = ""
-        if limit is not None:
-            setting = f" with workspace_limit='{format_bytes(limit).replace(' ', '')}'"
-            peak = min(peak, self.own_peak_bytes + limit)
-        plan = WayAdvice(
-            "plan for the convolutions",
-            f"tune it{setting}",
-            *(peak, round(self.step_ns * (1 - excess))),
-            is_estimated=True,
-        )
+        peak = peak if limit is None else min(peak, self.own_peak_bytes + limit)
+        plan = Way("plan", "plan for the convolutions", peak, round(self.step_ns * (1 - excess)))
         return replace(self, ways=(*self.ways, plan))
 
     @property
     def verdict(self) -> str:
         """The recommendation: one sentence, or up to three with a memory budget."""
-        if self.budget_bytes is not None and any(way.largest for way in self.ways):
+        if self.budget_bytes is not None and self.largest:
             return self._on_budget(self.budget_bytes)
         advised = [*self._on_time(), *self._on_memory()]
-        if not advised and self.left_out and all(way.is_estimated for way in self.ways[1:]):
+        if not advised and self.left_out and not any(way.time_ns for way in self.ways[1:]):
             return "not known: nothing but the step as it is was run."
         if not advised:
             return (
@@ -300,15 +273,15 @@ class Advice:
         # Another layout, micro-batches and segments change what kernels compute. So if such a way
         # is faster, the verdict does not mention cliffs, which are of the step as it is.
         if best is not None:
-            size, own = format_sizes(best.peak_bytes, self.step_peak_bytes)
+            size, own = format_sizes(best.most_bytes, self.step_peak_bytes)
             yield (
-                f"{best.how}: a step then takes {best.price(self.step_ns)} times as long and "
-                f"{size} instead of {own}"
+                f"{self.how(best)}: a step then takes {self.price(best)} times as long and {size} "
+                f"instead of {own}"
             )
             return
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff()]
         gain = self.share(sum(kernel.excess_ns() for kernel in cliffs))
-        if gain >= _WORTHWHILE:
+        if gain >= ADVISED_GAIN:
             what = "1 kernel is" if len(cliffs) == 1 else f"{len(cliffs)} kernels are"
             yield (
                 f"tune it without a limit: {what} on a cliff, which costs up to {gain:.0%} of the "
@@ -319,85 +292,85 @@ class Advice:
 
     def _on_noise(self) -> Iterator[str]:
         """Clauses of the verdict on ways that may be faster, which noise or few steps hide."""
-        own, raced = self.step_ns, [way for way in self.ways[1:] if way.ratio is not None]
-        known = raced or [way for way in self.ways[1:] if not way.is_estimated]
-        hopes = [
-            way
-            for way in known
-            if way.factor(own) < 1 - _WORTHWHILE or (way.ratio and way.ratio[1] < _HIDDEN)
-        ]
+        raced = [way for way in self.ways[1:] if way.rounds]
+        known = raced or [way for way in self.ways[1:] if way.time_ns]
+        hopes = [way for way in known if self.factor(way) < 1 - ADVISED_GAIN or way.low < HIDDEN]
         if hopes:
-            hope = min(hopes, key=lambda way: way.factor(own))
+            hope = min(hopes, key=self.factor)
             why = "too noisy" if hope.rounds >= LEAST_ROUNDS else "too few steps"
             yield (
-                f"{why} to tell whether {hope.name} is faster: {hope.price(own)} times as long as "
+                f"{why} to tell whether {hope.name} is faster: {self.price(hope)} times as long as "
                 f"it is"
             )
             return
         for way in self.ways[1:]:
-            if way.is_estimated and way.how.startswith("start") and way.factor(own) < _SMALL:
-                yield f"{way.how}: a step may then take {way.price(own)} times as long"
+            if way.name == MALLOC and self.factor(way) < _SMALL:
+                yield f"{self.how(way)}: a step may then take {self.price(way)} times as long"
 
     def _on_memory(self) -> Iterator[str]:
         """What to do for less memory."""
         best, small = self.fastest, self.smallest
         # If the fastest way needs no more memory than this one, it is advised already.
-        if small is None or (best is not None and best.peak_bytes <= small.peak_bytes):
+        if small is None or (best is not None and best.most_bytes <= small.most_bytes):
             return
         about = "about " if small.rounds < LEAST_ROUNDS else ""
-        size, own = format_sizes(small.peak_bytes, self.step_peak_bytes)
+        size, own = format_sizes(small.most_bytes, self.step_peak_bytes)
         yield (
-            f"if memory is short, {small.how}: {size} instead of {own} at "
-            f"{about}{small.price(self.step_ns)} times the time"
+            f"if memory is short, {self.how(small)}: {size} instead of {own} at "
+            f"{about}{self.price(small)} times the time"
         )
 
     @property
-    def smallest(self) -> WayAdvice | None:
+    def smallest(self) -> Way | None:
         """A way to advise if memory is short, one that was run if possible; None: all are large."""
         most = _SMALL * self.step_peak_bytes
-        small = [way for way in self.ways if way.peak_bytes <= most and not way.is_estimated]
+        small = [way for way in self.ways if way.most_bytes <= most and way.time_ns]
         if not small and self.suggested_limit is not None:  # a plan with this limit saves enough
-            small = [way for way in self.ways if way.peak_bytes < self.step_peak_bytes]
-        cheap = [way for way in small if way.factor(self.step_ns) <= _AFFORDABLE]
-        return min(cheap or small, key=lambda way: way.peak_bytes, default=None)
+            small = [way for way in self.ways if way.most_bytes < self.step_peak_bytes]
+        cheap = [way for way in small if self.factor(way) <= _AFFORDABLE]
+        return min(cheap or small, key=lambda way: way.most_bytes, default=None)
 
     @property
-    def roomiest(self) -> WayAdvice | None:
+    def roomiest(self) -> Way | None:
         """The way with the largest batch; a loop only if no other way fits even one sample."""
-        found = [way for way in self.ways if way.largest is not None and way.largest.batch]
-        kept = [way for way in found if not way.is_loop] or found
-        return max(kept, key=_room, default=None)
+        found = [way for way in self.ways if way.name in self.largest]
+        found = [way for way in found if self.largest[way.name].batch]
+        kept = [way for way in found if way.kind != "loop"] or found
+        return max(kept, key=self._room, default=None)
+
+    def _room(self, way: Way) -> tuple[int, int]:
+        """Sort key, greater for a larger batch, and at equal batches for less time per sample."""
+        most = self.largest[way.name]
+        return most.batch, -most.sample_ns
 
     def _on_budget(self, budget: int) -> str:
         """The verdict on a budget: the largest batch that fits, its way and its time per sample."""
-        found = [(way, way.largest) for way in self.ways if way.largest is not None]
-        if not any(largest.batch for _, largest in found):
-            size, least = format_sizes(budget, min(way.peak_bytes for way, _ in found))
+        way, found = self.roomiest, [way for way in self.ways if way.name in self.largest]
+        if way is None:
+            size, least = format_sizes(budget, min(way.most_bytes for way in found))
             return (
                 f"not even one sample fits {size} by any way that was tried; the smallest peak at "
                 f"batch {self.batch} is {least}."
             )
-        way = self.roomiest
-        assert way is not None
-        assert way.largest is not None
-        most = way.largest
+        most = self.largest[way.name]
         size, peak = format_sizes(budget, most.peak_bytes)
         # A share in `how` is of the peak at the batch that was given, not at the largest batch. By
         # the budget itself, `tune` divides steps of any batch.
-        looped = "loop=True and " if way.is_loop else ""
-        how = f"tune it with {looped}{_setting(budget)}" if way.division != WHOLE else way.how
+        looped = "loop=True and " if way.kind == "loop" else ""
+        how = f"tune it with {looped}{_setting(budget)}" if way.division else self.how(way)
         said = (
             f"the largest batch within {size} is {most}: {how}; {peak} and "
             f"{format_ns(most.sample_ns)} per sample, "
             f"{'estimated' if most.is_estimated else 'seen in a step'}."
         )
-        own, at_own = found[0]
-        if own is not way:
+        if found[0] is not way:
+            at_own = self.largest[found[0].name]
             said += f" As it is, {at_own} fit at {format_ns(at_own.sample_ns)} per sample."
-        loops = [one for one in found if one[0].is_loop and one[0] is not way]
+        loops = [one for one in found if one.kind == "loop" and one is not way]
         if loops:
-            loop, at_loop = max(loops, key=lambda one: _room(one[0]))
-            said += f" By a {loop.name} {at_loop} fit at {format_ns(at_loop.sample_ns)} per sample."
+            loop = max(loops, key=self._room)
+            most = self.largest[loop.name]
+            said += f" By a {loop.name} {most} fit at {format_ns(most.sample_ns)} per sample."
         return said
 
     def sentences(self) -> list[str]:
@@ -434,16 +407,16 @@ class Advice:
         """The table of the ways: a heading, one line per way, and a legend."""
         if not self.ways:
             return
-        has_budget = any(way.largest for way in self.ways)
+        has_budget = bool(self.largest)
         headings = ("largest batch", "per sample") if has_budget else ("times as long", "")
         yield f"{'':31}{'peak':>10}{'step':>10}  {headings[0]:<20}{headings[1]}".rstrip()
         for number, way in enumerate(self.ways):
-            mark = "~" if way.is_estimated else ""
-            cells = way.price(self.step_ns) if number else "1", ""
+            mark = "" if way.time_ns else "~"
+            cells = self.price(way) if number else "1", ""
             if has_budget:
-                most = way.largest
+                most = self.largest.get(way.name)
                 cells = ("-", "") if most is None else (str(most), format_ns(most.sample_ns))
-            peak, time = format_bytes(way.peak_bytes), format_ns(way.time_ns)
+            peak, time = format_bytes(way.most_bytes), format_ns(way.step_ns)
             yield (
                 f"{way.name:31}{mark + peak:>10}{mark + time:>10}  {cells[0]:<20}{cells[1]}"
             ).rstrip()
@@ -475,9 +448,19 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """The whole advice as JSON values."""
         values = to_builtins(replace(self, kernels=()))
+        largest = values.pop("largest")
         for fields, way in zip(values["ways"], self.ways, strict=True):
-            segments, micro_batch = fields.pop("division")
-            fields.update(segments=segments, micro_batch=micro_batch, is_faster=way.is_faster)
+            segments, micro_batch = fields.pop("division") or to_builtins(WHOLE)
+            fields.update(
+                how=self.how(way),
+                peak_bytes=way.most_bytes,
+                time_ns=way.step_ns,
+                is_estimated=not way.time_ns,
+                is_faster=_is_faster(way),
+                segments=segments,
+                micro_batch=micro_batch,
+                largest=largest.get(way.name),
+            )
         values["kernels"] = [
             {
                 **to_builtins(kernel),
@@ -499,10 +482,14 @@ class Advice:
         }
 
 
-def _room(way: WayAdvice) -> tuple[int, int]:
-    """Sort key, greater for a larger batch, and at equal batches for less time per sample."""
-    assert way.largest is not None
-    return way.largest.batch, -way.largest.sample_ns
+def _is_faster(way: Way) -> bool:
+    """True if a way was faster than the step as it is, beyond the noise."""
+    return way.rounds >= LEAST_ROUNDS and is_faster(way.ratios, surely=TOLERATED)
+
+
+def _compact(size: int) -> str:
+    """A size as a setting, such as 4MiB."""
+    return format_bytes(size).replace(" ", "")
 
 
 def _setting(budget: int) -> str:
@@ -511,7 +498,7 @@ def _setting(budget: int) -> str:
     >>> _setting(4 << 20), _setting(1025)
     ("memory_budget='4MiB'", "memory_budget='1025B'")
     """
-    text = format_bytes(budget).replace(" ", "")
+    text = _compact(budget)
     return f"memory_budget='{text if parse_bytes(text) == budget else f'{budget}B'}'"
 
 

@@ -16,22 +16,31 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
-from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, filling
-from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
+from ucudnn.backends.torch_cpu.processor import filling
+from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.kernels.budget import least_ns
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.tuner import device_type, layers_by_problem
+from ucudnn.outcomes import Way
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.steps.advice import Advice, KernelAdvice, Largest, WayAdvice
+from ucudnn.steps.advice import (
+    AS_IT_IS,
+    BLOCKS,
+    CHANNELS_LAST,
+    MALLOC,
+    Advice,
+    KernelAdvice,
+    Largest,
+)
 from ucudnn.steps.foresee import Foreseer, largest_batch
 from ucudnn.steps.profile import StepProfile
-from ucudnn.steps.race import race, tells
+from ucudnn.steps.race import race, tells, timed
 from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
@@ -159,7 +168,8 @@ class _Trials:
     config: Config
     began: float
     is_dry: bool = False
-    ways: list[WayAdvice] = field(default_factory=list)
+    ways: list[Way] = field(default_factory=list)
+    largest: dict[str, Largest] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
@@ -216,6 +226,7 @@ class _Trials:
             spread=self.spread,
             left_out=tuple(self.left_out),
             reason=reason,
+            largest=self.largest,
         )
 
     def _note_load(self) -> None:
@@ -246,32 +257,28 @@ class _Trials:
             self.search = SegmentSearch(self.foreseer)
         else:
             self.left_out.append("segments and micro-batches (one example at a time)")
-        how, fits = "leave it as it is", self.foreseer.can_run(own)
+        fits = self.foreseer.can_run(own)
         self.budget_bytes = budget = self._budget(own)
         self.may_run = not self.is_dry and fits and (budget is None or own.peak_bytes <= budget)
         if self.may_run:
             self.plain = Steps(self.model, self.inputs, self.is_training)
-            _, self.own_ns = self._run(self.plain)
+            self.own_ns = self._run(self.plain)
         elif not self.is_dry:
             self.left_out.append(
                 f"the step as it is (it needs {format_bytes(own.peak_bytes)}, foreseen)"
             )
-        own_way = WayAdvice("as it is", how, own.peak_bytes, self.own_ns)
-        self.ways.append(replace(own_way, is_estimated=not self.may_run))
+        time_ns = self.own_ns if self.may_run else 0
+        self.ways.append(Way("torch", AS_IT_IS, own.peak_bytes, own.time_ns, time_ns=time_ns))
 
-    def _run(self, steps: Steps) -> tuple[int, int]:
-        """Peak of a step beyond what was allocated before it, and its time."""
+    def _run(self, steps: Steps) -> int:
+        """Time of a second step, or of the first one if steps are very long."""
         with gradient_mode(self.is_training):
             first = self.backend.elapsed_ns(steps)
-            spans = self.backend.spans(lambda _: steps())
-            time_ns = first if 3 * first > 1e10 else self.backend.elapsed_ns(steps)
-        assert spans is not None
-        return max(span.peak_bytes for span in spans), time_ns
+            return first if 3 * first > 1e10 else self.backend.elapsed_ns(steps)
 
-    def _add(self, name: str, how: str, seen: Seen) -> None:
-        if all(way.division != seen.division for way in self.ways):
-            way = WayAdvice(name, how, seen.peak_bytes, seen.time_ns, division=seen.division)
-            self.ways.append(replace(way, is_estimated=not seen.times_ns))
+    def _add(self, name: str, seen: Seen) -> None:
+        if all(way.division != seen.division and way.name != name for way in self.ways):
+            self.ways.append(replace(seen.way, name=name, division=seen.division))
 
     def _all_ways(self, has_other: bool) -> None:
         """Try all ways, the most useful first."""
@@ -284,12 +291,12 @@ class _Trials:
             for share in _SHARES:
                 trials[f"segments at {share:.0%}"] = partial(self._try_segments, search, share)
             if self.is_training:
-                trials["checkpoint per block"] = partial(self._try_blocks, search)
+                trials[BLOCKS] = partial(self._try_blocks, search)
         # channels_last is third: after the two most useful ways to save memory, before the others.
         names = [*trials]
         if has_other:
-            trials["channels_last"] = self._try_channels_last
-            names.insert(2, "channels_last")
+            trials[CHANNELS_LAST] = self._try_channels_last
+            names.insert(2, CHANNELS_LAST)
         end = self.began + _TRIALS_PART * _MOST_S
         for place, name in enumerate(names):
             if search is not None:
@@ -299,11 +306,11 @@ class _Trials:
 
     def _try_blocks(self, search: SegmentSearch) -> None:
         """Try a step in which each block is recomputed as a whole."""
-        if self._has_time("checkpoint per block", _TRIAL_STEPS):
+        if self._has_time(BLOCKS, _TRIAL_STEPS):
             seen = search.in_blocks()
             if seen is not None:
                 search.run_if_fits(seen)
-                self._add("checkpoint per block", "checkpoint each block", seen)
+                self._add(BLOCKS, seen)
 
     def _try_sizes(self, search: SegmentSearch, name: str) -> None:
         """Try the whole model in micro-batches of several sizes."""
@@ -327,65 +334,57 @@ class _Trials:
         affordable = [seen for seen in tried if seen.time_ns <= _SLOWER * fastest.time_ns]
         for seen in dict.fromkeys((fastest, min(affordable, key=lambda seen: seen.peak_bytes))):
             segments, part = seen.division
-            size = part or segments[0].micro_batch
-            how = f"run it in micro-batches of {size} (tune does)"
-            if self.is_training:
-                how = f"train in a loop of micro-batches of {size} (tune it with loop=True)"
-            self._add(f"{name} of {size}", how, seen)
+            self._add(f"{name} of {part or segments[0].micro_batch}", seen)
 
     def _try_segments(self, search: SegmentSearch, share: float) -> None:
         """Try segments with a peak of at most this share of the peak of the step as it is."""
-        own, name = self.ways[0].peak_bytes, f"segments at {share:.0%}"
+        own, name = self.ways[0].most_bytes, f"segments at {share:.0%}"
         limit = int(share * own)
         # Segments that were found for a larger share may have a peak within this share, too. Then
         # no search is needed.
-        done = [way.peak_bytes for way in self.ways if way.name.startswith("segments")]
+        done = [way.most_bytes for way in self.ways if way.name.startswith("segments")]
         if share < _SHARES[0] and any(peak <= limit for peak in done):
             return
         part = 1.0 if share == _SHARES[0] else _TRIALS_PART
         if not self._has_time(name, _SEARCH_STEPS, part):
             return
         seen = search.within(limit)
-        peak, setting = seen.peak_bytes, f"{share:.0%}"
+        found = f"{seen.peak_bytes / own:.0%}"
         if seen.peak_bytes > limit:
-            self.left_out.append(f"{name} (the smallest peak that was found is {peak / own:.0%})")
-            setting = format_bytes(peak).replace(" ", "")
+            self.left_out.append(f"{name} (the smallest peak that was found is {found})")
         if seen.division != WHOLE:
-            how = f"tune it with memory_budget='{setting}'"
-            self._add(f"segments, {peak / own:.0%} of the peak", how, seen)
+            self._add(f"segments, {found} of the peak", seen)
 
     def _try_channels_last(self) -> None:
         """Try the step in channels_last."""
-        name = "channels_last"
+        name, time_ns = CHANNELS_LAST, 0
         if self._has_time(name, _TRIAL_STEPS, _STEPS_PART):
             found = self.foreseer.step(memory_format=name)
-            time_ns = found.time_ns
             if self.may_run:
                 self.last = Steps(self.model, self.inputs, self.is_training, name)
-                _, time_ns = self._run(self.last)
-            way = WayAdvice(name, f"use {name}", found.peak_bytes, time_ns, memory_format=name)
-            self.ways.append(replace(way, is_estimated=not self.may_run))
+                time_ns = self._run(self.last)
+            way = Way("torch", name, found.peak_bytes, found.time_ns, time_ns=time_ns)
+            self.ways.append(replace(way, memory_format=name))
 
-    def _elapsed_ns(self, way: WayAdvice) -> int:
+    def _elapsed_ns(self, way: Way) -> int:
         """Time of one more step by a way."""
-        is_last = way.memory_format == "channels_last"
-        if self.search is not None and way.division != WHOLE:
+        if self.search is not None and way.division is not None:
             return self.search.elapsed_ns(way.division)
-        steps = self.last if is_last else self.plain
+        steps = self.plain if way.memory_format == "keep" else self.last
         assert steps is not None
         with gradient_mode(self.is_training):
             return self.backend.elapsed_ns(steps)
 
-    def _rivals(self, own: WayAdvice) -> list[WayAdvice]:
+    def _rivals(self, own: Way) -> list[Way]:
         """Ways to time in turn with the step as it is, the most promising first."""
-        others = [way for way in self.ways[1:] if way.time_ns <= _SLOWER * own.time_ns]
+        others = [way for way in self.ways[1:] if way.step_ns <= _SLOWER * own.time_ns]
         small = Advice((), self.backend.device(), tuple(self.ways)).smallest
-        chosen = sorted(others, key=lambda way: way.time_ns)[: _MOST_RIVALS - 1]
+        chosen = sorted(others, key=lambda way: way.step_ns)[: _MOST_RIVALS - 1]
         chosen += [] if small is None or small in chosen else [small]
         left_s = self.began + _STEPS_PART * _MOST_S - monotonic()
         count = int(left_s / (_ROUNDS * own.time_ns / 1e9)) - 1
         # Without a memory budget, a way that seems to be faster is raced even if time is short.
-        is_hope = any(way.time_ns < own.time_ns for way in chosen[:1])
+        is_hope = any(way.step_ns < own.time_ns for way in chosen[:1])
         return chosen[: max(is_hope and self.config.memory_budget is None, count)]
 
     def _race(self) -> None:
@@ -393,7 +392,7 @@ class _Trials:
         if not self.may_run:
             return
         own = self.ways[0]
-        rivals = [way for way in self._rivals(own) if not way.is_estimated]
+        rivals = [way for way in self._rivals(own) if way.time_ns]
         if len(self.ways) > 1 and not rivals:
             self.left_out.append("timing ways in turn (no time)")
         own_s, faults = own.time_ns / 1e9, list[int]()
@@ -403,7 +402,7 @@ class _Trials:
         elif _ROUNDS * own_s > until - monotonic():
             return
 
-        def run(way: WayAdvice) -> int:
+        def run(way: Way) -> int:
             before = _faults()
             time_ns = self._elapsed_ns(way)
             faults.extend([_faults() - before] * (way is own))
@@ -418,9 +417,7 @@ class _Trials:
         )
         self._note_load()
         self.spread = round(spread_ns(times[0]) / median_ns(times[0]), 3)
-        for way, samples in zip((own, *rivals), times, strict=True):
-            ratio = None if way is own else ratio_interval(samples, times[0])
-            raced = replace(way, time_ns=median_ns(samples), ratio=ratio, rounds=len(samples))
+        for way, raced in zip((own, *rivals), timed((own, *rivals), times), strict=True):
             self.ways[self.ways.index(way)] = raced
         self._foresee_malloc(median_ns(faults))
 
@@ -431,10 +428,8 @@ class _Trials:
         fresh = filling()
         saved_ns = faults * max(0, fresh.fresh_ns - fresh.reused_ns) / max(1, fresh.faults)
         own = self.ways[0]
-        how = f"start Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES}"
         time_ns = max(1, round(own.time_ns - saved_ns))
-        way = WayAdvice("malloc that keeps blocks", how, own.peak_bytes, time_ns)
-        self.ways.append(replace(way, is_estimated=True))
+        self.ways.append(Way("torch", MALLOC, own.most_bytes, time_ns))
 
     def _budget(self, own: StepProfile) -> int | None:
         """The memory budget in bytes; None: it is not set."""
@@ -445,17 +440,17 @@ class _Trials:
 
     def _find_largest(self, budget: int) -> None:
         """Foresee each way's largest batch."""
-        for place, way in enumerate(self.ways):
+        for way in self.ways:
             with self._trying(f"the largest batch by {way.name}"):
                 step = partial(self._peak_at, way)
                 batch, peak = largest_batch(step, self.batch, budget)
-                largest = Largest(batch, peak, way.time_ns * batch // self.batch)
-                self.ways[place] = replace(way, largest=largest)
+                time_ns = way.step_ns * batch // self.batch
+                self.largest[way.name] = Largest(batch, peak, time_ns)
 
-    def _peak_at(self, way: WayAdvice, batch: int) -> int:
+    def _peak_at(self, way: Way, batch: int) -> int:
         """Foreseen peak of a step of another batch."""
         foreseer = replace(self.foreseer, operators="in part").of_batch(batch)
-        return foreseer.step(way.division, way.memory_format, names=()).peak_bytes
+        return foreseer.step(way.division or WHOLE, way.memory_format, names=()).peak_bytes
 
 
 def _is_of_model(one: Seen) -> bool:

@@ -31,9 +31,10 @@ from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
-from ucudnn.steps.search import CLEARLY, Seen, SegmentSearch
+from ucudnn.steps.search import Seen, SegmentSearch
 from ucudnn.steps.tracing import Traced
 from ucudnn.units import format_bytes, format_sizes
+from ucudnn.verdict import CLEARLY
 
 # The largest number of passes. If kernels need more memory than a division leaves to them, the next
 # pass leaves them more, or divides the step in another way.

@@ -1,165 +1,268 @@
-"""Judge plans by races of whole steps of their model, in its own layout or in two layouts."""
+"""Judge plans by races of whole steps: which kernels stay, and which layout.
+
+A plan whose kernels are all faster can still slow down a step: planned calls take longer to start,
+and in a step the caches hold other data. If steps are not faster beyond the noise, the kernels that
+make them faster are found by their times inside the steps, or by halving the set of kernels. All
+other kernels are given back to torch.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from time import monotonic
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.statistics import median_ns
+from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError, UnplannedWarning, first_line
 from ucudnn.execution.compiling import is_compiled, replays_graphs
-from ucudnn.execution.observers import KernelTimer, Watcher
+from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
-from ucudnn.execution.runner import Runner
 from ucudnn.kernels.budget import EFFORTS, LEAST_RACE_STEPS
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepMemory, StepRace
-from ucudnn.plan import Plan
+from ucudnn.kernels.tuner import device_type
+from ucudnn.outcomes import Compilation, LayoutRace, StepMemory, StepRace, Way
+from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
-from ucudnn.steps.layout import LayoutJudge, reason_against_layout
-from ucudnn.steps.race import race, raced_of, tells
+from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.steps.comparing import reason_against_layout
+from ucudnn.steps.race import (
+    Raced,
+    Samples,
+    Step,
+    StepMeter,
+    raced_inside,
+    raced_of,
+    steps_ns,
+    tells,
+    timed,
+)
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
-from ucudnn.steps.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 from ucudnn.units import format_bytes
+from ucudnn.verdict import CONFIDENCE, LEAST_ROUNDS, TOLERATED, is_faster
 
 # A race is given time for this many steps, even beyond a default budget: one step of each of the
-# two contestants to warm up, and three rounds, which decide a clear race.
+# two rivals to warm up, and three rounds, which decide a clear race.
 RACE_STEPS = 8
-# A hint on channels_last is given time for this many steps: one to warm up, and a pair.
-HINT_STEPS = 3
-# A race of two layouts is given time for this many steps: four rounds of four contestants, and the
-# steps before the first round.
+# A race of two layouts is given time for this many steps: four rounds of four ways, and the steps
+# before the first round.
 LAYOUT_RACE_STEPS = 25
-# The most rounds for a hint, each with a step by torch in channels_last and a step by the plan.
-_HINT_ROUNDS = 2
+# Least number of steps in a race of two rivals: each runs one step to warm up, and one in a round.
+# A step that is run to measure its peak warms up, too.
+_LEAST_STEPS = 4
 # The least number of steps in a race of two layouts: one to see how long steps are, two to compare
-# the results of the layouts, and for each of four contestants one for its peak and one for a round.
-_LEAST_STEPS = 11
-# The reason that a plan gives if there was no time for a hint.
+# the results of the layouts, and for each of four ways one for its peak and one for a round.
+_LEAST_LAYOUT_STEPS = 11
+# If the settings keep the layout, channels_last is tried in at most so many rounds, of a step by
+# each of two rivals. There must be time for one step to warm up, and a round.
+_HINT_ROUNDS, _LEAST_HINT_STEPS = 2, 3
+
+# Reasons why steps were not raced.
+_NO_ROOM = "the time budget has no room for them"
+_NOTHING = "it changes nothing"
 _USED_UP = "the time budget was used up"
 
+# Copies of a model, by division and layout.
+Copies = dict[tuple[StepDivision, str], Steps]
 
-def judged(
-    model: nn.Module,
-    example_inputs: Any,
-    plan: Plan,
-    config: Config,
-    deadline: Deadline | None = None,
-) -> Plan:
-    """The plan after a race of whole steps, or with the reason why no race was run.
+_Found = TypeVar("_Found")
 
-    `deadline` is when the race must end; None: it follows from the settings, and counts from now.
-    If the model is compiled, compiled steps are raced.
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges plans of one model by whole steps. These run on as few copies of it as possible.
+
+    On Ctrl-C only a race is incomplete, so the error that is raised holds the whole plan.
+
+    Args:
+        model: any module; if it is compiled, compiled steps are raced.
+        inputs: an example, or a list of several.
+        config: the settings.
+        deadline: when races must end; None: it follows from the settings, and counts from the
+            first step.
+        copies: the copies on which steps run.
     """
-    reason = reason_against_race(model, example_inputs, config, plan.device.type)
-    changes = not all(kernel.is_default for kernel in plan.kernels)
-    hints = config.layout == "keep" and _has_other_layout(plan)
-    if reason or not (changes or hints):
-        return replace(plan, step_race=StepRace(reason=reason or NOTHING))
-    # A budget may be too short even for the convolutions of a race.
-    least_ns = 1e9 * convolutions_s(plan)
-    end = _deadline(deadline, config, 0)
-    if changes and not end.has_time(LEAST_RACE_STEPS, least_ns):
-        hint = LayoutHint(reason=_USED_UP) if hints else None
-        return replace(plan, step_race=StepRace(reason=NO_ROOM), layout_hint=hint)
-    backend = open_backend(plan.backend)
-    try:
-        with _undisturbed(model):
-            step = Steps(model, example_inputs, _has_backward(plan), division=plan.division)
-            compilation = compile_steps(model, step, plan.device.type)
-            plan = with_relaid(replace(plan, compilation=compilation), step)
-            # This step warms up, and the default budget is computed from its time.
-            step_ns = backend.elapsed_ns(step)
-            end = _deadline(deadline, config, step_ns)
-            # The time of compiling counts towards no budget, so the race ends later by it.
-            end = end.later(0 if compilation is None else compilation.seconds)
-            meter = _meter(backend, [plan], end, step_ns)
-            if not changes:
-                plan = replace(plan, step_race=StepRace(reason=NOTHING))
-            else:
-                plan = StepJudge(step, meter).judge(plan)
-            if not hints:
-                return plan
-            return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
-    # On Ctrl-C only the race is incomplete, so the error that is raised holds the whole plan.
-    except KeyboardInterrupt:
-        raise TuningInterruptedError(plan) from None
-    # A model that was traced on fake tensors may still fail on real ones, for example for lack of
-    # memory. Its plan is returned all the same.
-    except STEP_ERRORS as error:
-        reason = f"a step could not be computed ({first_line(error)})"
-        return replace(plan, step_race=StepRace(reason=reason))
 
+    model: nn.Module
+    inputs: Any
+    config: Config
+    deadline: Deadline | None = None
+    copies: Copies = field(default_factory=dict)
 
-def judged_divided(
-    model: nn.Module,
-    example_inputs: Any,
-    plan: Plan,
-    config: Config,
-    deadline: Deadline | None = None,
-) -> Plan:
-    """The plan after a race of divided steps by the plan against undivided steps by torch."""
-    backend = open_backend(plan.backend)
-    reason = reason_against_race(model, example_inputs, config, plan.device.type)
-    reason = reason or reason_against_torchs(plan.memory, backend)
-    kernels = plan.step_race or StepRace()
-    if reason:
-        return replace(plan, step_race=StepRace(reason=reason, dropped=kernels.dropped))
-    is_training = config.ops != ("fprop",)
-    try:
-        with _undisturbed(model), gradient_mode(is_training):
-            own = Steps(model, example_inputs, is_training)
+    def step_ns(self) -> int:
+        """Time of a step by torch, which is run; 0 if none can be run."""
+        if self._reason(device_type(self.config)):
+            return 0
+        try:
+            with _undisturbed(self.model):
+                return open_backend(self.config.backend).elapsed_ns(self._steps())
+        # A model that was traced on fake tensors may still fail on real ones: the race reports it.
+        except STEP_ERRORS:
+            self.copies.clear()
+            return 0
+
+    @property
+    def is_training(self) -> bool:
+        """True if a step is forward and backward."""
+        return self.config.ops != ("fprop",)
+
+    def judge(self, plan: Plan) -> Plan:
+        """The plan after a race of whole steps, or with the reason why no race was run."""
+        reason, changes = self._reason(plan.device.type), not _is_torchs(plan)
+        hints = self.config.layout == "keep" and _has_other_layout(plan)
+        if reason or not (changes or hints):
+            return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
+        # A budget may be too short even for the convolutions of a race.
+        if changes and not self._end(0).has_time(LEAST_RACE_STEPS, 1e9 * _convolutions_s(plan)):
+            hint = LayoutRace(reason=_USED_UP, is_fixed=True) if hints else plan.layout_race
+            return replace(plan, step_race=StepRace(reason=_NO_ROOM), layout_race=hint)
+        found = self._attempt(plan, partial(self._race, plan, changes, hints))
+        return found if isinstance(found, Plan) else replace(plan, step_race=StepRace(reason=found))
+
+    def _race(self, plan: Plan, changes: bool, hints: bool) -> Plan:
+        backend, step = open_backend(plan.backend), self._steps(plan.division)
+        compilation = compile_steps(self.model, step, plan.device.type)
+        plan = with_relaid(replace(plan, compilation=compilation), step)
+        # This step warms up, and the default budget is computed from its time.
+        step_ns = backend.elapsed_ns(step)
+        # The time of compiling counts towards no budget, so the race ends later by it.
+        end = self._end(step_ns).later(0 if compilation is None else compilation.seconds)
+        meter = StepMeter(backend, [plan], end, step_ns)
+        if changes:
+            plan = StepJudge(step, meter).judge(plan)
+        else:
+            plan = replace(plan, step_race=StepRace(reason=_NOTHING))
+        return replace(plan, layout_race=self._hint(plan, step, meter)) if hints else plan
+
+    def _hint(self, plan: Plan, step: Steps, meter: StepMeter) -> LayoutRace:
+        """Race the plan, already warmed up, against torch in channels_last, in a few rounds."""
+        if meter.is_over(_LEAST_HINT_STEPS):
+            return LayoutRace(reason=_USED_UP, is_fixed=True)
+        try:
+            other = self._steps(plan.division, "channels_last")
+            # If the steps of the plan are compiled, those in channels_last must be, too, to be
+            # comparable.
+            if plan.compilation is not None and plan.compilation.is_compiled:
+                other.compile()
+            other()
+            samples = meter.race([(step, plan), (other, None)], lambda _: False, True, _HINT_ROUNDS)
+        # The plan is for the model's own layout: it stays valid if the model fails in the other.
+        except STEP_ERRORS as error:
+            return LayoutRace(reason=_failed(error), is_fixed=True)
+        ways = _way("plan", "keep"), _way("torch", "channels_last")
+        return LayoutRace(timed(ways, steps_ns(samples)), is_fixed=True)
+
+    def judge_divided(self, plan: Plan) -> Plan:
+        """The plan after a race of divided steps by the plan against undivided steps by torch."""
+        backend, dropped = open_backend(plan.backend), (plan.step_race or StepRace()).dropped
+        found: StepRace | str = self._reason(plan.device.type)
+        found = found or _reason_against_torchs(plan.memory, backend)
+        if not found:
+            found = self._attempt(plan, partial(self._race_divided, plan, backend))
+        raced = StepRace(reason=found) if isinstance(found, str) else found
+        return replace(plan, step_race=replace(raced, dropped=dropped))
+
+    def _race_divided(self, plan: Plan, backend: AbstractBackend) -> StepRace:
+        with gradient_mode(self.is_training):
+            own = self._steps()
             step_ns = backend.elapsed_ns(own)
-            meter = _meter(backend, [plan], _deadline(deadline, config, step_ns), step_ns)
-            if meter.is_over(LEAST_STEPS):
-                return replace(plan, step_race=StepRace(reason=NO_ROOM, dropped=kernels.dropped))
-            divided = Steps(model, example_inputs, is_training, plan.memory_format, plan.division)
+            meter = StepMeter(backend, [plan], self._end(step_ns), step_ns)
+            if meter.is_over(_LEAST_STEPS):
+                return StepRace(reason=_NO_ROOM)
+            runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
             # With a memory budget the peaks are known from the steps that checked the budget.
-            peaks = (0, 0)
-            if plan.memory is None:
-                peaks = (meter.peak_bytes(own, None), meter.peak_bytes(divided, plan))
-            by_torch, by_plan = race(
-                [partial(meter.elapsed_ns, own, None), partial(meter.elapsed_ns, divided, plan)],
-                meter.is_over,
-                lambda samples: tells(*samples),
-            )
-    except KeyboardInterrupt:
-        raise TuningInterruptedError(plan) from None
-    except STEP_ERRORS as error:
-        reason = f"a step could not be computed ({first_line(error)})"
-        return replace(plan, step_race=StepRace(reason=reason, dropped=kernels.dropped))
-    raced = replace(
-        raced_of(by_torch, by_plan).race,
-        torch_peak_bytes=peaks[0],
-        plan_peak_bytes=peaks[1],
-        dropped=kernels.dropped,
-    )
-    return replace(plan, step_race=raced)
+            peaks = [0, 0] if plan.memory else [meter.peak_bytes(*run) for run in runs]
+            samples = steps_ns(meter.race(runs, lambda times: tells(*steps_ns(times))))
+        return raced_of(*samples).with_peaks(*peaks).race
+
+    def judge_in_layouts(self, plans: Mapping[str, Plan]) -> Plan:
+        """The plan of the better layout, after a race of torch and plan in each layout.
+
+        `plans` are plans that were not judged yet; the plan for the model's own layout ("keep")
+        comes first. The model keeps its layout if steps cannot be compared, or if its results
+        differ in channels_last by more than rounding.
+        """
+        own, compiled = plans["keep"], list[Compilation]()
+        found = self._attempt(own, partial(self._race_layouts, plans, compiled))
+        if isinstance(found, Plan):
+            return found
+        # The model must keep its layout; the plan for this layout is judged as if it were the only
+        # one.
+        self.copies.clear()  # they take memory, and may be compiled
+        spent = sum(one.seconds for one in compiled)
+        later = None if self.deadline is None else self.deadline.later(spent)
+        kept = replace(self, deadline=later).judge(own)
+        # A plan that changes nothing is not raced, so its own `compilation` may be None.
+        compilation = kept.compilation or next(iter(compiled), None)
+        return replace(kept, layout_race=LayoutRace(reason=found), compilation=compilation)
+
+    def _race_layouts(self, plans: Mapping[str, Plan], compiled: list[Compilation]) -> Plan | str:
+        """The plan of the better layout, or the reason why the model keeps its own."""
+        own = plans["keep"]
+        backend = open_backend(own.backend)
+        steps = {which: self._steps(one.division, which) for which, one in plans.items()}
+        step_ns = backend.elapsed_ns(steps["keep"])
+        end = self._end(step_ns)
+        if not end.has_time(_LEAST_LAYOUT_STEPS, step_ns):
+            return "the time budget has no room for steps in both layouts"
+        reason = reason_against_layout(self.model, self.inputs, own, self.is_training)
+        if reason:
+            return reason
+        compilation, reason = _compile_both(self.model, steps, own.device.type)
+        compiled += [] if compilation is None else [compilation]
+        if reason:
+            return reason
+        # The time of compiling counts towards no budget, so the race ends later by it.
+        end = end.later(0 if compilation is None else compilation.seconds)
+        plan = judge_layouts(plans, steps, StepMeter(backend, plans.values(), end, step_ns))
+        return with_relaid(replace(plan, compilation=compilation), steps[plan.memory_format])
+
+    def _attempt(self, plan: Plan, run: Callable[[], _Found]) -> _Found | str:
+        """What a function that runs steps returns; or why a step could not be computed."""
+        try:
+            with _undisturbed(self.model):
+                return run()
+        except KeyboardInterrupt:
+            raise TuningInterruptedError(plan) from None
+        # A model that was traced on fake tensors may still fail on real ones, for example for lack
+        # of memory. Its plan is returned all the same.
+        except STEP_ERRORS as error:
+            self.copies.clear()
+            return _failed(error)
+        finally:
+            # Copies would count as memory of the steps that check a budget.
+            if self.config.memory_budget is not None:
+                self.copies.clear()
+
+    def _steps(self, division: StepDivision = WHOLE, memory_format: str = "keep") -> Steps:
+        """Steps on the copy of this division and layout."""
+        key = division, memory_format
+        if key not in self.copies:
+            how = self.is_training, memory_format, division
+            self.copies[key] = Steps(self.model, self.inputs, *how)
+        return self.copies[key]
+
+    def _reason(self, device: str) -> str:
+        return reason_against_race(self.model, self.inputs, self.config, device)
+
+    def _end(self, step_ns: int) -> Deadline:
+        """When a race must end: at the deadline, or else by the settings, from now on."""
+        if self.deadline is not None:
+            return self.deadline
+        seconds = self.config.time_budget_s or EFFORTS[self.config.effort].budget_s(step_ns)
+        return Deadline.never() if seconds is None else Deadline.within(seconds)
 
 
-def reason_against_torchs(memory: StepMemory | None, backend: AbstractBackend) -> str:
-    """Why an undivided step by torch must not be run; "" if it may."""
-    if memory is None:
-        return ""
-    need = memory.torch_peak_bytes
-    most = min(memory.budget_bytes, memory.held_bytes + backend.available_bytes())
-    return f"torch's step needs {format_bytes(need)} and was not run" if need > most else ""
-
-
-def convolutions_s(plan: Plan) -> float:
-    """Seconds that the convolutions of a step take by torch; the whole step takes longer."""
-    timed = [(one.default or one.timing, len(one.layers)) for one in plan.kernels]
-    return sum(timing.time_ns * calls for timing, calls in timed) / 1e9
+def _failed(error: BaseException) -> str:
+    return f"a step could not be computed ({first_line(error)})"
 
 
 @contextmanager
@@ -179,150 +282,19 @@ def _has_other_layout(plan: Plan) -> bool:
     return is_kept and any(one.rank > 1 and one.layout == "nchw" for one in problems)
 
 
-def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
-    """Time a few steps in turn: by torch in channels_last, and by the plan, already warmed up."""
-    if meter.is_over(HINT_STEPS):
-        return LayoutHint(reason=_USED_UP)
-    try:
-        other = Steps(model, inputs, _has_backward(plan), "channels_last", plan.division)
-        # If the steps of the plan are compiled, those in channels_last must be, too, to be
-        # comparable.
-        if plan.compilation is not None and plan.compilation.is_compiled:
-            other.compile()
-        other()
-        taken = [(meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))]
-        while len(taken) < _HINT_ROUNDS and not meter.is_over(2):
-            taken.append((meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan)))
-    # The plan is for the model's own layout: it stays valid if the model fails in channels_last.
-    except STEP_ERRORS as error:
-        return LayoutHint(reason=f"a step could not be computed ({first_line(error)})")
-    last, own = (median_ns(times) for times in zip(*taken, strict=True))
-    return LayoutHint(last, own, len(taken))
+def _reason_against_torchs(memory: StepMemory | None, backend: AbstractBackend) -> str:
+    """Why an undivided step by torch must not be run; "" if it may."""
+    if memory is None:
+        return ""
+    need = memory.torch_peak_bytes
+    most = min(memory.budget_bytes, memory.held_bytes + backend.available_bytes())
+    return f"torch's step needs {format_bytes(need)} and was not run" if need > most else ""
 
 
-def judged_in_layouts(
-    model: nn.Module,
-    example_inputs: Any,
-    plans: Mapping[str, Plan],
-    config: Config,
-    deadline: Deadline | None = None,
-) -> Plan:
-    """The plan of the better layout, found in a race of steps by torch and by plan in each layout.
-
-    `plans` are plans that were not judged yet; the plan for the model's own layout ("keep") comes
-    first. The model keeps its layout if steps cannot be compared, or if its results differ in
-    channels_last by more than rounding.
-    """
-    own = plans["keep"]
-    # Steps of both layouts compute a backward pass if any of the plans has one: otherwise their
-    # times could not be compared.
-    backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
-    compilation: Compilation | None = None
-    steps: dict[str, Steps] = {}
-    try:
-        with _undisturbed(model):
-            steps |= {
-                which: Steps(model, example_inputs, backward, which, one.division)
-                for which, one in plans.items()
-            }
-            step_ns = backend.elapsed_ns(steps["keep"])
-            end = _deadline(deadline, config, step_ns)
-            if not end.has_time(_LEAST_STEPS, step_ns):
-                against = "the time budget has no room for steps in both layouts"
-            else:
-                against = reason_against_layout(steps["keep"], steps["channels_last"], own)
-            if not against:
-                compilation, against = _compiled(model, steps, own.device.type)
-            if not against:
-                # The time of compiling counts towards no budget, so the race ends later by it.
-                end = end.later(0 if compilation is None else compilation.seconds)
-                judge = LayoutJudge(steps, _meter(backend, plans.values(), end, step_ns))
-                plan = replace(judge.judge(plans), compilation=compilation)
-                return with_relaid(plan, steps[plan.memory_format])
-    except KeyboardInterrupt:
-        raise TuningInterruptedError(own) from None
-    except STEP_ERRORS as error:
-        against = f"a step could not be computed ({first_line(error)})"
-    # The model must keep its layout; the plan for this layout is judged as if it were the only one.
-    spent = 0 if compilation is None else compilation.seconds
-    steps.clear()  # their copies of the model take memory
-    later = None if deadline is None else deadline.later(spent)
-    kept = judged(model, example_inputs, own, config, later)
-    # A plan that changes nothing is not raced, so its own `compilation` may be None.
-    compilation = kept.compilation or compilation
-    return replace(kept, layout_race=LayoutRace(reason=against), compilation=compilation)
-
-
-def _compiled(
-    model: nn.Module, steps: Mapping[str, Steps], device_type: str
-) -> tuple[Compilation | None, str]:
-    """Compile the steps of both layouts, or of none; also the reason to keep the layout, or ""."""
-    own = compile_steps(model, steps["keep"], device_type)
-    if own is None or not own.is_compiled:
-        return own, ""
-    last = compile_steps(model, steps["channels_last"], device_type)
-    assert last is not None
-    # A user could not run a compiled model in a layout in which it does not compile.
-    reason = "" if last.is_compiled else f"in channels_last {last.reason}"
-    return Compilation(own.seconds + last.seconds), reason
-
-
-def _has_backward(plan: Plan) -> bool:
-    return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
-
-
-def _meter(
-    backend: AbstractBackend, plans: Iterable[Plan], deadline: Deadline, step_ns: int
-) -> StepMeter:
-    # `parts` names the chunks of a call. It is empty for a step: only the allocator tells its peak.
-    peak = partial(backend.workspace_bytes, parts=())
-    install = _Installer(backend, plans)
-    # On a GPU kernels are not timed inside a step: the host goes on while the GPU computes, and a
-    # step would have to wait for each kernel that is timed.
-    timed = install.timed if backend.device().type == "cpu" else None
-    return StepMeter(install, backend.elapsed_ns, peak, deadline, step_ns, timed=timed)
-
-
-class _Installer:
-    """Installs one plan after the other, and keeps for each plan the calls that were looked up.
-
-    Otherwise each step would look up all its calls again, and that would count as time of the step.
-    """
-
-    def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:
-        self._backend = backend
-        # Runners by the id of their plan. A runner holds its plan, so that no other plan can get
-        # the same id.
-        self._runners: dict[int, Runner] = {}
-        kernels = (kernel for plan in plans for kernel in plan.kernels)
-        self._changed = {one.problem.w_shape for one in kernels if not one.is_default}
-
-    def __call__(self, plan: Plan) -> Installation:
-        return Installation(plan.device.type, self._runner(plan))
-
-    @contextmanager
-    def timed(self, plan: Plan | None) -> Iterator[Mapping[Problem, int]]:
-        """Follow a plan, or torch, and time the convolutions that any of the plans changes."""
-        runner = None if plan is None else self._runner(plan)
-        timer = KernelTimer(self._backend.elapsed_ns, runner, self._changed)
-        with Installation(self._backend.device().type, timer):
-            yield timer.times_ns
-
-    def _runner(self, plan: Plan) -> Runner:
-        if id(plan) not in self._runners:
-            # A step of a race may have shapes that the plan does not cover: torch computes them,
-            # whatever the user's setting `unplanned` is.
-            config = replace(plan.config, unplanned="torch")
-            self._runners[id(plan)] = Runner(plan, config)
-        return self._runners[id(plan)]
-
-
-def _deadline(given: Deadline | None, config: Config, step_ns: int) -> Deadline:
-    """When a race must end: as it was given, or else by the settings, from now on."""
-    if given is not None:
-        return given
-    seconds = config.time_budget_s or EFFORTS[config.effort].budget_s(step_ns)
-    return Deadline.never() if seconds is None else Deadline.within(seconds)
+def _convolutions_s(plan: Plan) -> float:
+    """Seconds that the convolutions of a step take by torch; the whole step takes longer."""
+    timed = [(one.default or one.timing, len(one.layers)) for one in plan.kernels]
+    return sum(timing.time_ns * calls for timing, calls in timed) / 1e9
 
 
 def reason_against_race(model: nn.Module, inputs: Any, config: Config, device_type: str) -> str:
@@ -356,6 +328,20 @@ def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilati
     return Compilation(ceil(monotonic() - began), reason)
 
 
+def _compile_both(
+    model: nn.Module, steps: Mapping[str, Steps], device_type: str
+) -> tuple[Compilation | None, str]:
+    """Compile the steps of both layouts, or of none; also why the model must keep its layout."""
+    own = compile_steps(model, steps["keep"], device_type)
+    if own is None or not own.is_compiled:
+        return own, ""
+    last = compile_steps(model, steps["channels_last"], device_type)
+    assert last is not None
+    # A user could not run a compiled model in a layout in which it does not compile.
+    reason = "" if last.is_compiled else f"in channels_last {last.reason}"
+    return Compilation(own.seconds + last.seconds), reason
+
+
 def with_relaid(plan: Plan, steps: Steps) -> Plan:
     """The plan, with a note of how many convolutions a compiled step has in another layout."""
     compilation = plan.compilation
@@ -379,3 +365,236 @@ def _said(error: BaseException) -> str:
     # A first line such as "backend='inductor' raised:" says less than the second one.
     said = lines[1] if len(lines) > 1 and lines[0].endswith(":") else " ".join(lines[:1])
     return said or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class StepJudge:
+    """Races steps of one model."""
+
+    step: Step
+    meter: StepMeter
+
+    def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
+        """The plan with the outcome of its race, and without kernels that make steps no faster.
+
+        At least one kernel of the plan must not be torch's own. A kernel that torch's own
+        convolution may not replace keeps its plan, even if that slows steps down. `raced` is the
+        plan's race against torch, with peaks, if that race was run already.
+        """
+        # All kernels but the free ones must stay planned: torch's own convolutions would exceed the
+        # workspace limit, or would not be deterministic.
+        free = replaceable(plan)
+        rest = _without(plan, free)
+        raced = raced or self._raced_with_peaks(plan)
+        if raced is None:
+            return replace(plan, step_race=StepRace(reason=_NO_ROOM))
+        # Kernels that must stay planned stay even if they slow the step down. So the plan is
+        # compared with steps in which only these kernels are planned.
+        against_rest = raced
+        if free and not _is_torchs(rest):
+            if self.meter.is_over(_LEAST_STEPS):
+                return replace(plan, step_race=raced.race)
+            against_rest = self._race(plan, rest)
+        if not free or against_rest.pays:
+            return replace(plan, step_race=raced.race)
+        if against_rest.faster is not None:
+            kept = [one for one in free if one.problem in against_rest.faster]
+        else:
+            kept = self._kept(plan, free)
+        dropped = [one for one in free if one not in kept]
+        # If steps by the whole plan are slower although no kernel was found that slows them down,
+        # all kernels are dropped.
+        if _is_torchs(rest) and raced.race.is_loss:
+            dropped = dropped or free
+        return self._judged_without(dropped, plan, raced)
+
+    def _raced_with_peaks(self, plan: Plan) -> Raced | None:
+        """A race of the plan against torch, with the peaks of both; None if there is no time."""
+        peaks = list[int]()
+        # The steps that are run to measure the peaks also warm up. Their times say more about the
+        # next steps than the time of the very first step, which may take a third longer.
+        for one in (None, plan):
+            if self.meter.is_over(3):
+                return None
+            peaks.append(self.meter.peak_bytes(self.step, one))
+        if self.meter.is_over(2):
+            return None
+        return self._race(plan, is_warm=True).with_peaks(*peaks)
+
+    def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
+        """The plan without the dropped kernels, with the race of what is left of it."""
+        # Nothing is dropped if the kernels were faster in parts, although the whole plan was not.
+        if not dropped:
+            return replace(plan, step_race=raced.race)
+        left, race = _without(plan, dropped), raced.race
+        torch_peak, plan_peak = race.torch_peak_bytes, race.plan_peak_bytes
+        if _is_torchs(left):
+            # All kernels are torch's own now, so there is nothing to race.
+            race, plan_peak = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds), torch_peak
+        elif self.meter.is_over(_LEAST_STEPS):
+            race = StepRace(reason="the time budget has no room for steps without what did not pay")
+        else:
+            # The first race was of the plan with the dropped kernels, so the rest is raced anew.
+            again, others = self._race(left), _changed(left)
+            race, is_loss = again.race, again.race.is_loss and not again.pays
+            if is_loss and len(replaceable(left)) == len(others):
+                return self._judged_without([*dropped, *others], plan, raced)
+        names = tuple(str(kernel.problem) for kernel in dropped)
+        race = replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak, dropped=names)
+        return replace(left, step_race=race)
+
+    def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
+        """Find, by halving, the kernels with whose plans a step is faster than without."""
+        if len(kernels) == 1:
+            return []
+        middle, kept = len(kernels) // 2, list[KernelPlan]()
+        for half in (kernels[:middle], kernels[middle:]):
+            # No time is left: kernels that were not shown to make steps faster are given back to
+            # torch. Steps by the rest of the plan are raced at the end.
+            if self.meter.is_over(2 * _LEAST_STEPS):
+                break
+            # All replaceable kernels outside this half run torch's own convolutions, so that only
+            # this half is judged. The rival has only the kernels that must stay planned.
+            others = [kernel for kernel in plan.kernels if kernel not in half]
+            with_half = _without(plan, [one for one in others if has_default(plan, one)])
+            alone = _without(with_half, half)
+            raced = self._race(with_half, None if _is_torchs(alone) else alone)
+            # In too few rounds, a half does not count as paying.
+            is_proven = raced.pays and raced.race.rounds >= LEAST_ROUNDS
+            kept += half if is_proven else self._kept(plan, half)
+        return kept
+
+    def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
+        """Run timed steps until it is clear whether a plan is faster than another one, or torch."""
+        kernels = replaceable(plan)
+
+        def is_decided(samples: Samples) -> bool:
+            raced = raced_inside(samples[0], samples[1], plan, kernels)
+            # If the kernels are faster but the steps seem slower, it is not clear yet.
+            is_clear = raced.pays and raced.race.ratio <= 1
+            by_other, by_plan = steps_ns(samples)
+            return is_clear or tells(by_plan, by_other)
+
+        runs = [(self.step, other), (self.step, plan)]
+        by_other, by_plan = self.meter.race(runs, is_decided, is_warm)
+        return raced_inside(by_other, by_plan, plan, kernels)
+
+
+def has_default(plan: Plan, kernel: KernelPlan) -> bool:
+    """True if torch's own convolution may replace a kernel's plan.
+
+    It must be within the workspace limit, and deterministic if the plan must be. With a pool it
+    must need no more workspace than the kernel's plan.
+    """
+    if plan.config.deterministic and not kernel.default_is_deterministic:
+        return False
+    limit = plan.limit_bytes(kernel)
+    # With a pool, the other calls of the step own the rest of the workspace.
+    if plan.config.total_bytes is not None:
+        limit = kernel.timing.workspace_bytes
+    return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
+
+
+def replaceable(plan: Plan) -> list[KernelPlan]:
+    """The kernels that do not run torch's own convolution, although they could."""
+    return [kernel for kernel in _changed(plan) if has_default(plan, kernel)]
+
+
+def _changed(plan: Plan) -> list[KernelPlan]:
+    """The kernels that do not run torch's own convolution."""
+    return [kernel for kernel in plan.kernels if not kernel.is_default]
+
+
+def _is_torchs(plan: Plan) -> bool:
+    return not _changed(plan)
+
+
+def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:
+    """The plan with torch's own convolution for some kernels."""
+    # If there is a limit, smaller batches keep their splits: it was not measured whether torch's
+    # own convolutions of these batches fit.
+    settings = plan.config
+    limits = (settings.limit_bytes, settings.total_bytes, plan.memory)
+    every_batch = all(limit is None for limit in limits)
+    kernels = (
+        kernel.by_default(every_batch) if kernel in dropped else kernel for kernel in plan.kernels
+    )
+    return replace(plan, kernels=tuple(kernels))
+
+
+def judge_layouts(plans: Mapping[str, Plan], steps: Mapping[str, Step], meter: StepMeter) -> Plan:
+    """The plan of the better layout, without kernels that do not pay, with both races.
+
+    Args:
+        plans: the plans by layout, the model's own first.
+        steps: what computes a step, by layout.
+        meter: measures the steps.
+    """
+    ways = layout_ways(plans)
+    runs = [
+        (steps[way.memory_format], plans[way.memory_format] if way.kind == "plan" else None)
+        for way in ways
+    ]
+    # Taking the peaks runs every way once, so the race needs no round to warm up.
+    peaks = [meter.peak_bytes(*run) for run in runs]
+    samples = meter.race(runs, lambda times: _is_decided(ways, steps_ns(times)), is_warm=True)
+    found = [
+        replace(way, peak_bytes=peak)
+        for way, peak in zip(timed(ways, steps_ns(samples)), peaks, strict=True)
+    ]
+    layouts = LayoutRace(tuple(found), winner(ways, steps_ns(samples)))
+    chosen = plans[layouts.memory_format]
+    torchs, *planned = _of_layout(ways, layouts.memory_format)
+    if not planned:
+        return replace(chosen, step_race=StepRace(reason=_NOTHING), layout_race=layouts)
+    # This race has already timed the plan against torch's own convolutions in the same layout. More
+    # steps are run only if the plan lost, to find the kernels that are responsible.
+    raced = raced_inside(samples[torchs], samples[planned[0]], chosen, replaceable(chosen))
+    raced = raced.with_peaks(peaks[torchs], peaks[planned[0]])
+    judged = StepJudge(steps[layouts.memory_format], meter).judge(chosen, raced)
+    return replace(judged, layout_race=layouts)
+
+
+def layout_ways(plans: Mapping[str, Plan]) -> list[Way]:
+    """Ways per layout, the model's own first: torch, then the plan if it changes anything."""
+    found = []
+    for memory_format, plan in plans.items():
+        is_allowed = all(has_default(plan, kernel) for kernel in plan.kernels)
+        found.append(_way("torch", memory_format, is_allowed))
+        found += [] if _is_torchs(plan) else [_way("plan", memory_format)]
+    return found
+
+
+def _way(kind: Literal["torch", "plan"], memory_format: str, is_allowed: bool = True) -> Way:
+    name = kind if memory_format == "keep" else f"{kind} in {memory_format}"
+    return Way(kind, name, memory_format=memory_format, is_allowed=is_allowed)
+
+
+def _of_layout(ways: Sequence[Way], memory_format: str) -> list[int]:
+    """Indices of a layout's ways: torch, then the plan if there is one."""
+    return [i for i, way in enumerate(ways) if way.memory_format == memory_format]
+
+
+def _best(ways: Sequence[Way], samples: Sequence[Sequence[int]], memory_format: str) -> int:
+    """Index of a layout's best way: its plan if that pays, or if torch's own may not win."""
+    torchs, *plans = _of_layout(ways, memory_format)
+    if not plans:
+        return torchs
+    pays = raced_of(samples[torchs], samples[plans[0]]).pays
+    # A plan that does not pay gives its kernels back to torch, where the limit allows that.
+    return plans[0] if pays or not ways[torchs].is_allowed else torchs
+
+
+def winner(ways: Sequence[Way], samples: Sequence[Sequence[int]]) -> int:
+    """Index of the winner: in the model's own layout, unless channels_last is clearly faster."""
+    own, last = (_best(ways, samples, which) for which in ("keep", "channels_last"))
+    ratios = ratio_interval(samples[last], samples[own], CONFIDENCE)
+    return last if is_faster(ratios, TOLERATED) else own
+
+
+def _is_decided(ways: Sequence[Way], samples: Sequence[Sequence[int]]) -> bool:
+    """True if the rounds show clearly whether each plan pays, and which layout is faster."""
+    pairs = [(_best(ways, samples, "channels_last"), _best(ways, samples, "keep"))]
+    # The way before a plan is torch's own in the same layout.
+    pairs += [(i, i - 1) for i, way in enumerate(ways) if way.kind == "plan"]
+    return all(tells(samples[one], samples[other]) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""Rounds of whole steps by several contestants in turn, and what they show.
+"""Whole steps in turn: how they are timed, by plans and by torch, and what their rounds show.
 
 The convolutions of a step may be timed inside it. Their times show the gain of a plan in fewer
 rounds than times of whole steps, whose noise may be larger than the gain of all convolutions.
@@ -7,25 +7,29 @@ rounds than times of whole steps, whose noise may be larger than the gain of all
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
+from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
-from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED, StepRace
+from ucudnn.execution.observers import KernelTimer
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Runner
+from ucudnn.kernels.deadline import Deadline
+from ucudnn.outcomes import StepRace, Way
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
+from ucudnn.verdict import CONFIDENCE, LEAST_ROUNDS, is_clear, is_faster
 
 # Largest number of rounds of one race; it is small because steps are long. The 95 % interval of so
 # few pairs reaches from the smallest ratio to the largest, so one perturbed round can hide a
 # difference.
 _MOST_ROUNDS = 7
 
-# Confidence of the intervals that decide whether steps are faster. With it, the interval of six or
-# seven pairs leaves out the smallest and the largest ratio, so that one perturbed round cannot hide
-# a difference. The interval of fewer pairs spans all ratios.
-CONFIDENCE = 0.75
-
+Step = Callable[[], None]
 _Times = TypeVar("_Times")
 
 
@@ -56,12 +60,103 @@ class Raced(NamedTuple):
     # ones are, or the steps are slower for another reason than the kernels.
     faster: frozenset[Problem] | None = None
 
+    def with_peaks(self, torchs: int, plans: int) -> Raced:
+        """The same, with the peaks of steps by torch and by the plan."""
+        race = replace(self.race, torch_peak_bytes=torchs, plan_peak_bytes=plans)
+        return self._replace(race=race)
+
+
+class StepMeter:
+    """Measures steps of a model by plans, or by torch's own convolutions, until a deadline.
+
+    Args:
+        backend: runs the steps.
+        plans: the plans that steps will follow.
+        deadline: when the last step must end.
+        step_ns: time of one step, from which the end of further steps is estimated; 0: not known.
+    """
+
+    def __init__(
+        self, backend: AbstractBackend, plans: Iterable[Plan], deadline: Deadline, step_ns: int = 0
+    ) -> None:
+        self._backend, self.deadline, self.step_ns = backend, deadline, step_ns
+        # Shortest times so far of a step by torch (False) and by a plan (True). The shortest ones
+        # are kept, because the first step may take much longer than the next ones.
+        self._shortest_ns: dict[bool, int] = {}
+        # Runners by the id of their plan, with the calls that were looked up: otherwise each step
+        # would look up all its calls again, and that would count as time of the step. A runner
+        # holds its plan, so that no other plan can get the same id.
+        self._runners: dict[int, Runner] = {}
+        kernels = (kernel for plan in plans for kernel in plan.kernels)
+        self._changed = {one.problem.w_shape for one in kernels if not one.is_default}
+
+    def is_over(self, steps: int = 0) -> bool:
+        """True if there is no time for `steps` more steps."""
+        return not self.deadline.has_time(steps, self.step_ns)
+
+    def race(
+        self,
+        runs: Sequence[tuple[Step, Plan | None]],
+        is_decided: Callable[[Samples], bool],
+        is_warm: bool = False,
+        most_rounds: int = _MOST_ROUNDS,
+    ) -> Samples:
+        """Time steps in turn, each by a plan or, if that is None, by torch: see `race`."""
+        timed = [partial(self.times, *run) for run in runs]
+        return race(timed, self.is_over, is_decided, is_warm, most_rounds)
+
+    def times(self, step: Step, plan: Plan | None) -> StepTimes:
+        """Time of one step, and of its kernels if these can be timed inside it."""
+        with self.following(plan) as kernels_ns:
+            time_ns = self._backend.elapsed_ns(step)
+        self._note(time_ns, plan)
+        return StepTimes(time_ns, kernels_ns)
+
+    def peak_bytes(self, step: Step, plan: Plan | None) -> int:
+        """Peak of allocated memory of one step by a plan; None: by torch's own convolutions."""
+        times = list[int]()
+        with self.following(plan):
+            # `parts` names the chunks of a call. A step has none: only the allocator tells its
+            # peak.
+            peak = self._backend.workspace_bytes(
+                lambda: times.append(self._backend.elapsed_ns(step)), parts=()
+            )
+        # Watching memory makes a step longer, so its time counts only if no shorter one is known.
+        if not self.step_ns or times[0] < self.step_ns:
+            self._note(times[0], plan)
+        return peak
+
+    def _note(self, time_ns: int, plan: Plan | None) -> None:
+        is_planned = plan is not None
+        self._shortest_ns[is_planned] = min(time_ns, self._shortest_ns.get(is_planned, time_ns))
+        self.step_ns = max(self._shortest_ns.values())
+
+    @contextmanager
+    def following(self, plan: Plan | None) -> Iterator[Mapping[Problem, int]]:
+        """Follow a plan, or torch, and time the convolutions that any of the plans changes."""
+        runner = None if plan is None else self._runner(plan)
+        device = self._backend.device().type
+        timer = KernelTimer(self._backend.elapsed_ns, runner, self._changed)
+        # On a GPU kernels are not timed inside a step: the host goes on while the GPU computes, and
+        # a step would have to wait for each kernel that is timed.
+        watcher = timer if device == "cpu" else runner
+        with nullcontext() if watcher is None else Installation(device, watcher):
+            yield timer.times_ns
+
+    def _runner(self, plan: Plan) -> Runner:
+        if id(plan) not in self._runners:
+            # A step of a race may have shapes that the plan does not cover: torch computes them,
+            # whatever the user's setting `unplanned` is.
+            self._runners[id(plan)] = Runner(plan, replace(plan.config, unplanned="torch"))
+        return self._runners[id(plan)]
+
 
 def race(
     runs: Sequence[Callable[[], _Times]],
     is_over: Callable[[int], bool],
     is_decided: Callable[[Sequence[Sequence[_Times]]], bool],
     is_warm: bool = False,
+    most_rounds: int = _MOST_ROUNDS,
 ) -> list[list[_Times]]:
     """Time several ways to compute a step in turn, until it is clear which is faster.
 
@@ -71,11 +166,11 @@ def race(
     """
     samples: list[list[_Times]] = [[] for _ in runs]
     order = list(range(len(runs)))
-    # The order is random, so that no contestant always runs after the same other one and finds that
-    # one's data in the caches.
+    # The order is random, so that no way always runs after the same other one and finds that one's
+    # data in the caches.
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     # Round 0 warms up and does not count.
-    for number in range(is_warm, _MOST_ROUNDS + 1):
+    for number in range(is_warm, most_rounds + 1):
         # One round is always taken, since a ratio needs a pair.
         if number > 1 and is_over(len(runs)):
             break
@@ -87,6 +182,20 @@ def race(
         if number >= LEAST_ROUNDS and is_decided(samples):
             break
     return samples
+
+
+def timed(ways: Iterable[Way], samples: Sequence[Sequence[int]]) -> tuple[Way, ...]:
+    """The ways with the times of their race; ratios are to the first way.
+
+    >>> timed([Way("torch", "torch"), Way("plan", "plan")], [[100], [80]])[1].ratios
+    (0.8, 0.8, 0.8)
+    """
+    found = []
+    for way, times in zip(ways, samples, strict=True):
+        ratio, low, high = ratio_interval(times, samples[0])
+        one = replace(way, time_ns=median_ns(times), rounds=len(times))
+        found.append(replace(one, ratio=ratio, low=low, high=high))
+    return tuple(found)
 
 
 def steps_ns(samples: Samples) -> list[list[int]]:
@@ -104,8 +213,7 @@ def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
     """
-    _, low, high = ratio_interval(ones, others)
-    return high < 1 or low > 1 + TOLERATED or (low > 1 - TOLERATED and high < 1 + TOLERATED)
+    return is_clear(ratio_interval(ones, others))
 
 
 def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
@@ -165,9 +273,7 @@ def raced_inside(
 
 
 def _is_faster(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True if the times `ones` are shorter than the times `others`, beyond the noise."""
-    _, _, most = ratio_interval(ones, others, CONFIDENCE)
-    return most < 1
+    return is_faster(ratio_interval(ones, others, CONFIDENCE))
 
 
 def _kernel_times(plan: Plan, steps: Sequence[StepTimes]) -> dict[Problem, list[int]]:

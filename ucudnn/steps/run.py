@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ucudnn.errors import UcudnnError
@@ -29,7 +28,6 @@ from ucudnn.execution.micro_batching import segment_
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.steps.copying import copied
 
-_SEED = 0
 # Errors that a model's own code may raise for an input that it does not accept.
 MODEL_ERRORS = (
     ArithmeticError,
@@ -120,13 +118,6 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-class StepResults(NamedTuple):
-    """Outputs and gradients of a step."""
-
-    outputs: list[Tensor]
-    gradients: list[Tensor]
-
-
 class Steps:
     """Runs a training step for each of several example inputs, on a copy of the model.
 
@@ -136,6 +127,8 @@ class Steps:
     Attributes:
         model: the copy of the model.
         inputs: the copies of the examples.
+        backward: True: a step is forward and backward.
+        division: how steps are divided.
     """
 
     def __init__(
@@ -147,31 +140,24 @@ class Steps:
         division: StepDivision = WHOLE,
     ) -> None:
         self._model = model
-        # The positional inputs of a single example are a tuple, so a list means several examples.
-        is_list = isinstance(example_inputs, list)
-        self._examples = example_inputs if is_list else [example_inputs]
-        self._backward = backward
-        self._is_last = memory_format == "channels_last"
-        self.division = division
+        self.backward, self.division = backward, division
         # Even if torch.compile compiled the user's model, steps run uncompiled until `compile` is
         # called.
         self._is_held_back = self._has_compiled = is_compiled(model)
-        self.model, self.inputs = self._copied()
+        # The positional inputs of a single example are a tuple, so a list means several examples.
+        examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+        self.model, self.inputs = copied(original_of(model), examples)
+        segment_(self.model, division.segments)
+        if memory_format == "channels_last":
+            lay_out_(self.model)
         self._run: Callable[..., Any] = self.model
-
-    def _copied(self) -> tuple[nn.Module, list[Any]]:
-        model, inputs = copied(original_of(self._model), self._examples)
-        segment_(model, self.division.segments)
-        if self._is_last:
-            lay_out_(model)
-        return model, inputs
 
     def __call__(self) -> None:
         """Run one step for each example."""
         with uncompiled(self._is_held_back):
             for inputs in self.inputs:
                 for part in parts_of(inputs, self.division.micro_batch):
-                    run_step(self._run, part, self._backward)
+                    run_step(self._run, part, self.backward)
                 drop_gradients(self.model)
 
     @property
@@ -205,28 +191,6 @@ class Steps:
         except BaseException:
             self._is_held_back, self._run = self._has_compiled, self.model
             raise
-
-    def results(self, nudge: float = 0.0) -> StepResults:
-        """Outputs and gradients of steps on a new copy; random numbers are equal in every layout.
-
-        If `nudge` is not 0, each parameter of the copy is first changed by this fraction of itself,
-        up or down at random.
-        """
-        model, examples = self._copied()
-        if nudge:
-            nudge_(model, nudge)
-        seed_all()
-        found = StepResults([], [])
-        with uncompiled(self._has_compiled), SameRandomNumbers():
-            for inputs in examples:
-                # The loss is smooth, so that rounding changes gradients only a little. The gradient
-                # of `abs` jumps at 0, that of a square does not.
-                outputs = run_step(model, inputs, self._backward, is_smooth=True)
-                found.outputs.extend(tensor.detach() for tensor in tensors_of(outputs))
-                gradients = (parameter.grad for parameter in model.parameters())
-                found.gradients.extend(one for one in gradients if one is not None)
-                drop_gradients(model)
-        return found
 
 
 def run_with_leaves(model: nn.Module, inputs: Any, backward: bool) -> tuple[Any, list[Tensor]]:
@@ -327,46 +291,3 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
     finally:
         random.setstate(pythons)
         np.random.set_state(numpys)
-
-
-def seed_all() -> None:
-    """Seed the random generators of torch, Python and NumPy with the same number on every call."""
-    torch.manual_seed(_SEED)
-    random.seed(_SEED)
-    np.random.seed(_SEED)
-
-
-class SameRandomNumbers(TorchDispatchMode):
-    """Gives each element of a tensor the same random number in any layout of the tensor.
-
-    torch draws random numbers in the order of memory, so dropout would otherwise drop other
-    elements in channels_last.
-
-    >>> x = torch.ones(2, 3, 4, 4)
-    >>> found = []
-    >>> for one in (x, x.to(memory_format=torch.channels_last)):
-    ...     seed_all()
-    ...     with SameRandomNumbers():
-    ...         found.append(torch.nn.functional.dropout(one))
-    >>> torch.equal(*found)
-    True
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; if it draws random numbers, it gets contiguous copies of its tensors."""
-        del types
-        # torch tags every operator that reads a generator, so no list of operators is needed here.
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        plain = tree_map_only(Tensor, Tensor.contiguous, args)
-        result = func(*plain, **(kwargs or {}))
-        # In-place operators such as `bernoulli_` have written into the contiguous copies, so their
-        # values must still be copied to the caller's tensors.
-        if not func._schema.is_mutable:
-            return result
-        for given, used in zip(args, plain, strict=True):
-            if isinstance(given, Tensor) and given is not used:
-                given.copy_(used)
-        # An in-place operator returns its argument, so the caller expects the tensor that was
-        # passed and not the copy.
-        return args[0] if result is plain[0] else result

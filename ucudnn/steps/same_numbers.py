@@ -1,4 +1,4 @@
-"""Random numbers that are the same for each sample, so that parts of a batch can be compared."""
+"""Random numbers that are the same for each sample, or in each layout, to compare steps."""
 
 from __future__ import annotations
 
@@ -95,6 +95,41 @@ class SameForSamples(TorchDispatchMode):
             found.append(func(*tree_map_only(Tensor, partial(_row, n, len(rows)), args), **kwargs))
         # If the operator writes in place, the rows are views of the tensor that it writes to.
         return whole if name.endswith("_") else _rows_joined(found, whole)
+
+
+class SameInLayouts(TorchDispatchMode):
+    """Gives each element of a tensor the same random number in any layout of the tensor.
+
+    torch draws random numbers in the order of memory, so dropout would otherwise drop other
+    elements in channels_last.
+
+    >>> x = torch.ones(2, 3, 4, 4)
+    >>> found = []
+    >>> for one in (x, x.to(memory_format=torch.channels_last)):
+    ...     with torch.random.fork_rng(), SameInLayouts():
+    ...         found.append(torch.nn.functional.dropout(one))
+    >>> torch.equal(*found)
+    True
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; if it draws random numbers, it gets contiguous copies of its tensors."""
+        del types
+        # torch tags every operator that reads a generator, so no list of operators is needed here.
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        plain = tree_map_only(Tensor, Tensor.contiguous, args)
+        result = func(*plain, **(kwargs or {}))
+        # In-place operators such as `bernoulli_` have written into the contiguous copies, so their
+        # values must still be copied to the caller's tensors.
+        if not func._schema.is_mutable:
+            return result
+        for given, used in zip(args, plain, strict=True):
+            if isinstance(given, Tensor) and given is not used:
+                given.copy_(used)
+        # An in-place operator returns its argument, so the caller expects the tensor that was
+        # passed and not the copy.
+        return args[0] if result is plain[0] else result
 
 
 def _of_size(func: Any, args: Any, kwargs: Any, where: int, seed: int, one_seed: int) -> Tensor:

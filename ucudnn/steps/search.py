@@ -27,6 +27,7 @@ from ucudnn.steps.independence import NO_TIME, UPDATES, Independence, examined
 from ucudnn.steps.profile import ModuleCall, ModuleCost, ModuleWatcher, StepProfile
 from ucudnn.steps.race import race, raced_of, tells
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode
+from ucudnn.verdict import CLEARLY
 
 # A module that could save less than this fraction of the peak of a step is no segment by itself; it
 # counts as a part of the module around it.
@@ -41,9 +42,6 @@ _RESOLUTION = 1 / 4096
 _SLOWER = 0.05
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
-# A single step by one way counts as clearly faster than by another if it takes no more than this
-# fraction of the time.
-CLEARLY = 0.95
 # Least number of steps for the trial of a division and its race: two for the trial, then for each
 # of the two contestants one to warm up and one in a round.
 _LEAST_STEPS = 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from time import monotonic
 from typing import Any
@@ -27,14 +27,7 @@ from ucudnn.steps.comparing import PlanComparer
 from ucudnn.steps.fit import DividedStep, fit
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import examined
-from ucudnn.steps.judge import (
-    LAYOUT_RACE_STEPS,
-    RACE_STEPS,
-    judged,
-    judged_divided,
-    judged_in_layouts,
-    reason_against_race,
-)
+from ucudnn.steps.judge import LAYOUT_RACE_STEPS, RACE_STEPS, Copies, Judge, reason_against_race
 from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
@@ -122,6 +115,8 @@ class _Tuning:
     # When tuning must end; None: as long as the time of a step is not known, or cannot be.
     end: Deadline | None = None
     step_ns: int = 0
+    # Copies of the model on which the judge runs steps.
+    copies: Copies = field(default_factory=dict)
 
     def run(self) -> Plan:
         """Tune the model, judge the plan, and compare divided steps with torch's."""
@@ -132,7 +127,7 @@ class _Tuning:
                 *(self._within, self._compared, self._begin),
             )
         else:
-            self._begin(self._step_ns())
+            self._begin(0 if self.config.time_budget_s is not None else self._judge.step_ns())
             self.division = faster_division(
                 self.model, self.inputs, traced, self.config, self._part(_SEARCH)
             )
@@ -144,7 +139,7 @@ class _Tuning:
                     named = tuple((one.module, why) for one, why in causes.items())
                     plan = replace(self._tuned_and_judged(traced), reasons=named)
         if plan.division != WHOLE:
-            plan = judged_divided(self.model, self.inputs, plan, self.config, self.end)
+            plan = self._judge.judge_divided(plan)
         return self._described(plan)
 
     def _within(self, step: DividedStep) -> Plan:
@@ -228,7 +223,7 @@ class _Tuning:
         # A model that was converted by a plan for channels_last is in that layout already.
         layout = memory_format_of(self.model)
         plan = self._tuned(traced, self._end_of_kernels(), self.on_progress, layout)
-        return self._judged(plan)
+        return self._judge.judge(plan)
 
     def _begin(self, step_ns: int) -> Deadline:
         """Begin the time budget of steps of this time; return when a search must end."""
@@ -240,26 +235,12 @@ class _Tuning:
         self.end = None if seconds is None else Deadline(self.began + seconds)
         return self._part(_SEARCH) or Deadline.never()
 
-    def _step_ns(self) -> int:
-        """Time of a step by torch, which is run; 0 if none can be run."""
-        device = self.how["device_type"]
-        if self.config.time_budget_s is not None or reason_against_race(
-            self.model, self.inputs, self.config, device
-        ):
-            return 0
-        try:
-            with undisturbed(self.model):
-                steps = Steps(self.model, self.inputs, self.config.ops != ("fprop",))
-                return open_backend(self.config.backend).elapsed_ns(steps)
-        # A model that was traced on fake tensors may still fail on real ones: the race reports it.
-        except STEP_ERRORS:
-            return 0
-
     def _part(self, share: float) -> Deadline | None:
         return None if self.end is None else self.end.part(share)
 
-    def _judged(self, plan: Plan) -> Plan:
-        return judged(self.model, self.inputs, plan, self.config, self.end)
+    @property
+    def _judge(self) -> Judge:
+        return Judge(self.model, self.inputs, self.config, self.end, self.copies)
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         # The progress of both tunings is reported as that of one. While the first one runs, `more`
@@ -291,9 +272,8 @@ class _Tuning:
         # If no plan fits the limit in channels_last, the model keeps its own layout.
         except PlanError as error:
             reason = f"it has no plan in channels_last ({error})"
-            return replace(self._judged(own), layout_race=LayoutRace(reason=reason))
-        plans = {"keep": own, "channels_last": last}
-        return judged_in_layouts(self.model, self.inputs, plans, self.config, self.end)
+            return replace(self._judge.judge(own), layout_race=LayoutRace(reason=reason))
+        return self._judge.judge_in_layouts({"keep": own, "channels_last": last})
 
     def _end_of_kernels(self, race_steps: int = RACE_STEPS) -> Deadline | None:
         """When kernels must be tuned, to leave time for a race of whole steps."""
