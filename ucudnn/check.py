@@ -14,7 +14,7 @@ from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.execution.validity import Finding, device_is_missing, findings_without_running
 from ucudnn.kernels.session import Session
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
+from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.units import format_bytes, format_ns, format_sizes
 
 __all__ = ["Finding", "check"]
@@ -90,10 +90,9 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
     # split has an algorithm that adds a bias.
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
     has_bias = any(chunk.algorithm in fused for chunk in split.chunks)
-    default = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
     # The plan's split and torch's own convolution are timed in one call of `whole`, because only
     # times that are taken together can be compared.
-    splits = [split] if kernel.default is None else [split, default]
+    splits = [split] if kernel.default is None else [split, Split.default(problem.batch)]
     try:
         wholes = session.bench(axis_of(problem, split)).whole(splits, has_bias)
     except UnsupportedError as error:

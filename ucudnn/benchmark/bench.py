@@ -30,6 +30,11 @@ class Arm(NamedTuple):
     algorithm: str
     role: Role
 
+    @property
+    def is_default(self) -> bool:
+        """True for torch's own convolution."""
+        return self.algorithm == DEFAULT_ALGORITHM
+
 
 class Look(NamedTuple):
     """Result of the first run of a candidate."""
@@ -148,7 +153,7 @@ class LocalBench(AbstractBench):
             return Look(workspace, error, None)
         # The time of the first run is used only for torch's own convolution on a CPU. On a GPU the
         # first run also loads kernels; with other algorithms it also fills memory with NaN.
-        is_plain = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
+        is_plain = arm.is_default and self._backend.device().type == "cpu"
         first_ns = firsts_ns[0] if firsts_ns and is_plain else 0
         return Look(workspace, error, self._sampler(arm).shortest_ns(first_ns))
 

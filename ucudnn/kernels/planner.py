@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ucudnn.errors import PlanError
 from ucudnn.kernels.confirmation import PLANNED_CALL_NS, Finalist, choose
 from ucudnn.kernels.splits import AbstractSplitTable, known_chunks, plan_by
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
+from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Timing
 from ucudnn.units import format_bytes, format_sizes
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class KernelPlanner:
     ) -> list[Finalist]:
         """Splits with times of whole calls: raced, from the cache, or predicted from chunks."""
         # A backend may lack torch's own convolution, such as a recording that does not contain it.
-        applies = self._session.kernel_of(self._problem, DEFAULT_ALGORITHM) is not None
-        default = Split("batch", (Chunk(self._problem.batch, DEFAULT_ALGORITHM),))
+        applies = self._session.implementation_of(self._problem, DEFAULT_ALGORITHM) is not None
+        default = Split.default(self._problem.batch)
         offered = [default] if applies else []
         offered += [split for table in tables for split in table.splits()]
         splits = list(dict.fromkeys(offered))
@@ -152,7 +152,7 @@ class KernelPlanner:
                 entry
                 for entry in evidence.everything
                 if entry.key.problem == self._problem
-                and entry.key.algorithm == DEFAULT_ALGORITHM
+                and entry.key.is_default
                 and entry.status == "ok"
             ),
             None,

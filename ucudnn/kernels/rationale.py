@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.kernels.splits import BatchSplits, RowSplits, pareto
 from ucudnn.measurement import Measurement, Subject
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
+from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.problem import Problem
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.units import format_bytes, format_ns
@@ -153,7 +153,7 @@ def _alternatives(
 def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
     if kernel.default is not None:
         timing = kernel.default
-        split = _undivided(kernel.problem, DEFAULT_ALGORITHM)
+        split = Split.default(kernel.problem.batch)
         yield Alternative(split, timing.time_ns, timing.workspace_bytes, None, True, "")
 
 
@@ -186,12 +186,8 @@ def _of_one_algorithm(problem: Problem, known: Sequence[Measurement]) -> Iterato
     for entry in chunks:
         # An "untimed" candidate ran once, and its workspace was too large for timing it.
         if entry.status == "untimed" and entry.key.problem == problem:
-            split = _undivided(problem, entry.key.algorithm)
+            split = Split.undivided(problem.batch, entry.key.algorithm)
             yield Alternative(split, None, entry.workspace_bytes, None, False, "")
-
-
-def _undivided(problem: Problem, algorithm: str) -> Split:
-    return Split("batch", (Chunk(problem.batch, algorithm),))
 
 
 def _error_of(split: Split, errors: dict[tuple[int, str], float]) -> float | None:
@@ -234,5 +230,5 @@ def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iter
         name = entry.key.algorithm
         if entry.status == "failed" and name not in seen and entry.key.subject == Subject.CHUNK:
             seen.add(name)
-            split = _undivided(entry.key.problem, name)
+            split = Split.undivided(entry.key.problem.batch, name)
             yield Alternative(split, None, entry.workspace_bytes, entry.error, False, entry.reason)

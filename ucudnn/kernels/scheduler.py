@@ -80,7 +80,7 @@ class TuningScheduler:
         )
         self._shares = StepShares(self.session, layers_by_problem, limits)
         self.results = Results(
-            layers_by_problem, limits, self._shares.defaults, self.session.kernel_of, config
+            layers_by_problem, limits, self._shares.defaults, self.session.implementation_of, config
         )
         if has_pool:
             self.results.pool = WorkspacePool(

@@ -18,7 +18,7 @@ from ucudnn.kernels.session import Session
 from ucudnn.kernels.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
-from ucudnn.split import DEFAULT_ALGORITHM, Split
+from ucudnn.split import Split
 from ucudnn.system.processes import cached_property
 
 # Fields of a key that differ among the entries of one kernel. If a recording lacks a kernel, the
@@ -128,7 +128,7 @@ class AbstractSource(ABC):
     ) -> list[AbstractSplitTable]:
         """The split table of each cut, for splits within a limit."""
         return [
-            cut.table(cut.axis, cut.sizes, entries, self.session.kernel_of, limit)
+            cut.table(cut.axis, cut.sizes, entries, self.session.implementation_of, limit)
             for cut, entries in zip(self.cuts, measurements, strict=True)
         ]
 
@@ -291,7 +291,7 @@ class ReplayedSource(AbstractSource):
         """Torch's own convolution of the whole batch, as it was recorded."""
         samples = BatchAxis(self.kernel.problem)
         whole = self._recall(samples, [samples.extent])
-        known = (entry for entry in whole if entry.key.algorithm == DEFAULT_ALGORITHM)
+        known = (entry for entry in whole if entry.key.is_default)
         return next(known, None)
 
     def evidence(self) -> Evidence:

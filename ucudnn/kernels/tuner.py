@@ -33,7 +33,7 @@ from ucudnn.kernels.results import Progress
 from ucudnn.kernels.scheduler import TuningScheduler
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.outcomes import Origin
-from ucudnn.plan import DEFAULT_ALGORITHM, Plan
+from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
@@ -266,5 +266,5 @@ def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 def _is_engine(entry: Measurement) -> bool:
     """True for a chunk by an engine of cuDNN without bias, which cuDNN can list without a GPU."""
     # torch's own convolution is left out, because it exists with any version of cuDNN.
-    is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
+    is_candidate = entry.key.subject == Subject.CHUNK and not entry.key.is_default
     return is_candidate and not entry.adds_bias

@@ -206,7 +206,7 @@ class CudnnBackend(AbstractBackend):
             and self.refusal(problem, one.identity) is None
         )
 
-    def kernel(self, problem: Problem, algorithm: str) -> str:
+    def implementation_of(self, problem: Problem, algorithm: str) -> str:
         """The algorithm's name: an engine is one implementation, and torch hides its choice."""
         del problem
         return algorithm
