@@ -21,7 +21,7 @@ __all__ = ["Finding", "check"]
 
 # A canary is a kernel of the plan that is timed again. Its check fails if its speedup over torch's
 # own convolution has fallen by more than this factor since the kernel was tuned.
-_SLOWER = 1.5
+_MOST_LOSS = 1.5
 
 
 def check(
@@ -100,28 +100,13 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
     return _judged(about, plan, kernel, wholes)
 
 
-def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
-    """The most workspace in bytes that a call of a kernel may use; None for no limit.
-
-    If the settings have a pool of workspace, a call may use the part of the pool that the plan
-    assigned to it, and an equal share, among the calls of this kernel, of what the plan leaves of
-    the pool.
-    """
-    limit = plan.limit_bytes(kernel)
-    if plan.config.total_bytes is None:
-        return limit
-    left = plan.config.total_bytes - plan.workspace_bytes
-    part = kernel.timing.workspace_bytes + left // len(kernel.layers)
-    return part if limit is None else min(limit, part)
-
-
 def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> Finding:
     ours = wholes[0]
     if ours.result.failure:
         return Finding(
             about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
         )
-    limit = _limit_of(plan, kernel)
+    limit = plan.limit_bytes(kernel)
     if limit is not None and ours.workspace_bytes > limit:
         size, most = format_sizes(ours.workspace_bytes, limit)
         said = f"{kernel.problem} needs {size} of workspace, over {most}; tune again"
@@ -140,9 +125,9 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     # ratio is no failure, because the split may still be right.
     said += f"; {planned:.2f} when it was tuned"
     # The check fails if torch's own convolution is now faster beyond the noise and needs no more
-    # workspace than the limit. It also fails if the ratio has fallen by more than `_SLOWER`.
+    # workspace than the limit. It also fails if the ratio has fallen by more than `_MOST_LOSS`.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")
-    if high * _SLOWER < planned:
+    if high * _MOST_LOSS < planned:
         return Finding(about, False, f"{said}; the kernel is much slower than it was: tune again")
     return Finding(about, True, said)

@@ -20,6 +20,7 @@ from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
+Slices = tuple[slice, ...]
 # torch's channels-last layouts by the number of spatial axes. There is none in 1-D.
 CHANNELS_LAST_BY_RANK = {2: torch.channels_last, 3: torch.channels_last_3d}
 # A transposed convolution is the gradient of a convolution: its forward pass is a dgrad problem.

@@ -259,7 +259,7 @@ class Pass:
 
 
 @untraced
-def convolution(
+def planned_convolution(
     runner: AbstractRunner, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
     """A convolution whose forward, backward-data and backward-filter follow the runner's plan."""
@@ -267,7 +267,7 @@ def convolution(
         return _torchs(x, w, bias, geometry)
     # torch accepts an unbatched input (C, *spatial); it is planned as a batch of one.
     if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
-        return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
+        return planned_convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
     # Planned calls run below autocast's dispatch key, so the casts of autocast must be made here.
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

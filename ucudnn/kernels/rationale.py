@@ -16,11 +16,11 @@ from ucudnn.units import format_bytes, format_ns
 # The measurements of the plan's machine. Each key is a problem with its batch replaced by 1, so
 # that the measurements of micro-batches of all sizes are under one key. Slabs of each number of
 # rows have a key of their own.
-_Known = dict[Problem, list[Measurement]]
+_ByGeometry = dict[Problem, list[Measurement]]
 # The statuses of those measurements that have a time.
 _TIMED = ("ok", "screened")
 # Ratios of times between 1 and this one are printed as 1.00.
-_SLOWER = 1.005
+_LONGER = 1.005
 # The largest number of alternatives that a rationale lists.
 _MOST = 8
 
@@ -78,7 +78,7 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
     >>> [one.reason for one in rationales(plan, [])[0].alternatives]
     ['takes 1.11 times as long']
     """
-    known: _Known = {}
+    known: _ByGeometry = {}
     for entry in measurements:
         key = entry.key
         there = (key.device, key.software, replace(key.conditions, role=plan.conditions.role))
@@ -93,7 +93,7 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
     )
 
 
-def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
+def _front(problem: Problem, known: _ByGeometry) -> tuple[tuple[int, int], ...]:
     """The front of all splits into chunks that were timed, along either axis."""
     samples, rows = BatchAxis(problem), RowAxis(problem)
     sizes = rows.sizes("powers-of-two")
@@ -211,7 +211,7 @@ def _reason(one: Alternative, plan: Plan, kernel: KernelPlan, varying: set[str])
         f"its error is above max_error={most}": _is_above(one.error, most),
         "may give other bits in every run": plan.config.deterministic and names & varying,
         "was not timed": ratio is None,
-        f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _SLOWER,
+        f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _LONGER,
         "steps were not faster with the plan of this kernel": str(kernel.problem) in dropped,
         "its parts add up to less, but it was not raced as a whole call": not one.is_measured,
         "is not faster beyond the noise": True,

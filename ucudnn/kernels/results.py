@@ -46,6 +46,9 @@ class Progress:
     budget_s: float | None = None
 
 
+Report = Callable[[Progress], None]
+
+
 def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = False) -> None:
     """Warn if kernels have no plan, or no plan for some batches."""
     if not left_out:
@@ -136,12 +139,13 @@ class Results:
         cut = [p.with_batch(plans[p].uncovered()[-1]) for p in plans if p in self.unfinished]
         return tuple(map(str, missing + cut))
 
-    def limit_of(self, problem: Problem) -> int | None:
-        """Bytes of workspace that a kernel's call may use: its part of the pool, or its limit."""
-        return self.limit_at(problem, problem.batch)
+    def limit_of(self, problem: Problem, batch: int | None = None) -> int | None:
+        """Bytes of workspace that a kernel's call may use: its part of the pool, or its limit.
 
-    def limit_at(self, problem: Problem, batch: int) -> int | None:
-        """Bytes of workspace that a call of the problem with another batch may use."""
+        Args:
+            problem: the kernel.
+            batch: as in `Limits.of`.
+        """
         parts = {} if self.pool is None else self.pool.parts
         return parts.get(problem, self.limits.of(problem, batch))
 

@@ -13,7 +13,7 @@ from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.failures import CANDIDATE_ERRORS, is_out_of_memory
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
-from ucudnn.kernels.budget import EFFORTS, Effort
+from ucudnn.kernels.budget import EFFORTS, EffortLimits
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.items import ImplementationOf
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
@@ -39,7 +39,7 @@ class Session:
     # When measuring chunks stops, and when timing whole calls stops.
     until: Deadline = field(default_factory=Deadline.never)
     race_until: Deadline = field(default_factory=Deadline.never)
-    effort: Effort = EFFORTS["thorough"]
+    effort: EffortLimits = EFFORTS["thorough"]
     # True: measure everything anew, even if it is in the cache.
     remeasure: bool = False
     # Nothing begins that is expected to end after this moment.

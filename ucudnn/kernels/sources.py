@@ -12,7 +12,7 @@ from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.cache.base import key_texts
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.confirmation import Finalist, race, recall_race
+from ucudnn.kernels.confirmation import Finalist, race_calls, recall_race
 from ucudnn.kernels.measurer import KernelMeasurer
 from ucudnn.kernels.session import Session
 from ucudnn.kernels.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
@@ -267,7 +267,7 @@ class LiveSource(AbstractSource):
         if session.race_until.is_over or not session.end.has_time(runs, whole_ns):
             return recall_race(session, problem, splits, has_bias)
         # The measurer that was used last still holds its operands; the others have freed theirs.
-        return race(session, self._working()[-1], problem, splits, has_bias)
+        return race_calls(session, self._working()[-1], problem, splits, has_bias)
 
     def release(self) -> None:
         """Free the operands, which no other kernel uses; they are allocated again if needed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from ucudnn.execution.validity import require_real
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.noise import noise_of
-from ucudnn.kernels.results import Progress
+from ucudnn.kernels.results import Report
 from ucudnn.kernels.scheduler import TuningScheduler
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.outcomes import Origin
@@ -50,7 +50,7 @@ _measuring = ForkSafeLock()
 def tune_problems(
     layers: Iterable[tuple[str, Problem]],
     config: Config | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Report | None = None,
     measurements: AbstractCache | None = None,
     backend: AbstractBackend | None = None,
     biased: Collection[Problem] = (),

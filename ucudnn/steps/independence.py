@@ -143,24 +143,23 @@ def _examined(
             _hide(one.module, one, stack)
         for name, (module, stretch) in places.items():
             own = nn.Sequential() if stretch else module
-            probe = _Probe(own, None, name, sizes[name], with_backward, found, busy)
+            probe = _Probe(own, own.forward, name, sizes[name], with_backward, found, busy)
             if stretch:
                 sequences[id(module)].stretches.append((stretch, probe))
             else:
-                probe.hidden = _hide(module, probe, stack)
+                _hide(module, probe, stack)
         step()
     return found
 
 
-def _hide(module: nn.Module, forward: Callable[..., Any], stack: ExitStack) -> Any:
-    """Hide a module's forward until a stack is closed; return one that was hidden already."""
-    hidden = vars(module).get("forward")
-    vars(module).update(forward=forward)
-    if hidden is None:
-        stack.callback(vars(module).pop, "forward")
+def _hide(module: nn.Module, forward: Callable[..., Any], stack: ExitStack) -> None:
+    """Hide a module's forward, and an attribute that hides it already, until a stack is closed."""
+    attributes = vars(module)
+    if "forward" in attributes:
+        stack.callback(attributes.update, forward=attributes["forward"])
     else:
-        stack.callback(vars(module).update, forward=hidden)
-    return hidden
+        stack.callback(attributes.pop, "forward")
+    attributes["forward"] = forward
 
 
 @dataclass
@@ -168,7 +167,7 @@ class _Probe:
     """Replaces a module's forward: it tests the module, and then calls the replaced forward."""
 
     module: nn.Module
-    hidden: Callable[..., Any] | None
+    forward: Callable[..., Any]
     name: str
     size: int
     with_backward: bool
@@ -178,11 +177,10 @@ class _Probe:
     rows: set[int] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.hidden or type(self.module).forward.__get__(self.module)
-        self.test(forward, (args, kwargs))
-        return forward(*args, **kwargs)
+        self.test((args, kwargs))
+        return self.forward(*args, **kwargs)
 
-    def test(self, forward: Callable[..., Any], arguments: Any) -> None:
+    def test(self, arguments: Any) -> None:
         """Test the module with the arguments of a call."""
         # A module is not tried while a module around it is being tried. It is tried again in each
         # later call, until one shows a reason against micro-batches.
@@ -190,7 +188,7 @@ class _Probe:
         if not self.busy and not before.reason:
             self.busy.append(self)
             try:
-                found = self._finding(forward, arguments)
+                found = self._finding(arguments)
             finally:
                 self.busy.clear()
             leaves, _ = take_apart(arguments)
@@ -215,14 +213,14 @@ class _Probe:
             infers_in=() if reason else _united(before.infers_in, found.infers_in),
         )
 
-    def _finding(self, forward: Callable[..., Any], arguments: Any) -> Independence:
+    def _finding(self, arguments: Any) -> Independence:
         is_training = self.with_backward and torch.is_grad_enabled()
         # Inside a checkpoint of the model's own, the trial must save nothing that this checkpoint
         # would count.
         is_inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         apart = saved_tensors_hooks(Tensor.detach, _same) if is_inside else nullcontext()
         with torch.set_grad_enabled(is_training), same_random_states(), apart:
-            trial = _Trial(self.module, forward, arguments, is_training)
+            trial = _Trial(self.module, self.forward, arguments, is_training)
             try:
                 found = trial.finding(self.size)
             except STEP_ERRORS as error:
@@ -253,7 +251,7 @@ class _Sequence:
                 if stretch.begin == place:
                     probe.module._modules = dict(children[place : stretch.end])
                     probe.module.training = self.module.training
-                    probe.test(probe.module.forward, ((input,), {}))
+                    probe.test(((input,), {}))
             assert child is not None
             input = child(input)
         return input

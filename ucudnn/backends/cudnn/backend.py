@@ -235,7 +235,7 @@ class CudnnBackend(AbstractBackend):
         try:
             for beta in (0.0, 1.0) if adds else (0.0,):
                 views = views_of(problem)
-                self.runtime.build(self._index, problem, algorithm, 1.0, beta, views)
+                self.runtime.build_plan(self._index, problem, algorithm, 1.0, beta, views)
         except (UnsupportedError, RuntimeError) as error:
             return str(error)
         return None

@@ -89,7 +89,7 @@ def install(profile: str) -> None:
         return Target(self.cudnn, device=descriptors["of the device"])
 
     runtime.Runtime._target = target  # type: ignore[method-assign]
-    runtime.build = _building(runtime.build)
+    runtime.build_plan = _building(runtime.build_plan)
     runtime.Runtime.pack = lambda _, __, *addresses: _Pack(*addresses)  # type: ignore[method-assign]
     runtime.Runtime.launch = _launch  # type: ignore[method-assign]
     _let_torch_see_its_tensors()
