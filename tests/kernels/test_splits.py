@@ -330,7 +330,7 @@ def test_what_was_not_timed_in_its_position_is_not_predicted():
 
 def test_the_default_is_predicted_as_it_was_measured_or_else_by_its_chunks():
     known = batch_of(1)
-    split = Split("batch", (Chunk(N, DEFAULT_ALGORITHM),))
+    split = Split.default(N)
     chunk = TimedChunk(N, DEFAULT_ALGORITHM, 123, 45)
     default = measured(kernel(), "alone", chunk)
     (finalist,) = predict([table_of(known)], [split], default)
@@ -382,7 +382,7 @@ def by_batch(chance: random.Random):
 
 
 def test_chains_lead_through_batches_that_the_default_computes():
-    default = Split("batch", (Chunk(N, DEFAULT_ALGORITHM),))
+    default = Split.default(N)
 
     def implementation_of(problem, algorithm):
         is_other = algorithm == DEFAULT_ALGORITHM and problem.batch not in (3, 5)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -53,10 +54,9 @@ class How(NamedTuple):
 
     chunks: Protocol = Protocol()
     wholes: Protocol = FINALS
-    # The `time.monotonic` after which no more rounds of chunks, or of whole calls, begin; None: no
-    # limit.
-    until: float | None = None
-    wholes_until: float | None = None
+    # The `time.monotonic` after which no more rounds of chunks, or of whole calls, begin.
+    until: float = inf
+    wholes_until: float = inf
 
 
 THOROUGHLY = How()
@@ -199,7 +199,7 @@ class LocalBench(AbstractBench):
         self,
         entering: Sequence[Callable[[], Entrant]],
         protocol: Protocol,
-        until: float | None,
+        until: float,
         known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     ) -> list[Result]:
         """The result of each entrant: its rounds, or the reason why it could not take part."""

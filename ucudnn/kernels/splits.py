@@ -256,7 +256,7 @@ class AbstractSplitTable(ABC):
             fitting = [item for item in items if (item.batch, item.algorithm) == wanted]
             if not fitting:
                 return None
-            found.append(min(fitting, key=_time_ns))
+            found.append(min(fitting, key=lambda item: item.time_ns))
         return tuple(found)
 
     def smallest_chunks(self) -> tuple[int, tuple[Chunk, ...]] | None:
@@ -448,10 +448,6 @@ def _worthwhile(items: Items, least_ns: int) -> Items:
         position: [item for item in group if position == Role.ALONE or item.time_ns >= least_ns]
         for position, group in items.items()
     }
-
-
-def _time_ns(item: Item) -> int:
-    return item.time_ns
 
 
 def _walk_all(

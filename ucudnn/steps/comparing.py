@@ -34,6 +34,7 @@ from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
     batch_of,
+    cloned,
     gradient_mode,
     nudge_,
     parts_of,
@@ -238,7 +239,7 @@ class PlanComparer:
             with numbers if same else nullcontext():
                 for part in parts_of(own, division.micro_batch):
                     outputs, leaves = run_with_leaves(model, part, self._is_training)
-                    outcome.results.append([_copy(one) for one in take_apart(outputs)[0]])
+                    outcome.results.append([cloned(one) for one in take_apart(outputs)[0]])
                     outcome.inputs.append([one.grad for one in leaves])
                     del outputs
             now = random.getstate(), np.random.get_state(legacy=False)
@@ -282,7 +283,7 @@ def _received(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
 
     def note(name: str, module: nn.Module, args: Any, result: Any) -> None:
         del module, args
-        received.setdefault(name, []).extend(_copy(one) for one in tensors_of(result))
+        received.setdefault(name, []).extend(cloned(one) for one in tensors_of(result))
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -296,10 +297,6 @@ def _are_equal(one: Any, other: Any) -> bool:
     numpys = one[1]["state"], other[1]["state"]
     is_same = numpys[0]["pos"] == numpys[1]["pos"]
     return one[0] == other[0] and is_same and np.array_equal(numpys[0]["key"], numpys[1]["key"])
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _between(truth: _Outcome, found: _Outcome) -> Difference:

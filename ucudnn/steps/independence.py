@@ -25,7 +25,7 @@ from ucudnn.execution.micro_batching import cut_up, has_samples, located, modes_
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, left_by, values_in
 from ucudnn.segment import Segment, Stretch
-from ucudnn.steps.run import STEP_ERRORS, same_random_states, tensors_of
+from ucudnn.steps.run import STEP_ERRORS, cloned, same_random_states, tensors_of
 from ucudnn.steps.same_numbers import SameForSamples, seed_extremes
 
 # Differences of two results up to these fractions of their largest value are tolerated, because
@@ -544,7 +544,7 @@ class _Trial:
     def _runs(self, sizes: Sequence[int]) -> Iterator[_Run]:
         # As in a segment, parts are views of the batch, whose strides a copy may not have.
         leaves, nest = take_apart(self._arguments, lambda one: id(one) in self._cut)
-        whole = put_together([*map(_copy, leaves)], nest)
+        whole = put_together([*map(cloned, leaves)], nest)
         for part in cut_up(whole, sizes, self._cut, self._shared):
             yield self._run(part, is_copy=True)
 
@@ -575,7 +575,7 @@ class _Trial:
             if seed is not None:
                 torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
             if is_second:
-                own = put_together([*map(_copy, leaves)], nest)
+                own = put_together([*map(cloned, leaves)], nest)
                 self._forward(*own[0], **own[1])
                 self._put_back_numbers()
             numbers = self._before.numbers()
@@ -713,10 +713,6 @@ def _memory(tensor: Tensor) -> int:
 
 def _row_of(where: slice, count: int, gradient: Any) -> Any:
     return gradient[where] if _has_rows(gradient, count) else None
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _at(where: slice, results: Sequence[Any]) -> list[Any]:

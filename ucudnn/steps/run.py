@@ -293,6 +293,11 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     return ""
 
 
+def cloned(leaf: Any) -> Any:
+    """A copy of a tensor, without its graph; anything else as it is."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in nested sequences, mappings (such as a ModelOutput) and dataclasses.
 
