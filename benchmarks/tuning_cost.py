@@ -42,7 +42,7 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
-from ucudnn.kernels.confirmation import race
+from ucudnn.kernels.confirmation import race_calls
 from ucudnn.kernels.measurer import KernelMeasurer
 from ucudnn.kernels.results import Progress
 from ucudnn.kernels.session import Session
@@ -463,7 +463,7 @@ def measure() -> None:
         if splits[0] == splits[1]:
             said = f"the same plan: {splits[0]}"
         else:
-            lazy, best = race(session, measurer, problem, splits)
+            lazy, best = race_calls(session, measurer, problem, splits)
             ratio, low, high = ratio_interval(lazy.samples, best.samples)
             said = f"{ratio:.3f} ({low:.3f} to {high:.3f}): {splits[0]} / {splits[1]}"
         took = f"{lazy_count} | {lazy_s:.1f} | {len(everything)} | {all_s:.1f}"

@@ -47,7 +47,7 @@ class KernelPlanner:
             # Each pass of this loop returns, raises an error, or lowers the limit for chunks.
             while True:
                 evidence = self._source.evidence()
-                tables = self._tables(evidence)
+                tables = self._source.tables(evidence.usable)
                 is_empty = all(table.is_empty for table in tables)
                 finalists = [] if is_empty else self._finalists(tables, evidence)
                 if not finalists:
@@ -108,7 +108,7 @@ class KernelPlanner:
     def require_split(self) -> None:
         """Raise PlanError if no split fits the limit, unless measuring was cut short."""
         evidence = self._source.evidence()
-        if all(table.is_empty for table in self._tables(evidence)):
+        if all(table.is_empty for table in self._source.tables(evidence.usable)):
             self._refuse_unless_over(evidence)
 
     def _refuse_unless_over(self, evidence: Evidence) -> None:
@@ -121,9 +121,6 @@ class KernelPlanner:
     @property
     def _is_cut_short(self) -> bool:
         return self._session.is_over or self._source.lacks_time
-
-    def _tables(self, evidence: Evidence) -> list[AbstractSplitTable]:
-        return self._source.tables(evidence.usable, self._source.bounds.chunk_limit)
 
     def _finalists(
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence
@@ -318,5 +315,5 @@ def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | N
         for entries in evidence.known
     )
     # All tables are asked, because slabs may fit where no micro-batch does, for example at batch 1.
-    found = (table.smallest() for table in source.tables(known, limit=None))
+    found = (table.smallest() for table in source.tables(known, is_limited=False))
     return min(filter(None, found), default=None, key=itemgetter(0))

@@ -120,13 +120,13 @@ class AbstractSource(ABC):
 
     def _front(self, measurements: Iterable[Sequence[Measurement]]) -> Front:
         # Splits along all axes compete for the same workspace, so they share one front.
-        tables = self.tables(measurements, self.bounds.chunk_limit)
-        return pareto(point for table in tables for point in table.front())
+        return pareto(point for table in self.tables(measurements) for point in table.front())
 
     def tables(
-        self, measurements: Iterable[Sequence[Measurement]], limit: int | None
+        self, measurements: Iterable[Sequence[Measurement]], is_limited: bool = True
     ) -> list[AbstractSplitTable]:
-        """The split table of each cut, for splits within a limit."""
+        """The split table of each cut, for splits within the bounds, or within any limit."""
+        limit = self.bounds.chunk_limit if is_limited else None
         return [
             cut.table(cut.axis, cut.sizes, entries, self.session.implementation_of, limit)
             for cut, entries in zip(self.cuts, measurements, strict=True)
@@ -309,7 +309,7 @@ class ReplayedSource(AbstractSource):
     def _has_split(self, measurements: Iterable[Sequence[Measurement]]) -> bool:
         """True if chunks of some cut add up to a split within the limit."""
         limit = self.bounds.chunk_limit
-        found = filter(None, (table.smallest() for table in self.tables(measurements, limit)))
+        found = filter(None, (table.smallest() for table in self.tables(measurements)))
         return any(limit is None or least <= limit for least, _ in found)
 
     def known_front(self) -> Front:

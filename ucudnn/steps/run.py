@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ucudnn.backends.tensors import PLAIN
 from ucudnn.errors import UcudnnError
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.compiling import (
@@ -283,7 +284,7 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     places = {tensor.device.type for tensor in tensors}
     if places != {device_type}:
         return f"steps run on {device_type}, and tensors are on {', '.join(sorted(places))}"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+    if any(type(tensor) not in PLAIN for tensor in tensors):
         return "parameters or inputs are no plain tensors"
     is_in_job = dist.is_available() and dist.is_initialized()
     # A SyncBatchNorm would wait for the other ranks, which may run no step now, or another number
