@@ -28,7 +28,6 @@ from ucudnn.cache.hdf5.device_files import (
 from ucudnn.cache.table import EMPTY, Table, build_table, merge_tables
 from ucudnn.measurement import Measurement, MeasurementKey
 
-# Called with a sentence about a file that cannot be read or written.
 _GONE = (errno.ENOENT, errno.ESTALE)
 
 _MANY_SEGMENTS = 64

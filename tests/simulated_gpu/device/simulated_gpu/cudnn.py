@@ -165,7 +165,7 @@ def _exact(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _let_torch_see_its_tensors() -> None:
     """Tell torch the true devices of tensors where it asks for them below Python."""
-    from ucudnn import tracing
+    from ucudnn.steps import tracing
 
     BACKENDS["cudnn"] = replace(BACKENDS["cudnn"], dispatch_key="CPU")
     trace_layers = tracing.trace_layers
