@@ -356,7 +356,7 @@ def compare_calls(
     """Time the calls that decide; per limit a row for splits.csv, without the kernel's columns."""
     chosen = {limit: best_within(choices, limit) for limit in suite.limits_mib}
     splits = {one.split for pair in chosen.values() if pair for one in pair if one}
-    whole = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
+    whole = Split.default(problem.batch)
     calls = {split: bind(suite.backend, problem, split) for split in splits}
     runs = {split: partial(call, operands.a, operands.b) for split, call in calls.items()}
     own = partial(bind(suite.backend, problem, whole), operands.a, operands.b)

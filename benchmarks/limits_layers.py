@@ -30,7 +30,7 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.kernels.tuner import tune_problems
 from ucudnn.problem import Problem
-from ucudnn.split import DEFAULT_ALGORITHM, Chunk, Split
+from ucudnn.split import Split
 
 LIMITS = ("128MiB", "256MiB", "512MiB")
 POLICIES = (UNDIVIDED, ALL)
@@ -106,7 +106,7 @@ def measured(problem: Problem, effort: str) -> dict[str, Any]:
             chosen[limit] = {
                 policy: split_of(problem, Config(**settings, policy=policy)) for policy in POLICIES
             }
-    own = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
+    own = Split.default(problem.batch)
     wanted = [one for by_policy in chosen.values() for one in by_policy.values() if one is not None]
     splits = list(dict.fromkeys([own, *wanted]))
     wholes = LocalBench(open_backend("auto"), BatchAxis(problem)).whole(splits)

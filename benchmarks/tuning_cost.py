@@ -42,7 +42,7 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
-from ucudnn.kernels.confirmation import race
+from ucudnn.kernels.confirmation import race_calls
 from ucudnn.kernels.measurer import KernelMeasurer
 from ucudnn.kernels.results import Progress
 from ucudnn.kernels.session import Session
@@ -58,7 +58,7 @@ from ucudnn.measurement import (
     Role,
     Software,
 )
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
+from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
 from ucudnn.units import format_bytes, format_ns
 
@@ -280,9 +280,9 @@ def best_split(
     problem: Problem, entries: Sequence[Measurement], session: Session, limit: int | None
 ) -> Split:
     """The fastest split by what was timed."""
-    splits = BatchSplits(BatchAxis(problem), (), entries, session.kernel_of, limit).splits()
-    if session.kernel_of(problem, DEFAULT_ALGORITHM) is not None:
-        splits.insert(0, Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),)))
+    splits = BatchSplits(BatchAxis(problem), (), entries, session.implementation_of, limit).splits()
+    if session.implementation_of(problem, DEFAULT_ALGORITHM) is not None:
+        splits.insert(0, Split.default(problem.batch))
     return min(splits, key=lambda split: cost_ns(split, entries))
 
 
@@ -343,7 +343,7 @@ def same_twice(session: Session, problem: Problem) -> list[Measurement]:
     """Time torch's own convolution under two names, as finalists are."""
     backend = session.backend
     ring = Ring.allocate(backend, problem)
-    call = bind(backend, problem, Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),)))
+    call = bind(backend, problem, Split.default(problem.batch))
     samplers = [Sampler(WholeLoop(ring, call), backend) for _ in SAME]
     for sampler in samplers:
         sampler.warm_up(FINALS)
@@ -463,7 +463,7 @@ def measure() -> None:
         if splits[0] == splits[1]:
             said = f"the same plan: {splits[0]}"
         else:
-            lazy, best = race(session, measurer, problem, splits)
+            lazy, best = race_calls(session, measurer, problem, splits)
             ratio, low, high = ratio_interval(lazy.samples, best.samples)
             said = f"{ratio:.3f} ({low:.3f} to {high:.3f}): {splits[0]} / {splits[1]}"
         took = f"{lazy_count} | {lazy_s:.1f} | {len(everything)} | {all_s:.1f}"

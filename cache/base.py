@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Self
 
-from ucudnn.cache.entries import Difference, Entry, Explanation, MergeReport
+from ucudnn.cache.entries import Entry, Explanation, KeyDifference, MergeReport
 from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.schema import FIELD_BY_NAME, KEY_FIELDS, matches, parse_where
 from ucudnn.errors import ConfigError
@@ -148,7 +148,7 @@ class AbstractCache(ABC):
         for entry in self.entries():
             count += 1
             there = ((name, text, FIELD_BY_NAME[name].text(entry)) for name, text in wanted.items())
-            differences = tuple(Difference(*one) for one in there if one[1] != one[2])
+            differences = tuple(KeyDifference(*one) for one in there if one[1] != one[2])
             # Another version of cuDNN explains a miss better than another layer does.
             of_work = sum(one.field.startswith(("problem.", "algorithm")) for one in differences)
             if (len(differences), of_work) < least:

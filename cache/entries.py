@@ -111,7 +111,7 @@ class MergeReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class KeyDifference:
     """A field in which the nearest entry differs from the key asked for, with both values as text.
 
     Args:
@@ -137,7 +137,7 @@ class Explanation:
 
     entries: int
     nearest: MeasurementKey | None
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[KeyDifference, ...] = ()
 
     @property
     def found(self) -> bool:

@@ -77,7 +77,7 @@ def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
 
 # The choices of one kernel as (workspace in bytes, time in ns), in the caller's order. `Division`
 # names a choice by its index in this tuple.
-Front = tuple[tuple[int, int], ...]
+Points = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Pool:
     4
     """
 
-    fronts: tuple[Front, ...]
+    fronts: tuple[Points, ...]
     total_bytes: int
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Pool:
         )
 
 
-def require_front(kernel: int, front: Front) -> None:
+def require_front(kernel: int, front: Points) -> None:
     """Raise a ConfigError if a front is empty or holds anything but pairs of ints in range."""
     if not front:
         raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")

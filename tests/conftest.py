@@ -362,7 +362,7 @@ def _forced_split(
         wanted = ALGORITHMS if algorithm == "mixed" else (algorithm,)
         able = [name for name in wanted if part is None or refusal(part, name) is None]
         if not able and refusal(part, DEFAULT_ALGORITHM) is not None:
-            return Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
+            return Split.default(problem.batch)
         chunks.append(Chunk(size, chance.choice(able or [DEFAULT_ALGORITHM])))
     return Split("spatial" if is_rows else "batch", tuple(chunks))
 

@@ -14,7 +14,7 @@ from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.execution.validity import Finding, device_is_missing, findings_without_running
 from ucudnn.kernels.session import Session
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
+from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.units import format_bytes, format_ns, format_sizes
 from ucudnn.verdict import LOST_SPEEDUP
 
@@ -87,30 +87,14 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
     # split has an algorithm that adds a bias.
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
     has_bias = any(chunk.algorithm in fused for chunk in split.chunks)
-    default = Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),))
     # The plan's split and torch's own convolution are timed in one call of `whole`, because only
     # times that are taken together can be compared.
-    splits = [split] if kernel.default is None else [split, default]
+    splits = [split] if kernel.default is None else [split, Split.default(problem.batch)]
     try:
         wholes = session.bench(axis_of(problem, split)).whole(splits, has_bias)
     except UnsupportedError as error:
         return Finding(about, None, f"not timed: {error}")
     return _judged(about, plan, kernel, wholes)
-
-
-def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
-    """The most workspace in bytes that a call of a kernel may use; None for no limit.
-
-    If the settings have a pool of workspace, a call may use the part of the pool that the plan
-    assigned to it, and an equal share, among the calls of this kernel, of what the plan leaves of
-    the pool.
-    """
-    limit = plan.limit_bytes(kernel)
-    if plan.config.total_bytes is None:
-        return limit
-    left = plan.config.total_bytes - plan.workspace_bytes
-    part = kernel.timing.workspace_bytes + left // len(kernel.layers)
-    return part if limit is None else min(limit, part)
 
 
 def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> Finding:
@@ -119,7 +103,7 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
         return Finding(
             about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
         )
-    limit = _limit_of(plan, kernel)
+    limit = plan.limit_bytes(kernel)
     if limit is not None and ours.workspace_bytes > limit:
         size, most = format_sizes(ours.workspace_bytes, limit)
         said = f"{kernel.problem} needs {size} of workspace, over {most}; tune again"

@@ -214,7 +214,9 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
     ]
 
 
-def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()) -> list[Row]:
+def count_calls(
+    layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()
+) -> list[Row]:
     """Rows for calls (layer name, problem); equal calls become one row with their count.
 
     `biased` has the problems to whose result a layer adds a bias.

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
-from ucudnn.split import Split, Timing
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Timing
 from ucudnn.units import Count
 
 STATUSES = ("ok", "screened", "untimed", "failed")
@@ -220,6 +220,11 @@ class MeasurementKey:
     subject: Subject = Subject.CHUNK
     split: Split | None = None
     race: str = ""
+
+    @property
+    def is_default(self) -> bool:
+        """True if torch's own convolution was timed, as a candidate."""
+        return self.algorithm == DEFAULT_ALGORITHM
 
     def __post_init__(self) -> None:
         has_algorithm = self.subject in (Subject.CHUNK, Subject.FIRST_RUN)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ucudnn.config import Config
-from ucudnn.execution.autograd import Geometry, convolution
+from ucudnn.execution.autograd import Geometry, planned_convolution
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.runner import Layer, Runner
 
@@ -68,7 +68,7 @@ class AbstractConvolution(AbstractPlanned):
         if surplus is not None:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             input = functional.pad(input, surplus, mode=mode)
-        return convolution(self._ucudnn_runner, input, weight, bias, geometry)
+        return planned_convolution(self._ucudnn_runner, input, weight, bias, geometry)
 
 
 class AbstractTransposed(AbstractPlanned):
@@ -86,7 +86,7 @@ class AbstractTransposed(AbstractPlanned):
         output_padding = self._output_padding(input, output_size, *arguments)  # type: ignore[arg-type]
         _, geometry = geometry_of(self)
         geometry = geometry._replace(output_padding=tuple(output_padding))
-        return convolution(self._ucudnn_runner, input, self.weight, self.bias, geometry)
+        return planned_convolution(self._ucudnn_runner, input, self.weight, self.bias, geometry)
 
 
 class Conv1d(AbstractConvolution, nn.Conv1d):

@@ -29,7 +29,7 @@ from ucudnn.segment import MicroBatch, Segment, StepDivision, is_size, micro_bat
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.files import parse_json, write
 from ucudnn.system.processes import cached_property
-from ucudnn.units import Positive, format_bytes
+from ucudnn.units import Positive, format_bytes, tightest
 
 __all__ = [
     "BY_BATCH",
@@ -205,14 +205,17 @@ class Plan:
     def limit_bytes(self, kernel: KernelPlan) -> int | None:
         """Most workspace in bytes that one call of a kernel may use; None for no limit.
 
-        It is the smaller of two numbers: the workspace limit, and what the kernel's live memory
-        leaves of the memory budget.
+        It is the smallest of these: the workspace limit; what the kernel's live memory leaves of
+        the memory budget; and of a pool the part that the plan gives to the call, with an equal
+        share, among the calls of this kernel, of what the plan leaves of the pool.
         """
-        limit = self.config.limit_bytes
-        if self.memory is None or kernel.live_bytes is None:
-            return limit
-        left = max(0, self.memory.budget_bytes - kernel.live_bytes)
-        return left if limit is None else min(left, limit)
+        left = part = None
+        if self.memory is not None and kernel.live_bytes is not None:
+            left = max(0, self.memory.budget_bytes - kernel.live_bytes)
+        if self.config.total_bytes is not None:
+            unused = self.config.total_bytes - self.workspace_bytes
+            part = kernel.timing.workspace_bytes + unused // len(kernel.layers)
+        return tightest(self.config.limit_bytes, left, part)
 
     @property
     def workspace_bytes(self) -> int:

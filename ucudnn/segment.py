@@ -231,7 +231,7 @@ def micro_batches(size: int | None, batch: tuple[Any, ...]) -> Iterator[MicroBat
     Raises:
         ConfigError: the batch is empty, or its tensors differ in their number of samples.
     """
-    lengths = set(map(_length, _leaves(batch)))
+    lengths = set(map(length, _leaves(batch)))
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigError(
             f"a batch must have the same number of samples, at least 1, in everything that is "
@@ -253,10 +253,11 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _length(one: Any) -> int:
+def length(one: Any) -> int:
+    """The length of something; 0 if it has none."""
     try:
         return len(one)
-    except TypeError:  # a number, or a tensor without axes
+    except TypeError:  # a number, or a tensor or an array without axes
         return 0
 
 

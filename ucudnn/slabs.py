@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from ucudnn.errors import ProblemError
 from ucudnn.problem import Problem
 
-Rows = tuple[int, int]
+RowRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Slab:
     # The problem on views of `x_rows` and `y_rows`. None if the result of the slab is known to be
     # zero: in fprop and wgrad if the slab reads only padding, in dgrad if no output reads its rows.
     problem: Problem | None
-    x_rows: Rows  # read by fprop and wgrad, written by dgrad
-    y_rows: Rows  # written by fprop, read by dgrad and wgrad
+    x_rows: RowRange  # read by fprop and wgrad, written by dgrad
+    y_rows: RowRange  # written by fprop, read by dgrad and wgrad
 
 
 def row_count(problem: Problem) -> int:
@@ -159,7 +159,7 @@ def _written_by_dgrad(problem: Problem, begin: int, end: int) -> Slab:
     return Slab(part, (begin, end), (first, last))
 
 
-def _part(problem: Problem, x_rows: Rows, padding: Rows) -> Problem:
+def _part(problem: Problem, x_rows: RowRange, padding: RowRange) -> Problem:
     return replace(
         problem,
         input_size=(x_rows[1] - x_rows[0], *problem.input_size[1:]),

@@ -30,6 +30,11 @@ class Chunk:
     size: int
     algorithm: str
 
+    @property
+    def is_default(self) -> bool:
+        """True if torch's own convolution computes the chunk."""
+        return self.algorithm == DEFAULT_ALGORITHM
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -49,6 +54,16 @@ class Split:
     axis: str
     chunks: tuple[Chunk, ...]
 
+    @classmethod
+    def undivided(cls, batch: int, algorithm: str) -> Split:
+        """The whole batch as one chunk."""
+        return cls("batch", (Chunk(batch, algorithm),))
+
+    @classmethod
+    def default(cls, batch: int) -> Split:
+        """Torch's own convolution on the undivided batch."""
+        return cls.undivided(batch, DEFAULT_ALGORITHM)
+
     @property
     def size(self) -> int:
         """The extent of the axis: the sum of the chunks' sizes."""
@@ -57,7 +72,7 @@ class Split:
     @property
     def is_default(self) -> bool:
         """True if the split is torch's own convolution on the undivided batch."""
-        return len(self.chunks) == 1 and self.chunks[0].algorithm == DEFAULT_ALGORITHM
+        return len(self.chunks) == 1 and self.chunks[0].is_default
 
     def __str__(self) -> str:
         # Equal chunks in a row are written once with their count, because a split may have
@@ -203,7 +218,7 @@ class KernelPlan:
             )
         index = self.alone[batch - 1]
         if index >= 0:
-            return Split("batch", (Chunk(batch, self.algorithms[index]),))
+            return Split.undivided(batch, self.algorithms[index])
         if index == BY_SLABS:
             rows = tuple(Chunk(size, self.algorithms[index]) for size, index in self.slabs)
             return Split("spatial", rows)

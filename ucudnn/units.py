@@ -46,6 +46,15 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
     return int(size)
 
 
+def tightest(*limits: int | None) -> int | None:
+    """The smallest of some limits; None stands for no limit.
+
+    >>> tightest(9, None, 4), tightest(None)
+    (4, None)
+    """
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def format_bytes(count: int) -> str:
     """Write a number of bytes for a person, in the largest unit in which it is at least 1.
 

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import time_ns
-from typing import TypeAlias
 
 from ucudnn.cache.entries import LATEST_NS, Entry
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, decode, encode, verify, wrap
@@ -29,8 +28,6 @@ from ucudnn.cache.hdf5.device_files import (
 from ucudnn.cache.table import EMPTY, Table, build_table, merge_tables
 from ucudnn.measurement import Measurement, MeasurementKey
 
-# Called with a sentence about a file that cannot be read or written.
-Report: TypeAlias = Callable[[str], None]
 _GONE = (errno.ENOENT, errno.ESTALE)
 
 _MANY_SEGMENTS = 64
@@ -45,7 +42,7 @@ class DeviceStore:
     If the store is not writable, damaged files stay where they are.
     """
 
-    def __init__(self, files: DeviceFiles, writable: bool, report: Report) -> None:
+    def __init__(self, files: DeviceFiles, writable: bool, report: Callable[[str], None]) -> None:
         self.files = files
         self._writable = writable
         self._report = report

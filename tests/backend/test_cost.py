@@ -149,7 +149,7 @@ def test_costs_grow_with_the_batch(backend, geometry, op):
             for batch in range(2, 9):
                 after = backend.cost(problem.with_batch(batch), algorithm)
                 kernels = {
-                    backend.kernel(problem.with_batch(size), algorithm)
+                    backend.implementation_of(problem.with_batch(size), algorithm)
                     for size in (batch - 1, batch)
                 }
                 if len(kernels) == 1:

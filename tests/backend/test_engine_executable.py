@@ -50,7 +50,7 @@ class Runtime:
     packs: list = field(default_factory=list)
     launches: int = 0
 
-    def build(self, _device, problem, _identity, alpha, beta, views):
+    def build_plan(self, _device, problem, _identity, alpha, beta, views):
         if self.refuses(problem, views):
             raise UnsupportedError("not so")
         self.plans.append(Plan(problem, alpha, beta, views))

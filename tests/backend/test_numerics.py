@@ -200,7 +200,7 @@ def test_onednn_computes_gradients_where_aten_picks_another_kernel(
     for layout in ("nchw", "nhwc")[: len(geometry["input_size"])]:
         problem = Problem(op, 1, 4, 8, layout=layout, **geometry)
         is_large = max(geometry["kernel_size"]) > 3
-        assert (backend.kernel(problem, "torch_default") == "onednn") is is_large
+        assert (backend.implementation_of(problem, "torch_default") == "onednn") is is_large
         a, b = backend.operands(problem, 1)
         # By oneDNN's copies to channels-last there is no wgrad then.
         is_copied = layout == "nchw" and (op == "dgrad" or is_large)

@@ -81,7 +81,7 @@ def main() -> None:
                     before = library.counted_live()
                     result = run()
                     true = library.counted_peak() - before - result.untyped_storage().nbytes()
-                    kernel = backend.kernel(problem, algorithm)
+                    kernel = backend.implementation_of(problem, algorithm)
                     row = [name, op, dtype, algorithm, kernel, true, reported]
                     sys.stdout.write(json.dumps(row) + "\n")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.constants import Attribute, DescriptorKind, Type
-from ucudnn.backends.cudnn.engine import build, configurations
+from ucudnn.backends.cudnn.engine import build_plan, configurations
 from ucudnn.backends.cudnn.graph import Target, View, Views, views_of
 from ucudnn.backends.cudnn.offline import has_driver, load_stubs
 from ucudnn.backends.cudnn.profile import DeviceProfile
@@ -72,7 +72,7 @@ def rebuilt(
     for one in listed:
         if not one.is_runtime_compiled:
             try:
-                plan = build(TARGET, target, one.identity, beta=beta, views=views)
+                plan = build_plan(TARGET, target, one.identity, beta=beta, views=views)
                 workspace: int | None = plan.workspace_bytes
             except UnsupportedError:
                 workspace = None
@@ -87,7 +87,7 @@ def refusal(problem: Fields, identity: str | None, views: list[Any] | None = Non
         if identity is None:
             configurations(TARGET, Problem(**problem))
         else:
-            build(TARGET, Problem(**problem), identity, views=given)
+            build_plan(TARGET, Problem(**problem), identity, views=given)
     except UcudnnError as error:
         return [type(error).__name__, str(error)]
     return []
@@ -107,7 +107,7 @@ def serialized(
     if not identity:
         listed = configurations(TARGET, known, views=views, bias=bias)
         identity = next(one.identity for one in listed if not one.is_runtime_compiled)
-    plan = build(TARGET, known, identity, alpha=alpha, beta=beta, views=views)
+    plan = build_plan(TARGET, known, identity, alpha=alpha, beta=beta, views=views)
     return json.loads(plan.descriptor.get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION))
 
 
@@ -166,7 +166,7 @@ def descriptors_kept(problem: Fields) -> int:
     before = 0
     for round_ in range(120):
         configurations(TARGET, known)
-        build(TARGET, known, identity)
+        build_plan(TARGET, known, identity)
         if round_ == 20:
             before = resident()
     return resident() - before

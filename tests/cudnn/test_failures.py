@@ -63,7 +63,7 @@ def test_a_plan_that_cannot_be_built_is_an_error_as_torch_raises_it(failing):
     """EXECUTION_FAILED_CUDART: no refusal, and nothing that ends all of tuning."""
     here = failing(5003)
     with pytest.raises(RuntimeError, match=r"STATUS \(5003\)") as caught:
-        here.build(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
+        here.build_plan(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
     assert not isinstance(caught.value, UcudnnError)
     backend = CudnnBackend.__new__(CudnnBackend)
     backend.runtime, backend._index = here, 0
@@ -72,7 +72,7 @@ def test_a_plan_that_cannot_be_built_is_an_error_as_torch_raises_it(failing):
 
 def test_a_plan_that_is_refused_is_a_miss(failing):
     with pytest.raises(UnsupportedError, match=r"does not compute .* STATUS \(3000\)"):
-        failing(3000).build(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
+        failing(3000).build_plan(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
 
 
 def test_descriptors_are_left_to_the_end_of_the_process(compiled, python):

@@ -171,7 +171,7 @@ def test_ties_go_to_less_workspace_then_fewer_chunks_then_deterministic():
 
 
 def test_a_planned_call_costs_more_than_was_timed_of_it():
-    default = finalist(Split("batch", (Chunk(8, "torch_default"),)), [100] * 9)
+    default = finalist(Split.default(8), [100] * 9)
     other = finalist(Split("batch", (Chunk(8, "b"),)), [80] * 9)
     assert choose([default, other], None, overhead_ns=10) == other
     assert choose([default, other], None, overhead_ns=19) == default

@@ -240,12 +240,12 @@ def test_what_is_known_of_an_algorithm():
     large = entry(FPROP, "torch_default", 1, 0, implementation="fast")
     failed = entry(FPROP, "eng9", 0, 0, status="failed")
     backend = RecordedBackend([small, large, failed])
-    assert [backend.kernel(FPROP.with_batch(n), "torch_default") for n in (1, 8)] == [
+    assert [backend.implementation_of(FPROP.with_batch(n), "torch_default") for n in (1, 8)] == [
         "slow",
         "fast",
     ]
     # nobody knows at which batch torch changes its mind
-    assert backend.kernel(FPROP.with_batch(4), "torch_default") not in ("slow", "fast")
+    assert backend.implementation_of(FPROP.with_batch(4), "torch_default") not in ("slow", "fast")
     assert backend.refusal(FPROP.with_batch(4), "torch_default") is None
     assert backend.refusal(FPROP, "eng9") is not None
     assert backend.refusal(FPROP.with_batch(9), "torch_default") is not None

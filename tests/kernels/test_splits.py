@@ -138,13 +138,13 @@ def rows_of(seed: int, op="fprop", dtype="float32", **settings) -> Known:
 
 
 def table_of(
-    known: Known, limit: int | None = None, kernel_of=one_kernel, timed_only: bool = False
+    known: Known, limit: int | None = None, implementation_of=one_kernel, timed_only: bool = False
 ) -> AbstractSplitTable:
     """The table; `timed_only`: without sizes that are bounded by the time of larger ones."""
     if known.axis.name == "spatial":
-        return RowSplits(known.axis, known.sizes, known.measurements, kernel_of, limit)
+        return RowSplits(known.axis, known.sizes, known.measurements, implementation_of, limit)
     sizes = () if timed_only else known.sizes
-    return BatchSplits(known.axis, sizes, known.measurements, kernel_of, limit)
+    return BatchSplits(known.axis, sizes, known.measurements, implementation_of, limit)
 
 
 def plan_of(
@@ -330,7 +330,7 @@ def test_what_was_not_timed_in_its_position_is_not_predicted():
 
 def test_the_default_is_predicted_as_it_was_measured_or_else_by_its_chunks():
     known = batch_of(1)
-    split = Split("batch", (Chunk(N, DEFAULT_ALGORITHM),))
+    split = Split.default(N)
     chunk = TimedChunk(N, DEFAULT_ALGORITHM, 123, 45)
     default = measured(kernel(), "alone", chunk)
     (finalist,) = predict([table_of(known)], [split], default)
@@ -382,14 +382,14 @@ def by_batch(chance: random.Random):
 
 
 def test_chains_lead_through_batches_that_the_default_computes():
-    default = Split("batch", (Chunk(N, DEFAULT_ALGORITHM),))
+    default = Split.default(N)
 
-    def kernel_of(problem, algorithm):
+    def implementation_of(problem, algorithm):
         is_other = algorithm == DEFAULT_ALGORITHM and problem.batch not in (3, 5)
         return "small" if is_other else algorithm
 
     known = Known(BatchAxis(kernel()), (1,), 0, names=("gemm",))
-    plan = plan_of(default, table_of(known, kernel_of=kernel_of))
+    plan = plan_of(default, table_of(known, implementation_of=implementation_of))
     assert [plan.split(n).is_default for n in range(1, N + 1)] == [False, False, True, False, True]
     assert sizes_of(plan.split(4)) == [1, 1, 1, 1]
     # The chain of 4 needs the one of 3, and nothing needs one of 5.
@@ -402,10 +402,13 @@ def test_the_winners_table_comes_first_and_the_others_fill_what_it_lacks():
     plain = batch_of(6, names=("gemm",))
     fused = Known(plain.axis, (3, 5), 7, names=("gemm+bias",))
 
-    def kernel_of(problem, algorithm):
+    def implementation_of(problem, algorithm):
         return "small" if problem.batch < 3 else algorithm
 
-    tables = [table_of(plain, kernel_of=kernel_of), table_of(fused, kernel_of=kernel_of)]
+    tables = [
+        table_of(plain, implementation_of=implementation_of),
+        table_of(fused, implementation_of=implementation_of),
+    ]
     names = [
         [{chunk.algorithm for chunk in plan_of(table.splits()[0], *tables).split(n).chunks}]
         for table in tables
@@ -417,8 +420,11 @@ def test_the_winners_table_comes_first_and_the_others_fill_what_it_lacks():
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_slabs_serve_the_batches_at_which_each_runs_as_it_was_timed(op, seed):
-    known, kernel_of = rows_of(seed, op), by_batch(random.Random(seed))
-    table, batch = table_of(known, kernel_of=kernel_of), table_of(batch_of(seed, op))
+    known, implementation_of = rows_of(seed, op), by_batch(random.Random(seed))
+    table, batch = (
+        table_of(known, implementation_of=implementation_of),
+        table_of(batch_of(seed, op)),
+    )
     winner = table.splits()[-1]
     plan = plan_of(winner, batch, table, op=op)
     assert plan.split(N) == winner
@@ -430,7 +436,10 @@ def test_slabs_serve_the_batches_at_which_each_runs_as_it_was_timed(op, seed):
         if entry.problem is not None
     ]
     for n in range(1, N + 1):
-        alike = all(kernel_of(p.with_batch(n), name) == kernel_of(p, name) for p, name in parts)
+        alike = all(
+            implementation_of(p.with_batch(n), name) == implementation_of(p, name)
+            for p, name in parts
+        )
         assert (plan.split(n) == winner) == alike
         assert plan.split(n).axis == ("spatial" if alike else "batch")
 

@@ -102,7 +102,7 @@ class ScriptedBackend(AbstractBackend):
             Candidate(problem, name, adds_bias=True) for name in self.costs if name in self.fused
         )
 
-    def kernel(self, problem: Problem, algorithm: str) -> str:
+    def implementation_of(self, problem: Problem, algorithm: str) -> str:
         return self.kernels.get((algorithm, problem.batch), algorithm)
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ucudnn.errors import ConfigError
-from ucudnn.layer_table import COLUMNS, Row, counted, format_rows, read_rows
+from ucudnn.layer_table import COLUMNS, Row, count_calls, format_rows, read_rows
 from ucudnn.problem import OPS, Problem
 
 FLAT = "flat,8,4,1,27,26,6,1,5,3,0,2,1,1,2,1,1,1,2,2"
@@ -111,7 +111,7 @@ def test_what_was_written_is_read(path: Path, rank: int) -> None:
 
 def test_calls_that_are_equal_are_counted() -> None:
     one, two = (Problem("fprop", 2, 3, k, (9,), (3,)) for k in (4, 5))
-    rows = counted([("a", one), ("b", two), ("a", one), ("a", two)], {two})
+    rows = count_calls([("a", one), ("b", two), ("a", one), ("a", two)], {two})
     assert rows == [Row("a", one, 2), Row("b", two, 1, True), Row("a", two, 1, True)]
 
 

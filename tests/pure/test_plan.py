@@ -251,6 +251,12 @@ def test_a_pool_holds_every_call_and_other_workspace_is_shared() -> None:
     assert plan(KERNEL, small, config=config).workspace_bytes == 2 * 4096 + 100
     assert plan(KERNEL, small).workspace_bytes == 4096
     assert plan(kernels=()).workspace_bytes == 0
+    # Each of the two calls of a kernel may also take half of what is left of the pool.
+    left = (1 << 20) - 2 * 4096 - 100
+    assert plan(KERNEL, small, config=config).limit_bytes(KERNEL) == 4096 + left // 2
+    assert plan(KERNEL, small, config=config).limit_bytes(small) == 100 + left
+    least = replace(config, workspace_limit=4096)
+    assert plan(KERNEL, small, config=least).limit_bytes(KERNEL) == 4096
 
 
 # Hash

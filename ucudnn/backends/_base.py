@@ -212,7 +212,7 @@ class AbstractBackend(ABC):
         return ()
 
     @abstractmethod
-    def kernel(self, problem: Problem, algorithm: str) -> str:
+    def implementation_of(self, problem: Problem, algorithm: str) -> str:
         """Name of the implementation that an algorithm runs at the batch of this problem."""
 
     # Lower bounds allow candidates to be ruled out without a run. Candidates without bounds are

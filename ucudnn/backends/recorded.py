@@ -156,7 +156,7 @@ class RecordedBackend(AbstractBackend):
                         found.append(entry)
         return found
 
-    def kernel(self, problem: Problem, algorithm: str) -> str:
+    def implementation_of(self, problem: Problem, algorithm: str) -> str:
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
         # If the recorded batches on both sides of this batch run the same implementation, this
         # batch is assumed to run it, too. Otherwise the implementation at this batch gets a name of

@@ -20,6 +20,11 @@ from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
+Slices = tuple[slice, ...]
+# Only tensors of exactly these classes are computed by a plan, laid out or restored. A subclass may
+# redefine its convolution (__torch_function__), or not own the memory of its values, as a sharded
+# DTensor of FSDP2.
+PLAIN = (Tensor, torch.nn.Parameter)
 # torch's channels-last layouts by the number of spatial axes. There is none in 1-D.
 CHANNELS_LAST_BY_RANK = {2: torch.channels_last, 3: torch.channels_last_3d}
 # A transposed convolution is the gradient of a convolution: its forward pass is a dgrad problem.

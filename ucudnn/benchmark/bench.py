@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,6 +31,11 @@ class Arm(NamedTuple):
     algorithm: str
     role: Role
 
+    @property
+    def is_default(self) -> bool:
+        """True for torch's own convolution."""
+        return self.algorithm == DEFAULT_ALGORITHM
+
 
 class Look(NamedTuple):
     """Result of the first run of a candidate."""
@@ -48,10 +54,9 @@ class How(NamedTuple):
 
     chunks: Protocol = Protocol()
     wholes: Protocol = FINALS
-    # The `time.monotonic` after which no more rounds of chunks, or of whole calls, begin; None: no
-    # limit.
-    until: float | None = None
-    wholes_until: float | None = None
+    # The `time.monotonic` after which no more rounds of chunks, or of whole calls, begin.
+    until: float = inf
+    wholes_until: float = inf
 
 
 THOROUGHLY = How()
@@ -148,7 +153,7 @@ class LocalBench(AbstractBench):
             return Look(workspace, error, None)
         # The time of the first run is used only for torch's own convolution on a CPU. On a GPU the
         # first run also loads kernels; with other algorithms it also fills memory with NaN.
-        is_plain = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
+        is_plain = arm.is_default and self._backend.device().type == "cpu"
         first_ns = firsts_ns[0] if firsts_ns and is_plain else 0
         return Look(workspace, error, self._sampler(arm).shortest_ns(first_ns))
 
@@ -194,7 +199,7 @@ class LocalBench(AbstractBench):
         self,
         entering: Sequence[Callable[[], Entrant]],
         protocol: Protocol,
-        until: float | None,
+        until: float,
         known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     ) -> list[Result]:
         """The result of each entrant: its rounds, or the reason why it could not take part."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
+from ucudnn.backends.tensors import Slices
 from ucudnn.benchmark.failures import CANDIDATE_ERRORS, CandidateError, free_after, is_out_of_memory
-from ucudnn.execution.execute import Call, Slices, empty_result, places
+from ucudnn.execution.execute import Call, empty_result, places
 from ucudnn.measurement import FailureKind, Role
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def run_rounds(
     protocol: Protocol,
     known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     on_turn: Callable[[int], None] = lambda _: None,
-    until: float | None = None,
+    until: float = inf,
 ) -> list[Result]:
     """Time entrants in turn, in random order, until enough is known or a limit ends the rounds.
 
@@ -77,8 +78,7 @@ def run_rounds(
         disturbed = _is_disturbed(readings, most_share, protocol)
         # Samples of one round are compared as pairs, so the whole round is repeated. The number of
         # repeats is limited, because a machine may stay busy.
-        is_late = until is not None and monotonic() >= until
-        if disturbed and repeated < protocol.repeats and not is_late:
+        if disturbed and repeated < protocol.repeats and monotonic() < until:
             repeated += 1
             continue
         rounds += 1
@@ -141,14 +141,14 @@ def _is_disturbed(
 
 
 def _is_over(
-    results: Sequence[Result], protocol: Protocol, rounds: int, spent_ns: int, until: float | None
+    results: Sequence[Result], protocol: Protocol, rounds: int, spent_ns: int, until: float
 ) -> bool:
     """True if no further round begins: no entrant is left, enough is known, or time is over."""
     if rounds >= protocol.most_rounds or not any(result.is_racing for result in results):
         return True
     if rounds >= protocol.least_rounds and _is_enough(results, protocol, spent_ns):
         return True
-    return rounds > 0 and until is not None and monotonic() >= until
+    return rounds > 0 and monotonic() >= until
 
 
 def _is_enough(results: Sequence[Result], protocol: Protocol, spent_ns: int) -> bool:

@@ -15,7 +15,7 @@ from ucudnn.cli.console import bar, print_json, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.errors import ConfigError, quoted
-from ucudnn.layer_table import as_calls, counted, format_rows, read_rows
+from ucudnn.layer_table import as_calls, count_calls, format_rows, read_rows
 from ucudnn.problem import LAYOUTS
 from ucudnn.system.files import write
 
@@ -81,7 +81,7 @@ def trace(
 
     Example: ucudnn trace examples/models.py:resnet18 --input 32x3x224x224 -o layers.csv
     """
-    text = format_rows(counted(*_traced(recipe, given, device)))
+    text = format_rows(count_calls(*_traced(recipe, given, device)))
     if output is None:
         # The table is not printed by rich, which would break long lines.
         print(text, end="")

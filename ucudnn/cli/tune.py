@@ -31,10 +31,10 @@ from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 
 if TYPE_CHECKING:
-    from ucudnn.kernels.results import Progress
+    from ucudnn.kernels.results import Report
 
     # A function that tunes what the command line names. Its argument is called with the progress.
-    _Run = Callable[[Callable[[Progress], None]], Plan]
+    _Run = Callable[[Report], Plan]
 
 
 @options.takes(options.ModelOrTableArgument, SETTINGS)
@@ -130,7 +130,7 @@ def _model_run(recipe: Recipe, config: Config, is_compiled: bool, remeasure: boo
     if is_compiled:
         named = _compiled(named)
 
-    def run(on_progress: Callable[[Progress], None]) -> Plan:
+    def run(on_progress: Report) -> Plan:
         with named.context():
             plan = tune(
                 named.module,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucudnn import config
 from ucudnn.errors import ConfigError, UcudnnError, UnsupportedError
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.verdict import RANKS_GAIN
 
 if TYPE_CHECKING:
@@ -203,8 +204,8 @@ def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) ->
 
 def _wait(launcher: BaseProcess, seconds: float, event: Callable[[], bool] = lambda: False) -> bool:
     """Wait for an event for at most some seconds; False if the launcher has ended meanwhile."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not event():
+    deadline = Deadline.within(seconds)
+    while not deadline.is_over and not event():
         if not launcher.is_alive():
             return False
         time.sleep(0.1)

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ucudnn import config
 from ucudnn.errors import ConfigError, RankError, UnsupportedError
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.system.processes import start_python
 from ucudnn.units import format_bytes
 
@@ -193,9 +194,9 @@ def mps_daemon(control: str, answer_s: float = 10.0) -> Iterator[dict[str, str]]
             status, said = _control([control, "-d"], "", folders, answer_s)
             if status != 0:
                 raise UnsupportedError(f"{control} -d is not allowed to start here: {said}")
-            deadline = time.monotonic() + answer_s
+            deadline = Deadline.within(answer_s)
             while _control([control], "get_server_list\n", folders, answer_s)[0] != 0:
-                if time.monotonic() > deadline:
+                if deadline.is_over:
                     raise UnsupportedError(f"{control} -d started a daemon that does not answer")
                 time.sleep(0.1)
             yield folders

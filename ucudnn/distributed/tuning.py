@@ -9,7 +9,7 @@ to the others. If a rank dies, the job ends, and what was measured until then is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -32,7 +32,7 @@ from ucudnn.errors import (
     UnsupportedError,
     UntunedWarning,
 )
-from ucudnn.kernels.results import Progress, warn_of_untuned
+from ucudnn.kernels.results import Report, warn_of_untuned
 from ucudnn.kernels.tuner import device_type, tune_problems
 from ucudnn.measurement import Role
 from ucudnn.outcomes import Origin
@@ -42,7 +42,6 @@ from ucudnn.steps import tune as alone
 from ucudnn.steps.judge import reason_against_race
 from ucudnn.steps.tracing import Traced, trace_layers
 
-Report = Callable[[Progress], None]
 # This part of a time budget is for measuring; the rest is for deciding and for the step race.
 _MEASURING = 0.75
 

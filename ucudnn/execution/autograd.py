@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 
 from ucudnn.backends import aten
 from ucudnn.backends.registry import BACKENDS
-from ucudnn.backends.tensors import memory_format, uses_channels_last
+from ucudnn.backends.tensors import PLAIN, memory_format, uses_channels_last
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.execute import Call, as_kernel
 from ucudnn.execution.selective import Selective
@@ -33,9 +33,6 @@ _aten = torch.ops.aten
 # server that accepts inputs of any size has many. A runner that remembers this many forgets them
 # all before it adds one.
 _MOST_SHAPES = 4096
-# A plan computes only with tensors of exactly these types. Tensors of a subclass are left to
-# torch's operator, because the subclass may redefine its convolution (__torch_function__).
-_PLAIN = (Tensor, torch.nn.Parameter)
 # Function modes that are not concerned with convolutions: `with torch.device(...)` changes only new
 # tensors, and `Selective` repeats only normalisations and activation functions.
 _UNCONCERNED = (DeviceContext, Selective)
@@ -259,7 +256,7 @@ class Pass:
 
 
 @untraced
-def convolution(
+def planned_convolution(
     runner: AbstractRunner, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
     """A convolution whose forward, backward-data and backward-filter follow the runner's plan."""
@@ -267,7 +264,7 @@ def convolution(
         return _torchs(x, w, bias, geometry)
     # torch accepts an unbatched input (C, *spatial); it is planned as a batch of one.
     if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
-        return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
+        return planned_convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
     # Planned calls run below autocast's dispatch key, so the casts of autocast must be made here.
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -299,7 +296,7 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
     memory, sparse or nested.
     """
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
+        if type(tensor) not in PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
             return False
     # `get_device()` returns -1 for a CPU. It is faster than `device`, which makes a new object each
     # time.

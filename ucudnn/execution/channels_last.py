@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, PLAIN, in_channels_last
 from ucudnn.errors import warn
 from ucudnn.problem import strides_of
 
@@ -22,9 +22,6 @@ from ucudnn.problem import strides_of
 # buffers had before `lay_out_`.
 _STRIDES = "_ucudnn_strides"
 _RANKS = frozenset(rank + 2 for rank in CHANNELS_LAST_BY_RANK)
-# Only tensors of exactly these types are converted. A subclass, such as a sharded DTensor of FSDP2,
-# does not own the memory of its values.
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def axes_of(model: nn.Module) -> frozenset[int]:
@@ -91,7 +88,7 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     not plain tensors, such as those that FSDP2 has sharded. It is also done, with a warning, if
     something else uses the memory of a parameter or buffer.
     """
-    is_kept = not (parameters and all(type(one) in _PLAIN for one in model.parameters()))
+    is_kept = not (parameters and all(type(one) in PLAIN for one in model.parameters()))
     changes = [] if is_kept else _changes(model, _last_strides)
     reason = _why_not(model, changes)
     if reason is not None:
@@ -192,7 +189,7 @@ def _follow_in_convolutions(model: nn.Module) -> None:
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
-            if tensor is not None and type(tensor) in _PLAIN and tensor.dim() in _RANKS:
+            if tensor is not None and type(tensor) in PLAIN and tensor.dim() in _RANKS:
                 yield name, tensor
 
 
@@ -278,7 +275,7 @@ def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
     # The model's tensors are added to the objects that `gc` lists, because `gc` does not list
     # objects that existed when `gc.freeze` was called.
     for one in chain(model.parameters(), model.buffers(), gc.get_objects()):
-        if type(one) in _PLAIN:
+        if type(one) in PLAIN:
             users[_memory_of(one)].add(id(one))
     for name, tensor, _ in moving:
         # Only CPU tensors are tested: `is_shared` is true for all tensors of a GPU.

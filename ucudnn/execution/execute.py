@@ -11,13 +11,12 @@ import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
-from ucudnn.backends.tensors import memory_format
+from ucudnn.backends.tensors import Slices, memory_format
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.slabs import slabs
 from ucudnn.split import Split
 
-Slices = tuple[slice, ...]
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ucudnn.execution.compiling import untraced
+from ucudnn.segment import length
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,6 @@ def _put_together(leaves: Iterator[Any], nest: Nest) -> Any:
     return tree_unflatten(found, nest.spec)
 
 
-def _length(one: Any) -> int:
-    try:
-        return len(one)
-    except TypeError:  # an array without axes
-        return 0
-
-
 def _emptied(one: Any) -> Any:
     """A copy of a dataclass without the values of its fields, which would be kept alive."""
     twin = copy.copy(one)
@@ -128,7 +122,7 @@ def lists_in(tree: Any, count: int, place: str = "") -> Iterator[tuple[str, Any]
     for name, one in branches:
         here = f"{place}.{name}" if place else str(name)
         is_list = isinstance(one, (list, tuple, np.ndarray)) and not hasattr(one, "_fields")
-        if is_list and not isinstance(one, torch.Size) and _length(one) == count:
+        if is_list and not isinstance(one, torch.Size) and length(one) == count:
             yield here, one
         yield from lists_in(one, count, here)
 

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ucudnn.backends.tensors import PLAIN
 from ucudnn.execution.compiling import untraced
 
 # Values of these types are not changed, or hold nothing that a forward would read.
-_PLAIN = {
+_LEAVES = {
     *(type(None), bool, int, float, complex, str, bytes, range, slice),
     *(BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator),
-    *(Tensor, nn.Parameter),
+    *PLAIN,
 }
 # The first of these that a container is an instance of has the methods that change it.
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-_TENSORS = {Tensor, nn.Parameter}
 # Of so many tensors, so many elements are compared before a forward is repeated.
 _SAMPLES, _ELEMENTS = 64, 16
 # Attributes that every module has; of these, a forward reads only tensors, modules and hooks.
@@ -67,7 +67,7 @@ def holders(root: nn.Module, others: Sequence[Any] = ()) -> Iterator[Any]:
     stack: list[tuple[Any, int]] = [(one, 0) for one in (root, *others)]
     while stack:
         value, depth = stack.pop()
-        if type(value) in _PLAIN or id(value) in seen:
+        if type(value) in _LEAVES or id(value) in seen:
             continue
         seen[id(value)] = value
         own, values = _opened(value)
@@ -330,7 +330,7 @@ def values_in(value: Any) -> list[Any]:
             found.append(one)
         elif isinstance(one, np.ndarray):
             found.append(one.tobytes())
-        elif not (id(one) in seen or type(one) in _PLAIN or isinstance(one, nn.Module)):
+        elif not (id(one) in seen or type(one) in _LEAVES or isinstance(one, nn.Module)):
             seen[id(one)] = one
             stack += [(each, depth + 1) for each in _opened(one)[1] if depth < _DEEPEST]
     return found
@@ -374,7 +374,7 @@ class Remembered:
         self, module: nn.Module, name: str, *, updates: bool, arguments: Sequence[Any] = ()
     ) -> None:
         self._name = name
-        objects = [one for one in arguments if type(one) not in _PLAIN]
+        objects = [one for one in arguments if type(one) not in _LEAVES]
         self._then = [(one, _copy(one)) for one in holders(module, objects)]
         self._modules = [*module.modules()]
         self._clones: list[tuple[Any, str, Tensor]] = []
@@ -392,7 +392,7 @@ class Remembered:
             if isinstance(holder, np.ndarray):
                 continue
             for one in then.values() if isinstance(then, dict) else then:
-                if type(one) in _TENSORS and id(holder) not in cloned:
+                if type(one) in PLAIN and id(holder) not in cloned:
                     tensors[id(one)] = one
                 elif type(one) in _STATES:
                     generators[id(one)] = one
@@ -481,11 +481,10 @@ def _unsharded(then: Any, now: Any) -> Any:
     """What is put back: sharded parameters stay as they are now, because FSDP2 exchanges them."""
     if not isinstance(then, dict):
         return then
-    kinds = (Tensor, nn.Parameter)
     kept = {
         key: now[key]
         for key, one in then.items()
-        if isinstance(one, Tensor) and type(one) not in kinds and key in now
+        if isinstance(one, Tensor) and type(one) not in PLAIN and key in now
     }
     return {**then, **kept}
 

@@ -178,7 +178,7 @@ def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[i
 
 
 @dataclass(eq=False)
-class _Known:
+class _Conclusions:
     """Conclusions from a state of the measurements; times and reasons are added on demand."""
 
     entries: Sequence[Measurement]
@@ -207,7 +207,7 @@ class Elimination:
     # Set to False when no measured candidate fits. From then on slow candidates are measured, too,
     # and only candidates for which there is not enough memory are skipped.
     is_active: bool = True
-    _known: _Known | None = None
+    _known: _Conclusions | None = None
 
     def reasons(self) -> dict[str, str]:
         """The curves whose remaining chunks need not be measured, each with the reason."""
@@ -221,7 +221,7 @@ class Elimination:
             known.reasons[self.is_active] = found
         return known.reasons[self.is_active]
 
-    def _so_far(self) -> _Known:
+    def _so_far(self) -> _Conclusions:
         """Conclusions from the measurements so far; kept until one is added or replaced."""
         entries = list(self.records.values())
         known = self._known
@@ -231,7 +231,7 @@ class Elimination:
             or len(known.entries) != len(entries)
             or not all(map(is_, known.entries, entries))
         ):
-            known = self._known = _Known(entries, self._informative(), self._is_disproved())
+            known = self._known = _Conclusions(entries, self._informative(), self._is_disproved())
         return known
 
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
@@ -288,7 +288,7 @@ class Elimination:
             known.expected_ns[arm] = self._expected_ns(arm, known)
         return known.expected_ns[arm]
 
-    def _expected_ns(self, arm: Arm, known: _Known) -> int:
+    def _expected_ns(self, arm: Arm, known: _Conclusions) -> int:
         cost = self.candidates.cost(arm.size, arm.algorithm)
         if cost is None:
             return 0

@@ -29,8 +29,8 @@ _LEAST_PART = 0.05
 # two for the peaks of the contestants, and two for one round.
 LEAST_RACE_STEPS = 5
 # Only torch's own convolution is measured for a kernel whose time is less than this many times the
-# ignored share of the step (`Effort.ignored_share`). To save that share, a plan would have to save
-# more than a tenth of the kernel's time.
+# ignored share of the step (`EffortLimits.ignored_share`). To save that share, a plan would have to
+# save more than a tenth of the kernel's time.
 _LOOKED_AT_ONCE = 10
 # A kernel that is tuned is measured on while its possible gain is more than this fraction of its
 # time, however small its share of the step is.
@@ -38,7 +38,7 @@ _MOST_TOLERANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class EffortLimits:
     """The limits of one value of `Config.effort`; here a step means only its convolutions."""
 
     # The default time budget in training steps, None for no budget, and its bounds in seconds.
@@ -75,7 +75,7 @@ class Effort:
 # ratio. With eight or fewer it spans all ratios, so one perturbed pair can hide a gain. With three,
 # noise can look like a gain, which the race of whole steps then rejects.
 EFFORTS = {
-    "quick": Effort(
+    "quick": EffortLimits(
         budget_steps=25,
         least_budget_s=5.0,
         most_budget_s=30.0,
@@ -84,7 +84,7 @@ EFFORTS = {
         chunks=Protocol(least_rounds=2, most_rounds=3, target=0.1, enough_ns=200_000_000),
         wholes=replace(FINALS, least_rounds=3, most_rounds=5, warm_ups=2, stops_when_decided=True),
     ),
-    "normal": Effort(
+    "normal": EffortLimits(
         budget_steps=100,
         least_budget_s=10.0,
         most_budget_s=45.0,
@@ -95,7 +95,7 @@ EFFORTS = {
     ),
     # With "thorough", no gain is too small to be searched for. No algorithm is ruled out by a
     # roofline either, because the session uses a roofline only if `ignored_share` is above 0.
-    "thorough": Effort(
+    "thorough": EffortLimits(
         budget_steps=None,
         least_budget_s=0.0,
         most_budget_s=0.0,
@@ -136,7 +136,7 @@ class Stake:
         """Upper bound of the time that a plan saves; the kernel's whole time if it needs a plan."""
         return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
 
-    def is_ignored(self, step_ns: int, effort: Effort) -> bool:
+    def is_ignored(self, step_ns: int, effort: EffortLimits) -> bool:
         """True if torch's own convolution is kept without measuring anything else.
 
         >>> Stake(900, 100, False).is_ignored(100_000, EFFORTS["normal"])  # 0.9 % of the step
@@ -146,7 +146,7 @@ class Stake:
         is_small = self.time_ns < _LOOKED_AT_ONCE * ignored_ns or self.gain_ns < ignored_ns
         return is_small and not self.is_forced
 
-    def tolerance(self, step_ns: int, effort: Effort) -> float:
+    def tolerance(self, step_ns: int, effort: EffortLimits) -> float:
         """The possible gain, as a fraction of the kernel's time, at which measuring it ends.
 
         >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])
@@ -230,7 +230,7 @@ class StepShares:
         """The number of these kernels that must get a plan."""
         return sum(p in self.stakes and self.stakes[p].is_forced for p in problems)
 
-    def ignored(self, total_ns: int, effort: Effort) -> Iterator[tuple[Problem, str]]:
+    def ignored(self, total_ns: int, effort: EffortLimits) -> Iterator[tuple[Problem, str]]:
         """Kernels that are not worth measuring further, with the reason."""
         for problem, stake in self.stakes.items():
             if stake.is_ignored(total_ns, effort):

@@ -48,6 +48,8 @@ class KernelCandidates:
         # Costs are cached by size and algorithm, because the session's own look-up by problem takes
         # longer.
         self.cost = lru_cache(maxsize=None)(self._cost)
+        # torch's own convolution of the whole batch.
+        self.default = Arm(axis.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
 
     @cached_property
     def by_arm(self) -> Mapping[Arm, Candidate]:
@@ -95,11 +97,11 @@ class KernelCandidates:
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
         """The name of each arm's curve: the arms of one algorithm and one implementation."""
-        kernel_of = self._session.kernel_of
+        implementation_of = self._session.implementation_of
         # An algorithm may run different implementations at different batches, as torch's own
         # convolution does. Times of one implementation say nothing about another one.
         return {
-            arm: f"{arm.algorithm} by {kernel_of(candidate.problem, arm.algorithm)}"
+            arm: f"{arm.algorithm} by {implementation_of(candidate.problem, arm.algorithm)}"
             for arm, candidate in self.by_arm.items()
         }
 

@@ -38,7 +38,7 @@ class Finalist:
     is_perturbed: bool = False
 
 
-def race(
+def race_calls(
     session: Session,
     measurer: KernelMeasurer,
     problem: Problem,

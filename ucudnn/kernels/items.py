@@ -11,14 +11,14 @@ from ucudnn.solvers import Item
 from ucudnn.split import DEFAULT_ALGORITHM
 
 # Name of the implementation by which an algorithm runs a problem; None if it does not run it.
-KernelOf = Callable[[Problem, str], str | None]
+ImplementationOf = Callable[[Problem, str], str | None]
 
 
 def items_by_role(
-    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf
+    problem: Problem, measurements: Sequence[Measurement], implementation_of: ImplementationOf
 ) -> dict[str, list[Item]]:
     """The input of the solver of splits: items by the position that their chunk may have."""
-    alone = _single_items(problem, measurements, kernel_of)
+    alone = _single_items(problem, measurements, implementation_of)
     later = chunk_items(problem, measurements, Role.LATER)
     first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
     if problem.op == "wgrad":
@@ -29,7 +29,7 @@ def items_by_role(
 
 
 def _single_items(
-    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf
+    problem: Problem, measurements: Sequence[Measurement], implementation_of: ImplementationOf
 ) -> list[Item]:
     """For each algorithm and batch the item of an undivided call: measured, or an upper bound.
 
@@ -42,11 +42,14 @@ def _single_items(
     # The items of `ALONE` come second, so that they replace those of the role `LATER`, which are
     # only upper bounds.
     items = [*later, *chunk_items(problem, measurements, Role.ALONE)]
-    return list(_bounded(problem, items, range(1, problem.batch + 1), kernel_of))
+    return list(_bounded(problem, items, range(1, problem.batch + 1), implementation_of))
 
 
 def with_bounded(
-    problem: Problem, items: Mapping[str, Sequence[Item]], kernel_of: KernelOf, sizes: Iterable[int]
+    problem: Problem,
+    items: Mapping[str, Sequence[Item]],
+    implementation_of: ImplementationOf,
+    sizes: Iterable[int],
 ) -> dict[str, list[Item]]:
     """The items, with upper bounds added for chunks of sizes that were not timed."""
     sizes = tuple(sizes)
@@ -56,7 +59,7 @@ def with_bounded(
         timed = {(item.algorithm, item.batch) for item in items[role]}
         more = (
             item
-            for item in _bounded(problem, items[role], sizes, kernel_of)
+            for item in _bounded(problem, items[role], sizes, implementation_of)
             if (item.algorithm, item.batch) not in timed
         )
         found[role] = [*items[role], *more]
@@ -64,7 +67,10 @@ def with_bounded(
 
 
 def _bounded(
-    problem: Problem, items: Iterable[Item], sizes: Iterable[int], kernel_of: KernelOf
+    problem: Problem,
+    items: Iterable[Item],
+    sizes: Iterable[int],
+    implementation_of: ImplementationOf,
 ) -> Iterator[Item]:
     """Items of each algorithm at these sizes; an untimed size gets the next larger one's time.
 
@@ -83,8 +89,8 @@ def _bounded(
             bound = by_batch.get(n, bound)
             if bound is None:
                 continue
-            kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
-            if len(set(kernels)) == 1:
+            two = (problem.with_batch(size) for size in (n, bound.batch))
+            if len({implementation_of(one, algorithm) for one in two}) == 1:
                 yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
-from ucudnn.units import format_sizes
+from ucudnn.units import format_sizes, tightest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,7 @@ class Limits:
         if batch is not None:
             fixed = min(live, self.fixed_bytes)
             live = fixed + -(-(live - fixed) * batch // problem.batch)
-        left = max(0, self.budget_bytes - live)
-        return left if self.common is None else min(left, self.common)
+        return tightest(self.common, max(0, self.budget_bytes - live))
 
     def live(self, problem: Problem) -> int:
         """Bytes live beside a kernel's workspace; if not known, the largest of all kernels."""

@@ -20,9 +20,8 @@ from ucudnn.kernels.bounds import Elimination, must_be_known
 from ucudnn.kernels.candidates import KernelCandidates
 from ucudnn.kernels.requests import KernelRecords, Requests
 from ucudnn.kernels.session import Session
-from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Role, Subject
+from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Subject
 from ucudnn.solvers.lazy import Outlook
-from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.processes import cached_property
 from ucudnn.verdict import EQUAL
 
@@ -109,7 +108,7 @@ class KernelMeasurer:
         cached apart from later, more precise times, so that a second tune decides by the same time
         as the first tune.
         """
-        arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
+        arm = self._listed.default
         own = self._session.key(self._listed.problem, arm.algorithm)
         # The first run has its own key, so that a later, more precise time does not replace it.
         kept_as = replace(own, subject=Subject.FIRST_RUN)
@@ -139,7 +138,7 @@ class KernelMeasurer:
         self._records.recall()
         size = max((size for size in self._listed.sizes if size <= most), default=None)
         for arm in self._listed.by_arm:
-            is_wanted = arm.algorithm == DEFAULT_ALGORITHM and bool(self._listed.lists(arm))
+            is_wanted = arm.is_default and bool(self._listed.lists(arm))
             is_new = arm not in self._records.by_arm
             if arm.size == size and is_wanted and is_new and self._in_time([arm]):
                 self._look_at(arm, self._limit)
@@ -181,7 +180,7 @@ class KernelMeasurer:
             return True
         # More time is given only if torch's own convolution does not fit, so that a plan is needed,
         # and only to the one cut that lists torch's own convolution.
-        whole = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
+        whole = self._listed.default
         needs_plan = whole in self._listed.by_arm and not self._records.fits(whole)
         return not needs_plan or self._requests.has_plan()
 
@@ -227,9 +226,7 @@ class KernelMeasurer:
             for arm in listed
             # A single run of torch's own convolution both checks and times it. Other candidates run
             # a second time to be timed.
-            if self._session.end.has_time(
-                1 if arm.algorithm == DEFAULT_ALGORITHM else 2, per_size_ns * arm.size
-            )
+            if self._session.end.has_time(1 if arm.is_default else 2, per_size_ns * arm.size)
         ]
         self.lacks_time |= len(found) < len(listed)
         return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ucudnn.errors import PlanError
 from ucudnn.kernels.confirmation import PLANNED_CALL_NS, Finalist, choose
 from ucudnn.kernels.splits import AbstractSplitTable, known_chunks, plan_by
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
+from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Timing
 from ucudnn.units import format_bytes, format_sizes
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class KernelPlanner:
             # Each pass of this loop returns, raises an error, or lowers the limit for chunks.
             while True:
                 evidence = self._source.evidence()
-                tables = self._tables(evidence)
+                tables = self._source.tables(evidence.usable)
                 is_empty = all(table.is_empty for table in tables)
                 finalists = [] if is_empty else self._finalists(tables, evidence)
                 if not finalists:
@@ -108,7 +108,7 @@ class KernelPlanner:
     def require_split(self) -> None:
         """Raise PlanError if no split fits the limit, unless measuring was cut short."""
         evidence = self._source.evidence()
-        if all(table.is_empty for table in self._tables(evidence)):
+        if all(table.is_empty for table in self._source.tables(evidence.usable)):
             self._refuse_unless_over(evidence)
 
     def _refuse_unless_over(self, evidence: Evidence) -> None:
@@ -122,16 +122,13 @@ class KernelPlanner:
     def _is_cut_short(self) -> bool:
         return self._session.is_over or self._source.lacks_time
 
-    def _tables(self, evidence: Evidence) -> list[AbstractSplitTable]:
-        return self._source.tables(evidence.usable, self._source.bounds.chunk_limit)
-
     def _finalists(
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence
     ) -> list[Finalist]:
         """Splits with times of whole calls: raced, from the cache, or predicted from chunks."""
         # A backend may lack torch's own convolution, such as a recording that does not contain it.
-        applies = self._session.kernel_of(self._problem, DEFAULT_ALGORITHM) is not None
-        default = Split("batch", (Chunk(self._problem.batch, DEFAULT_ALGORITHM),))
+        applies = self._session.implementation_of(self._problem, DEFAULT_ALGORITHM) is not None
+        default = Split.default(self._problem.batch)
         offered = [default] if applies else []
         offered += [split for table in tables for split in table.splits()]
         splits = list(dict.fromkeys(offered))
@@ -152,7 +149,7 @@ class KernelPlanner:
                 entry
                 for entry in evidence.everything
                 if entry.key.problem == self._problem
-                and entry.key.algorithm == DEFAULT_ALGORITHM
+                and entry.key.is_default
                 and entry.status == "ok"
             ),
             None,
@@ -318,5 +315,5 @@ def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | N
         for entries in evidence.known
     )
     # All tables are asked, because slabs may fit where no micro-batch does, for example at batch 1.
-    found = (table.smallest() for table in source.tables(known, limit=None))
+    found = (table.smallest() for table in source.tables(known, is_limited=False))
     return min(filter(None, found), default=None, key=itemgetter(0))

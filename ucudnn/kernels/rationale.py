@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.kernels.splits import BatchSplits, RowSplits, pareto
 from ucudnn.measurement import Measurement, Subject
-from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, KernelPlan, Plan, Split
+from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.problem import Problem
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.units import format_bytes, format_ns
@@ -16,11 +16,11 @@ from ucudnn.units import format_bytes, format_ns
 # The measurements of the plan's machine. Each key is a problem with its batch replaced by 1, so
 # that the measurements of micro-batches of all sizes are under one key. Slabs of each number of
 # rows have a key of their own.
-_Known = dict[Problem, list[Measurement]]
+_ByGeometry = dict[Problem, list[Measurement]]
 # The statuses of those measurements that have a time.
 _TIMED = ("ok", "screened")
 # Ratios of times between 1 and this one are printed as 1.00.
-_SLOWER = 1.005
+_LONGER = 1.005
 # The largest number of alternatives that a rationale lists.
 _MOST = 8
 
@@ -78,7 +78,7 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
     >>> [one.reason for one in rationales(plan, [])[0].alternatives]
     ['takes 1.11 times as long']
     """
-    known: _Known = {}
+    known: _ByGeometry = {}
     for entry in measurements:
         key = entry.key
         there = (key.device, key.software, replace(key.conditions, role=plan.conditions.role))
@@ -93,7 +93,7 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
     )
 
 
-def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
+def _front(problem: Problem, known: _ByGeometry) -> tuple[tuple[int, int], ...]:
     """The front of all splits into chunks that were timed, along either axis."""
     samples, rows = BatchAxis(problem), RowAxis(problem)
     sizes = rows.sizes("powers-of-two")
@@ -153,7 +153,7 @@ def _alternatives(
 def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
     if kernel.default is not None:
         timing = kernel.default
-        split = _undivided(kernel.problem, DEFAULT_ALGORITHM)
+        split = Split.default(kernel.problem.batch)
         yield Alternative(split, timing.time_ns, timing.workspace_bytes, None, True, "")
 
 
@@ -186,12 +186,8 @@ def _of_one_algorithm(problem: Problem, known: Sequence[Measurement]) -> Iterato
     for entry in chunks:
         # An "untimed" candidate ran once, and its workspace was too large for timing it.
         if entry.status == "untimed" and entry.key.problem == problem:
-            split = _undivided(problem, entry.key.algorithm)
+            split = Split.undivided(problem.batch, entry.key.algorithm)
             yield Alternative(split, None, entry.workspace_bytes, None, False, "")
-
-
-def _undivided(problem: Problem, algorithm: str) -> Split:
-    return Split("batch", (Chunk(problem.batch, algorithm),))
 
 
 def _error_of(split: Split, errors: dict[tuple[int, str], float]) -> float | None:
@@ -215,7 +211,7 @@ def _reason(one: Alternative, plan: Plan, kernel: KernelPlan, varying: set[str])
         f"its error is above max_error={most}": _is_above(one.error, most),
         "may give other bits in every run": plan.config.deterministic and names & varying,
         "was not timed": ratio is None,
-        f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _SLOWER,
+        f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _LONGER,
         "steps were not faster with the plan of this kernel": str(kernel.problem) in dropped,
         "its parts add up to less, but it was not raced as a whole call": not one.is_measured,
         "is not faster beyond the noise": True,
@@ -234,5 +230,5 @@ def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iter
         name = entry.key.algorithm
         if entry.status == "failed" and name not in seen and entry.key.subject == Subject.CHUNK:
             seen.add(name)
-            split = _undivided(entry.key.problem, name)
+            split = Split.undivided(entry.key.problem.batch, name)
             yield Alternative(split, None, entry.workspace_bytes, entry.error, False, entry.reason)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.kernels.planner import KernelPlanner
 from ucudnn.kernels.splits import PlanDraft, batches_like_whole
-from ucudnn.split import DEFAULT_ALGORITHM, Chunk, KernelPlan, Split
+from ucudnn.split import KernelPlan, Split
 from ucudnn.units import format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
+    from ucudnn.kernels.items import ImplementationOf
     from ucudnn.kernels.limits import Limits
     from ucudnn.kernels.pool import WorkspacePool
     from ucudnn.kernels.sources import AbstractSource
@@ -43,6 +44,9 @@ class Progress:
     reused: int
     seconds_left: float | None = None
     budget_s: float | None = None
+
+
+Report = Callable[[Progress], None]
 
 
 def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = False) -> None:
@@ -77,7 +81,7 @@ class Results:
     layers: Mapping[Problem, tuple[str, ...]]
     limits: Limits  # with a pool, each kernel's part of it counts instead
     defaults: Mapping[Problem, Measurement]
-    kernel_of: Callable[[Problem, str], str | None]
+    implementation_of: ImplementationOf
     config: Config
     pool: WorkspacePool | None = None
     plans: dict[Problem, KernelPlan] = field(default_factory=dict)
@@ -135,12 +139,13 @@ class Results:
         cut = [p.with_batch(plans[p].uncovered()[-1]) for p in plans if p in self.unfinished]
         return tuple(map(str, missing + cut))
 
-    def limit_of(self, problem: Problem) -> int | None:
-        """Bytes of workspace that a kernel's call may use: its part of the pool, or its limit."""
-        return self.limit_at(problem, problem.batch)
+    def limit_of(self, problem: Problem, batch: int | None = None) -> int | None:
+        """Bytes of workspace that a kernel's call may use: its part of the pool, or its limit.
 
-    def limit_at(self, problem: Problem, batch: int) -> int | None:
-        """Bytes of workspace that a call of the problem with another batch may use."""
+        Args:
+            problem: the kernel.
+            batch: as in `Limits.of`.
+        """
         parts = {} if self.pool is None else self.pool.parts
         return parts.get(problem, self.limits.of(problem, batch))
 
@@ -169,10 +174,10 @@ class Results:
     def _plan_undivided(self, problem: Problem, default: Measurement, note: str) -> KernelPlan:
         timing = default.timing
         assert timing is not None
-        draft = PlanDraft(problem, Split("batch", (Chunk(problem.batch, DEFAULT_ALGORITHM),)))
+        draft = PlanDraft(problem, Split.default(problem.batch))
         # Only the whole batch was timed. Smaller batches that torch computes by the same
         # implementation take no longer, so the plan covers them, too.
-        draft.compute_as_winner(batches_like_whole(problem, self.kernel_of))
+        draft.compute_as_winner(batches_like_whole(problem, self.implementation_of))
         return replace(
             draft.kernel_plan(self.layers[problem], timing.time_ns, timing, timing),
             notes=(note,),
@@ -198,10 +203,8 @@ class Results:
             default = source.look_at_default()
             source.release()
             if default is not None and self._is_allowed(default, source.bounds.limit):
-                kernels = {
-                    n: self.kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) for n in missing
-                }
-                plan = plan.with_default([n for n in missing if kernels[n] == kernels[largest]])
+                alike = batches_like_whole(problem.with_batch(largest), self.implementation_of)
+                plan = plan.with_default({*missing} & {*alike})
             else:
                 plan = _tuned_at(plan, source)
             missing = [n for n in plan.uncovered() if n < largest]

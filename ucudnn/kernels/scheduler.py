@@ -7,7 +7,7 @@ pool is divided before any kernel is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 
 import torch
@@ -21,7 +21,7 @@ from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.planner import KernelPlanner
 from ucudnn.kernels.pool import WorkspacePool
-from ucudnn.kernels.results import Progress, Results, warn_of_untuned
+from ucudnn.kernels.results import Progress, Report, Results, warn_of_untuned
 from ucudnn.kernels.session import Session
 from ucudnn.kernels.sources import AbstractSource, Bounds, Kernel, source_of
 from ucudnn.measurement import Measurement
@@ -44,7 +44,7 @@ class TuningScheduler:
         config: Config,
         layers_by_problem: Mapping[Problem, tuple[str, ...]],
         limits: Limits,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Report | None = None,
         biased: Collection[Problem] = (),
         remeasure: bool = False,
         deadline: Deadline | None = None,
@@ -80,7 +80,7 @@ class TuningScheduler:
         )
         self._shares = StepShares(self.session, layers_by_problem, limits)
         self.results = Results(
-            layers_by_problem, limits, self._shares.defaults, self.session.kernel_of, config
+            layers_by_problem, limits, self._shares.defaults, self.session.implementation_of, config
         )
         if has_pool:
             self.results.pool = WorkspacePool(
@@ -284,7 +284,7 @@ class TuningScheduler:
         """The plan of a kernel, completed at its smaller batches as far as anything fits."""
 
         def source_at(batch: int) -> AbstractSource:
-            limit = self.results.limit_at(plan.problem, batch)
+            limit = self.results.limit_of(plan.problem, batch)
             # Any plan that fits will do, so measuring ends at any possible gain.
             bounds = Bounds(limit, limit, tolerance=1.0)
             return self._source_within(plan.problem, bounds, batch=batch)

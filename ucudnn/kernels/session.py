@@ -13,8 +13,9 @@ from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.failures import CANDIDATE_ERRORS, is_out_of_memory
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
-from ucudnn.kernels.budget import EFFORTS, Effort
+from ucudnn.kernels.budget import EFFORTS, EffortLimits
 from ucudnn.kernels.deadline import Deadline
+from ucudnn.kernels.items import ImplementationOf
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Split
@@ -38,7 +39,7 @@ class Session:
     # When measuring chunks stops, and when timing whole calls stops.
     until: Deadline = field(default_factory=Deadline.never)
     race_until: Deadline = field(default_factory=Deadline.never)
-    effort: Effort = EFFORTS["thorough"]
+    effort: EffortLimits = EFFORTS["thorough"]
     # True: measure everything anew, even if it is in the cache.
     remeasure: bool = False
     # Nothing begins that is expected to end after this moment.
@@ -59,7 +60,7 @@ class Session:
         # were taken on a busy machine.
         self.is_busy = self.backend.state().load > 0
         # Name of the implementation by which an algorithm computes a problem; None if it cannot.
-        self.kernel_of: Callable[[Problem, str], str | None] = lru_cache(None)(self._find_kernel)
+        self.implementation_of: ImplementationOf = lru_cache(None)(self._implementation_of)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
     def key(
@@ -90,10 +91,10 @@ class Session:
         problem = Problem("fprop", 1, 1, 1, (1,), (1,), dtype=dtype)
         return self.key(problem, "", subject=subject)
 
-    def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:
+    def _implementation_of(self, problem: Problem, algorithm: str) -> str | None:
         if self.backend.refusal(problem, algorithm) is not None:
             return None
-        return self.backend.kernel(problem, algorithm)
+        return self.backend.implementation_of(problem, algorithm)
 
     def roofline(self, dtype: str) -> Roofline | None:
         """Peak rates of the machine; None if they are not known or the effort does not use them.

@@ -12,13 +12,13 @@ from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
 from ucudnn.cache.base import key_texts
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.confirmation import Finalist, race, recall_race
+from ucudnn.kernels.confirmation import Finalist, race_calls, recall_race
 from ucudnn.kernels.measurer import KernelMeasurer
 from ucudnn.kernels.session import Session
 from ucudnn.kernels.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
-from ucudnn.split import DEFAULT_ALGORITHM, Split
+from ucudnn.split import Split
 from ucudnn.system.processes import cached_property
 
 # Fields of a key that differ among the entries of one kernel. If a recording lacks a kernel, the
@@ -120,15 +120,15 @@ class AbstractSource(ABC):
 
     def _front(self, measurements: Iterable[Sequence[Measurement]]) -> Front:
         # Splits along all axes compete for the same workspace, so they share one front.
-        tables = self.tables(measurements, self.bounds.chunk_limit)
-        return pareto(point for table in tables for point in table.front())
+        return pareto(point for table in self.tables(measurements) for point in table.front())
 
     def tables(
-        self, measurements: Iterable[Sequence[Measurement]], limit: int | None
+        self, measurements: Iterable[Sequence[Measurement]], is_limited: bool = True
     ) -> list[AbstractSplitTable]:
-        """The split table of each cut, for splits within a limit."""
+        """The split table of each cut, for splits within the bounds, or within any limit."""
+        limit = self.bounds.chunk_limit if is_limited else None
         return [
-            cut.table(cut.axis, cut.sizes, entries, self.session.kernel_of, limit)
+            cut.table(cut.axis, cut.sizes, entries, self.session.implementation_of, limit)
             for cut, entries in zip(self.cuts, measurements, strict=True)
         ]
 
@@ -267,7 +267,7 @@ class LiveSource(AbstractSource):
         if session.race_until.is_over or not session.end.has_time(runs, whole_ns):
             return recall_race(session, problem, splits, has_bias)
         # The measurer that was used last still holds its operands; the others have freed theirs.
-        return race(session, self._working()[-1], problem, splits, has_bias)
+        return race_calls(session, self._working()[-1], problem, splits, has_bias)
 
     def release(self) -> None:
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
@@ -291,7 +291,7 @@ class ReplayedSource(AbstractSource):
         """Torch's own convolution of the whole batch, as it was recorded."""
         samples = BatchAxis(self.kernel.problem)
         whole = self._recall(samples, [samples.extent])
-        known = (entry for entry in whole if entry.key.algorithm == DEFAULT_ALGORITHM)
+        known = (entry for entry in whole if entry.key.is_default)
         return next(known, None)
 
     def evidence(self) -> Evidence:
@@ -309,7 +309,7 @@ class ReplayedSource(AbstractSource):
     def _has_split(self, measurements: Iterable[Sequence[Measurement]]) -> bool:
         """True if chunks of some cut add up to a split within the limit."""
         limit = self.bounds.chunk_limit
-        found = filter(None, (table.smallest() for table in self.tables(measurements, limit)))
+        found = filter(None, (table.smallest() for table in self.tables(measurements)))
         return any(limit is None or least <= limit for least, _ in found)
 
     def known_front(self) -> Front:

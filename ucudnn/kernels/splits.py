@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ucudnn.axis import AbstractAxis, axis_of
-from ucudnn.kernels.items import KernelOf, chunk_items, items_by_role, with_bounded
+from ucudnn.kernels.items import ImplementationOf, chunk_items, items_by_role, with_bounded
 from ucudnn.measurement import Measurement, Role, positions, role_of
 from ucudnn.problem import Problem
 from ucudnn.slabs import slabs
@@ -149,7 +149,7 @@ def end_of(walk: Walk) -> Split | None:
     n, chunks = len(walk), list[Chunk]()
     lone = walk[n - 1].alone
     if lone is not None:
-        return Split("batch", (Chunk(n, lone.algorithm),))
+        return Split.undivided(n, lone.algorithm)
     while n:
         last = walk[n - 1].last
         if last is None:
@@ -193,7 +193,7 @@ class AbstractSplitTable(ABC):
     # Sizes of the chunks that a split may have, whether they were timed or not.
     sizes: Sequence[int]
     measurements: Sequence[Measurement]
-    kernel_of: KernelOf
+    implementation_of: ImplementationOf
     limit: int | None
 
     @property
@@ -256,7 +256,7 @@ class AbstractSplitTable(ABC):
             fitting = [item for item in items if (item.batch, item.algorithm) == wanted]
             if not fitting:
                 return None
-            found.append(min(fitting, key=_time_ns))
+            found.append(min(fitting, key=lambda item: item.time_ns))
         return tuple(found)
 
     def smallest_chunks(self) -> tuple[int, tuple[Chunk, ...]] | None:
@@ -273,7 +273,7 @@ class BatchSplits(AbstractSplitTable):
     @cached_property
     def items(self) -> Items:
         """Micro-batches by role; a batch alone that was not timed may have an upper bound."""
-        return items_by_role(self.axis.problem, self.measurements, self.kernel_of)
+        return items_by_role(self.axis.problem, self.measurements, self.implementation_of)
 
     @property
     def is_empty(self) -> bool:
@@ -292,7 +292,7 @@ class BatchSplits(AbstractSplitTable):
             if item.batch == batch and (limit is None or item.workspace_bytes <= limit)
         ]
         if undivided:
-            splits.append(Split("batch", (Chunk(batch, min(undivided, key=_cost).algorithm),)))
+            splits.append(Split.undivided(batch, min(undivided, key=_cost).algorithm))
         return list(dict.fromkeys(splits))
 
     def smallest(self) -> tuple[int, str] | None:
@@ -313,7 +313,7 @@ class BatchSplits(AbstractSplitTable):
         if winner.axis == self.axis.name and len(winner.chunks) == 1:
             alike = [self.axis.extent]
             if winner.is_default:
-                alike = batches_like_whole(self.axis.problem, self.kernel_of)
+                alike = batches_like_whole(self.axis.problem, self.implementation_of)
             draft.compute_as_winner(alike)
         draft.follow(self._walks)
 
@@ -323,7 +323,7 @@ class BatchSplits(AbstractSplitTable):
         batch, limit = self.axis.extent, self.limit
         # Smaller batches may use chunks that were not timed, with the times of larger chunks. The
         # largest batch is raced, and its prediction must rest on timed chunks only.
-        bounded = with_bounded(self.axis.problem, self.items, self.kernel_of, self.sizes)
+        bounded = with_bounded(self.axis.problem, self.items, self.implementation_of, self.sizes)
         all_choices, timed_choices = self.choices(bounded), self.choices(self.items)
         return tuple(
             _with_end_of(
@@ -389,13 +389,11 @@ class RowSplits(AbstractSplitTable):
         }
         # At another batch an algorithm may run another implementation, whose workspace is not
         # known.
+        found = self.implementation_of
         return [
             n
             for n in range(1, problem.batch + 1)
-            if all(
-                self.kernel_of(part.with_batch(n), algorithm) == self.kernel_of(part, algorithm)
-                for part, algorithm in parts
-            )
+            if all(found(part.with_batch(n), name) == found(part, name) for part, name in parts)
         ]
 
 
@@ -419,16 +417,13 @@ def plan_by(
     return draft.kernel_plan(layers, predicted, timing, default)
 
 
-def batches_like_whole(problem: Problem, kernel_of: KernelOf) -> list[int]:
+def batches_like_whole(problem: Problem, implementation_of: ImplementationOf) -> list[int]:
     """The batches for which torch's default runs the implementation of the largest batch."""
-    whole = kernel_of(problem, DEFAULT_ALGORITHM)
     # torch chooses an implementation by batch. If the one for the largest batch has won, this does
     # not show that the one for another batch is fast.
-    return [
-        n
-        for n in range(1, problem.batch + 1)
-        if kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) == whole
-    ]
+    batches = (problem.with_batch(n) for n in range(1, problem.batch + 1))
+    found = [implementation_of(one, DEFAULT_ALGORITHM) for one in batches]
+    return [n for n, name in enumerate(found, start=1) if name == found[-1]]
 
 
 def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[Item, ...] | None:
@@ -453,10 +448,6 @@ def _worthwhile(items: Items, least_ns: int) -> Items:
         position: [item for item in group if position == Role.ALONE or item.time_ns >= least_ns]
         for position, group in items.items()
     }
-
-
-def _time_ns(item: Item) -> int:
-    return item.time_ns
 
 
 def _walk_all(

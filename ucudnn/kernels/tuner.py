@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,11 +29,11 @@ from ucudnn.execution.validity import require_real
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.noise import noise_of
-from ucudnn.kernels.results import Progress
+from ucudnn.kernels.results import Report
 from ucudnn.kernels.scheduler import TuningScheduler
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.outcomes import Origin
-from ucudnn.plan import DEFAULT_ALGORITHM, Plan
+from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
@@ -50,7 +50,7 @@ _measuring = ForkSafeLock()
 def tune_problems(
     layers: Iterable[tuple[str, Problem]],
     config: Config | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Report | None = None,
     measurements: AbstractCache | None = None,
     backend: AbstractBackend | None = None,
     biased: Collection[Problem] = (),
@@ -266,5 +266,5 @@ def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 def _is_engine(entry: Measurement) -> bool:
     """True for a chunk by an engine of cuDNN without bias, which cuDNN can list without a GPU."""
     # torch's own convolution is left out, because it exists with any version of cuDNN.
-    is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
+    is_candidate = entry.key.subject == Subject.CHUNK and not entry.key.is_default
     return is_candidate and not entry.adds_bias

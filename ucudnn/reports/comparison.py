@@ -37,7 +37,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PlanComparison:
     """The comparison of two plans."""
 
     one: Plan
@@ -72,7 +72,7 @@ class Comparison:
         }
 
 
-def compare(one: Plan, other: Plan) -> Comparison:
+def compare(one: Plan, other: Plan) -> PlanComparison:
     """Compare two plans.
 
     >>> from ucudnn.config import Config
@@ -86,7 +86,7 @@ def compare(one: Plan, other: Plan) -> Comparison:
     # Kernels in the order of the first plan, then kernels that only the second plan has.
     problems = dict.fromkeys([*kernels[0], *kernels[1]])
     pairs = tuple(Pair(p, kernels[0].get(p), kernels[1].get(p)) for p in problems)
-    return Comparison(one, other, tuple(_differences(one, other)), pairs)
+    return PlanComparison(one, other, tuple(_differences(one, other)), pairs)
 
 
 def _differences(one: Plan, other: Plan) -> Iterator[PlanDifference]:

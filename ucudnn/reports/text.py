@@ -12,7 +12,7 @@ from rich.table import Table
 from ucudnn.kernels.noise import noise_of
 from ucudnn.outcomes import LayoutRace, StepMemory
 from ucudnn.plan import Chunk, KernelPlan, Plan, Split, Timing
-from ucudnn.reports.comparison import Comparison
+from ucudnn.reports.comparison import PlanComparison
 from ucudnn.system.markup import csv_table
 from ucudnn.units import format_bytes, format_ns
 
@@ -303,7 +303,7 @@ def _in_words(repeated: Chunk | str, splits: list[Split]) -> str:
     return f"chunks of {repeated.size} {repeated.algorithm}{rest}"
 
 
-def comparison_table(found: Comparison, names: tuple[str, str]) -> Table:
+def comparison_table(found: PlanComparison, names: tuple[str, str]) -> Table:
     """Table with a row per kernel that two plans compute differently, by each plan's own times."""
     table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
@@ -330,7 +330,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
     return _time(kernel.timing), workspace, _gain(kernel) or "-"
 
 
-def comparison_summary(found: Comparison, names: tuple[str, str]) -> list[str]:
+def comparison_summary(found: PlanComparison, names: tuple[str, str]) -> list[str]:
     """Sentences on how many kernels two plans compute alike, and on the totals of each plan."""
     same = len(found.pairs) - len(found.changed)
     if not found.changed:

@@ -34,6 +34,7 @@ from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
     batch_of,
+    cloned,
     gradient_mode,
     nudge_,
     parts_of,
@@ -249,13 +250,13 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
         with SameInLayouts(), numbers if same else nullcontext():
             for part in parts_of(own, steps.division.micro_batch):
                 outputs, leaves = run_with_leaves(model, part, is_training)
-                outcome.results.append([_copy(one) for one in take_apart(outputs)[0]])
+                outcome.results.append([cloned(one) for one in take_apart(outputs)[0]])
                 outcome.inputs.append([one.grad for one in leaves])
                 del outputs
         now = random.getstate(), np.random.get_state(legacy=False)
         outcome.draws = not same or bool(numbers.drawn) or not _are_equal(before, now)
         outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
-        outcome.left = {f"the buffer {k!r}": [_copy(v)] for k, v in model.named_buffers()}
+        outcome.left = {f"the buffer {k!r}": [cloned(v)] for k, v in model.named_buffers()}
         for name, module in model.named_modules():
             outcome.left |= left_by(module, name)
         outcome.left |= {f"what hooks of {k!r} received": v for k, v in received.items()}
@@ -337,7 +338,7 @@ def _received(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
 
     def note(name: str, module: nn.Module, args: Any, result: Any) -> None:
         del module, args
-        received.setdefault(name, []).extend(_copy(one) for one in tensors_of(result))
+        received.setdefault(name, []).extend(cloned(one) for one in tensors_of(result))
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -351,10 +352,6 @@ def _are_equal(one: Any, other: Any) -> bool:
     numpys = one[1]["state"], other[1]["state"]
     is_same = numpys[0]["pos"] == numpys[1]["pos"]
     return one[0] == other[0] and is_same and np.array_equal(numpys[0]["key"], numpys[1]["key"])
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _between(truth: _Outcome, found: _Outcome) -> Difference:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ucudnn.backends.tensors import PLAIN
 from ucudnn.errors import UnsupportedError, first_line
 from ucudnn.execution.compiling import contexts_apart, recompiled
 
@@ -99,7 +100,7 @@ def _refusal(reason: str) -> UnsupportedError:
 def _memory(model: nn.Module) -> set[int]:
     """Memory addresses of a model's parameters and buffers, except those without memory."""
     tensors = [*model.parameters(), *model.buffers()]
-    plain = [one for one in tensors if type(one) in (Tensor, nn.Parameter)]
+    plain = [one for one in tensors if type(one) in PLAIN]
     plain = [one for one in plain if one.layout is torch.strided and not one.is_quantized]
     return {one.untyped_storage().data_ptr() for one in plain} - {0}
 

@@ -37,7 +37,7 @@ from ucudnn.outcomes import Foresight
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.segment import WHOLE, StepDivision
-from ucudnn.steps.operators import SMALL_NS, Inside, Result, operators_of
+from ucudnn.steps.operators import SMALL_NS, Inside, TensorSpec, operators_of
 from ucudnn.steps.profile import (
     ConvolutionCall,
     Held,
@@ -180,7 +180,7 @@ class _StepLog(StepRecorder):
         self.counts.append(count)
         return self._sole is not None and count == self._sole
 
-    def _as_really(self, result: Any, real: Sequence[Result]) -> Any:
+    def _as_really(self, result: Any, real: Sequence[TensorSpec]) -> Any:
         """The result of an operator with the layout, dtype and storage that real tensors have."""
         leaves = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if len(leaves) != len(real) or not all(isinstance(one, FakeTensor) for one in leaves):
@@ -188,7 +188,7 @@ class _StepLog(StepRecorder):
         changed: dict[int, Tensor] = {}
         for one, found in zip(leaves, real, strict=True):
             is_new = one.untyped_storage() not in self._seen and one.shape == found.shape
-            if is_new and Result.of(one) != found:
+            if is_new and TensorSpec.of(one) != found:
                 size = found.storage_bytes // found.dtype.itemsize
                 room = torch.empty(size, dtype=found.dtype, device=one.device)
                 changed[id(one)] = room.as_strided(found.shape, found.stride)

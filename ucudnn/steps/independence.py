@@ -26,7 +26,7 @@ from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, left_by, values_in
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment, Stretch
-from ucudnn.steps.run import STEP_ERRORS, same_random_states, tensors_of
+from ucudnn.steps.run import STEP_ERRORS, cloned, same_random_states, tensors_of
 from ucudnn.steps.same_numbers import SameForSamples, seed_extremes
 
 # Differences of two results up to these fractions of their largest value are tolerated, because
@@ -156,24 +156,24 @@ def _examined(
             _hide(one.module, one, stack)
         for name, (module, stretch) in places.items():
             own = nn.Sequential() if stretch else module
-            probe = _Probe(own, None, name, sizes[name], deadline, with_backward, found, busy)
+            how = sizes[name], deadline, with_backward, found, busy
+            probe = _Probe(own, own.forward, name, *how)
             if stretch:
                 sequences[id(module)].stretches.append((stretch, probe))
             else:
-                probe.hidden = _hide(module, probe, stack)
+                _hide(module, probe, stack)
         step()
     return found
 
 
-def _hide(module: nn.Module, forward: Callable[..., Any], stack: ExitStack) -> Any:
-    """Hide a module's forward until a stack is closed; return one that was hidden already."""
-    hidden = vars(module).get("forward")
-    vars(module).update(forward=forward)
-    if hidden is None:
-        stack.callback(vars(module).pop, "forward")
+def _hide(module: nn.Module, forward: Callable[..., Any], stack: ExitStack) -> None:
+    """Hide a module's forward, and an attribute that hides it already, until a stack is closed."""
+    attributes = vars(module)
+    if "forward" in attributes:
+        stack.callback(attributes.update, forward=attributes["forward"])
     else:
-        stack.callback(vars(module).update, forward=hidden)
-    return hidden
+        stack.callback(attributes.pop, "forward")
+    attributes["forward"] = forward
 
 
 @dataclass
@@ -181,7 +181,7 @@ class _Probe:
     """Replaces a module's forward: it tests the module, and then calls the replaced forward."""
 
     module: nn.Module
-    hidden: Callable[..., Any] | None
+    forward: Callable[..., Any]
     name: str
     size: int
     deadline: Deadline
@@ -192,11 +192,10 @@ class _Probe:
     rows: set[int] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.hidden or type(self.module).forward.__get__(self.module)
-        self.test(forward, (args, kwargs))
-        return forward(*args, **kwargs)
+        self.test((args, kwargs))
+        return self.forward(*args, **kwargs)
 
-    def test(self, forward: Callable[..., Any], arguments: Any) -> None:
+    def test(self, arguments: Any) -> None:
         """Test the module with the arguments of a call."""
         # A module is not tried while a module around it is being tried. It is tried again in each
         # later call, until one shows a reason against micro-batches.
@@ -208,7 +207,7 @@ class _Probe:
         else:
             self.busy.append(self)
             try:
-                found = self._finding(forward, arguments)
+                found = self._finding(arguments)
             finally:
                 self.busy.clear()
             leaves, _ = take_apart(arguments)
@@ -233,14 +232,14 @@ class _Probe:
             infers_in=() if reason else _united(before.infers_in, found.infers_in),
         )
 
-    def _finding(self, forward: Callable[..., Any], arguments: Any) -> Independence:
+    def _finding(self, arguments: Any) -> Independence:
         is_training = self.with_backward and torch.is_grad_enabled()
         # Inside a checkpoint of the model's own, the trial must save nothing that this checkpoint
         # would count.
         is_inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         apart = saved_tensors_hooks(Tensor.detach, _same) if is_inside else nullcontext()
         with torch.set_grad_enabled(is_training), same_random_states(), apart:
-            trial = _Trial(self.module, forward, arguments, is_training)
+            trial = _Trial(self.module, self.forward, arguments, is_training)
             try:
                 found = trial.finding(self.size, self.deadline)
             except STEP_ERRORS as error:
@@ -271,7 +270,7 @@ class _Sequence:
                 if stretch.begin == place:
                     probe.module._modules = dict(children[place : stretch.end])
                     probe.module.training = self.module.training
-                    probe.test(probe.module.forward, ((input,), {}))
+                    probe.test(((input,), {}))
             assert child is not None
             input = child(input)
         return input
@@ -567,7 +566,7 @@ class _Trial:
     def _runs(self, sizes: Sequence[int]) -> Iterator[_Run]:
         # As in a segment, parts are views of the batch, whose strides a copy may not have.
         leaves, nest = take_apart(self._arguments, lambda one: id(one) in self._cut)
-        whole = put_together([*map(_copy, leaves)], nest)
+        whole = put_together([*map(cloned, leaves)], nest)
         for part in cut_up(whole, sizes, self._cut, self._shared):
             yield self._run(part, is_copy=True)
 
@@ -598,7 +597,7 @@ class _Trial:
             if seed is not None:
                 torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
             if is_second:
-                own = put_together([*map(_copy, leaves)], nest)
+                own = put_together([*map(cloned, leaves)], nest)
                 self._forward(*own[0], **own[1])
                 self._put_back_numbers()
             numbers = self._before.numbers()
@@ -736,10 +735,6 @@ def _memory(tensor: Tensor) -> int:
 
 def _row_of(where: slice, count: int, gradient: Any) -> Any:
     return gradient[where] if _has_rows(gradient, count) else None
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _at(where: slice, results: Sequence[Any]) -> list[Any]:

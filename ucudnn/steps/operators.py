@@ -32,7 +32,7 @@ _COUNTS, _SHAPES = ("N",), ("size", "input_size", "input_sizes", "self_sizes")
 _ERRORS = (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError, MemoryError)
 
 
-class Result(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor that an operator returns."""
 
     shape: tuple[int, ...]
@@ -41,12 +41,12 @@ class Result(NamedTuple):
     storage_bytes: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Result:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         """The description of a tensor."""
         size = tensor.untyped_storage().nbytes()
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, size)
 
-    def extended(self, count: int, batch: int) -> Result:
+    def extended(self, count: int, batch: int) -> TensorSpec:
         """This result of `count` samples as one of a batch, whose samples follow one another."""
         if self.shape[:1] != (count,) or self.stride[0] < max(self.stride):
             return self
@@ -60,7 +60,7 @@ class Inside(NamedTuple):
     workspace_bytes: int
     time_ns: int
     # What it really returns, which some operators do not on fake tensors; empty: not known.
-    results: tuple[Result, ...] = ()
+    results: tuple[TensorSpec, ...] = ()
 
 
 class OperatorTable:
@@ -182,7 +182,7 @@ class OperatorTable:
         workspace = max(span.peak_bytes for span in spans) - spans[-1].end_bytes
         tensors = [one for one in tree_leaves(results[-1]) if isinstance(one, Tensor)]
         is_plain = all(one.layout is torch.strided for one in tensors)
-        found = tuple(map(Result.of, tensors)) if is_plain else ()
+        found = tuple(map(TensorSpec.of, tensors)) if is_plain else ()
         return Inside(max(0, workspace), sorted(times)[len(times) // 2], found)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ucudnn.backends.tensors import PLAIN
 from ucudnn.errors import UcudnnError
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.compiling import (
@@ -245,7 +246,7 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     places = {tensor.device.type for tensor in tensors}
     if places != {device_type}:
         return f"steps run on {device_type}, and tensors are on {', '.join(sorted(places))}"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+    if any(type(tensor) not in PLAIN for tensor in tensors):
         return "parameters or inputs are no plain tensors"
     is_in_job = dist.is_available() and dist.is_initialized()
     # A SyncBatchNorm would wait for the other ranks, which may run no step now, or another number
@@ -253,6 +254,11 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     if is_in_job and any(type(one) is nn.SyncBatchNorm and one.training for one in model.modules()):
         return "a SyncBatchNorm computes with all ranks"
     return ""
+
+
+def cloned(leaf: Any) -> Any:
+    """A copy of a tensor, without its graph; anything else as it is."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

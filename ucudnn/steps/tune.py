@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from time import monotonic
@@ -18,7 +18,7 @@ from ucudnn.execution.channels_last import memory_format_of, why_not_channels_la
 from ucudnn.execution.compiling import is_compiled, original_of
 from ucudnn.kernels.budget import EFFORTS
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.results import Progress
+from ucudnn.kernels.results import Progress, Report
 from ucudnn.kernels.tuner import device_type, tune_problems
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
@@ -42,7 +42,6 @@ from ucudnn.steps.tracing import Traced, trace_layers
 # A search for segments may take this part of the time.
 _SEARCH = 0.5
 
-Report = Callable[[Progress], None]
 
 # Steps are compared on a part of the batch, if this many times the peak of torch's step exceed the
 # memory that is free.

@@ -15,6 +15,7 @@ certain shapes, strides and alignments. Each module imports only modules above i
     backend.py      on a GPU: `AbstractBackend` of `ucudnn.backends`, made of the modules above
 
 To build a plan on a device of this machine, call `Target(cudnn, handle=handle)` of graph.py, then
-`build(target, problem, identity, beta=0.0)` of engine.py. To plan for a device that is not here,
-call `Target(cudnn, device=profile.descriptor(cudnn))` in the child process, then `build`.
+`build_plan(target, problem, identity, beta=0.0)` of engine.py. To plan for a device that is not
+here, call `Target(cudnn, device=profile.descriptor(cudnn))` in the child process, then
+`build_plan`.
 """

@@ -18,7 +18,7 @@ from ucudnn.backends.cudnn.api import Cudnn, find_library
 from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
 from ucudnn.backends.cudnn.gpu import empty_raw
-from ucudnn.backends.cudnn.graph import views_of
+from ucudnn.backends.cudnn.graph import MOST_ELEMENTS, views_of
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import padded, torch_dtype
 from ucudnn.config import ranks_per_device
@@ -27,7 +27,6 @@ from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
 
-_MOST_ELEMENTS = 2**31 - 1  # per tensor, because engines index elements with 32 bits
 # Engines that compute wrong results if the padding at both ends of an axis differs, without an
 # error. Found with cuDNN 9.19 on an H100; PyTorch never asks cuDNN for such padding.
 _WRONG_WITH_UNEQUAL_PADDING = {"fprop": (), "dgrad": (50,), "wgrad": (1, 18, 20)}
@@ -164,7 +163,7 @@ class CudnnBackend(AbstractBackend):
         if algorithm == DEFAULT_ALGORITHM:
             return None
         largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
-        if largest > _MOST_ELEMENTS:
+        if largest > MOST_ELEMENTS:
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
         return _engine_refusal(problem, algorithm)
 
@@ -206,7 +205,7 @@ class CudnnBackend(AbstractBackend):
             and self.refusal(problem, one.identity) is None
         )
 
-    def kernel(self, problem: Problem, algorithm: str) -> str:
+    def implementation_of(self, problem: Problem, algorithm: str) -> str:
         """The algorithm's name: an engine is one implementation, and torch hides its choice."""
         del problem
         return algorithm
@@ -235,7 +234,7 @@ class CudnnBackend(AbstractBackend):
         try:
             for beta in (0.0, 1.0) if adds else (0.0,):
                 views = views_of(problem)
-                self.runtime.build(self._index, problem, algorithm, 1.0, beta, views)
+                self.runtime.build_plan(self._index, problem, algorithm, 1.0, beta, views)
         except (UnsupportedError, RuntimeError) as error:
             return str(error)
         return None

@@ -183,7 +183,7 @@ def _name(notes: type[NumericalNote | BehaviorNote], kind: str, value: int) -> s
     return notes(value).name if value in list(notes) else f"{kind}_{value}"
 
 
-def build(
+def build_plan(
     target: Target,
     problem: Problem,
     identity: str,

@@ -166,7 +166,7 @@ class EngineExecutable(Executable):
         views = Views(*(_view(tensor, problem.layout) for tensor in tensors))
         device = a.get_device()
         try:
-            plan = self._runtime.build(device, problem, self._identity, alpha, beta, views)
+            plan = self._runtime.build_plan(device, problem, self._identity, alpha, beta, views)
         except UnsupportedError as error:
             if views == Views(*(View(view.strides) for view in views_of(problem))):
                 raise RefusedError(str(error)) from error  # a copy would have the same layout

@@ -21,7 +21,7 @@ from ucudnn.problem import Problem, strides_of
 ALIGNMENT_BYTES = 16  # the most that any engine asks for
 # The limit of 32-bit indices. cuDNN also lists engines for larger tensors, but none of those
 # engines was tested on a device.
-_MOST_ELEMENTS = 2**31 - 1
+MOST_ELEMENTS = 2**31 - 1
 # A variant pack refers to tensors by these numbers, which only have to be distinct.
 X_UID, W_UID, Y_UID, BIAS_UID, _SUM_UID = 1, 2, 3, 4, 5
 _DATA_TYPES = {
@@ -135,9 +135,9 @@ def _require_small(problem: Problem, name: str, shape: tuple[int, ...], view: Vi
     # The distance from the first to the last element counts, because a strided view spans more
     # memory than it has elements.
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
-    if span > _MOST_ELEMENTS:
+    if span > MOST_ELEMENTS:
         raise UnsupportedError(
-            f"a tensor for cuDNN spans at most {_MOST_ELEMENTS} elements, {name} of {problem} "
+            f"a tensor for cuDNN spans at most {MOST_ELEMENTS} elements, {name} of {problem} "
             f"spans {span}; use a smaller batch"
         )
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
-from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build, configurations
+from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build_plan, configurations
 from ucudnn.backends.cudnn.graph import Target, Views
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
@@ -63,7 +63,7 @@ class Runtime:
         with self._building, torch.cuda.device(device):
             return configurations(self._target(device), problem, bias=bias)
 
-    def build(
+    def build_plan(
         self, device: int, problem: Problem, identity: str, alpha: float, beta: float, views: Views
     ) -> ExecutionPlan:
         """Build a plan that computes alpha * convolution + beta * (old value of the result).
@@ -72,7 +72,7 @@ class Runtime:
         """
         with self._building, torch.cuda.device(device), _failures():
             target = self._target(device)
-            return build(target, problem, identity, alpha=alpha, beta=beta, views=views)
+            return build_plan(target, problem, identity, alpha=alpha, beta=beta, views=views)
 
     def _target(self, device: int) -> Target:
         return Target(self.cudnn, handle=self._handle(device))

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import memory_format, torch_dtype
+from ucudnn.backends.tensors import Slices, memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.units import format_bytes
 
-Slices = tuple[slice, ...]
 # Names of implementations: those by oneDNN, and those in which aten multiplies im2col columns.
 ONEDNN_KERNELS = frozenset({"onednn", "onednn_nhwc"})
 COLUMN_KERNELS = frozenset(

@@ -105,7 +105,7 @@ class TorchCpuBackend(AbstractBackend):
         # A slab has few rows, so that a filter may reach beyond it. Then oneDNN's half-precision
         # kernels read memory outside the operands. For a whole problem, torch's own convolution is
         # not refused for that reason.
-        if reason is None and self.kernel(problem, algorithm) in ONEDNN_KERNELS:
+        if reason is None and self.implementation_of(problem, algorithm) in ONEDNN_KERNELS:
             reason = cramped_refusal(problem)
         return reason
 
@@ -169,7 +169,7 @@ class TorchCpuBackend(AbstractBackend):
     def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
         return allocated_spans(run)
 
-    def kernel(self, problem: Problem, algorithm: str) -> str:
+    def implementation_of(self, problem: Problem, algorithm: str) -> str:
         return chosen_kernel(problem) if algorithm == "torch_default" else algorithm
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:

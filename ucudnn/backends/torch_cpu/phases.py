@@ -18,8 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import memory_format
-from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, Slices, empty
+from ucudnn.backends.tensors import Slices, memory_format
+from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, empty
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.operators import OneDnn, cramped_refusal
 from ucudnn.problem import Problem

@@ -89,7 +89,7 @@ def install(profile: str) -> None:
         return Target(self.cudnn, device=descriptors["of the device"])
 
     runtime.Runtime._target = target  # type: ignore[method-assign]
-    runtime.build = _building(runtime.build)
+    runtime.build_plan = _building(runtime.build_plan)
     runtime.Runtime.pack = lambda _, __, *addresses: _Pack(*addresses)  # type: ignore[method-assign]
     runtime.Runtime.launch = _launch  # type: ignore[method-assign]
     _let_torch_see_its_tensors()
@@ -165,7 +165,7 @@ def _exact(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _let_torch_see_its_tensors() -> None:
     """Tell torch the true devices of tensors where it asks for them below Python."""
-    from ucudnn import tracing
+    from ucudnn.steps import tracing
 
     BACKENDS["cudnn"] = replace(BACKENDS["cudnn"], dispatch_key="CPU")
     trace_layers = tracing.trace_layers
