@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ucudnn.errors import PlanError
-from ucudnn.segment import StepDivision
+from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.units import Count, Ratio, format_bytes, format_ns, format_sizes
 from ucudnn.verdict import HINTED_GAIN, Interval, is_loss
 
@@ -191,7 +191,7 @@ class Way:
         rounds: rounds of that race; 0 if there was none.
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
-        division: segments and micro-batches of the step; None if the name alone tells them.
+        division: segments and micro-batches of the step; in a plan, the name alone tells them.
     """
 
     kind: Literal["torch", "segments", "loop", "plan"]
@@ -206,12 +206,16 @@ class Way:
     high: Ratio = 1.0
     rounds: Count = 0
     is_allowed: bool = True
-    division: StepDivision | None = None
+    division: StepDivision = WHOLE
 
     @property
     def most_bytes(self) -> int:
         """The measured peak, or else the foreseen one."""
         return self.peak_bytes or self.foreseen_bytes
+
+    def fits(self, limit: int) -> bool:
+        """True if it may be chosen, and is foreseen to have a peak within a limit in bytes."""
+        return self.is_allowed and self.foreseen_bytes <= limit
 
     @property
     def step_ns(self) -> int:

@@ -320,14 +320,14 @@ def test_a_faster_step_may_exceed_the_budget_by_workspace(lost, size, monkeypatc
     budget = max(of_four.own_peak_bytes, of_two.peak_bytes) + 4096
     assert budget < of_four.peak_bytes
 
-    def timed(_, seen):
+    def timed(search, way):
         # Micro-batches of four samples are the fastest, and everything but loops is slow; all is
         # slower than it is foreseen to be.
-        seen.times_ns = [{4: 1, 2: 2}.get(seen.division.micro_batch, 100) * 1000 * MS]
+        search.note(way, {4: 1, 2: 2}.get(way.division.micro_batch, 100) * 1000 * MS)
 
     monkeypatch.setattr(SegmentSearch, "run", timed)
     monkeypatch.setattr(
-        SegmentSearch, "faster_of", lambda _, *two: min(two, key=lambda s: s.time_ns)
+        SegmentSearch, "faster_of", lambda _, *two: min(two, key=lambda way: way.step_ns)
     )
     monkeypatch.setattr("ucudnn.steps.fit._lost", Mock(return_value=lost))
     plan = tuned(model, x, budget, loop=True, cache=tmp_path)

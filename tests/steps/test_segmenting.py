@@ -16,6 +16,7 @@ from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.segment import WHOLE, Segment, StepDivision
+from ucudnn.steps.costs import SegmentCosts
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.run import tensors_of
 from ucudnn.steps.search import SegmentSearch
@@ -163,11 +164,11 @@ def searching(model: nn.Module, x: Tensor) -> SegmentSearch:
 
 def test_micro_batches_are_kept_where_there_is_memory():
     search = searching(blocks(groups), torch.randn(IMAGES))
-    found = search.within(search.seen[0].peak_bytes // 2)
-    assert found.peak_bytes <= search.seen[0].peak_bytes // 2
+    found = search.within(search.ways[0].foreseen_bytes // 2)
+    assert found.foreseen_bytes <= search.ways[0].foreseen_bytes // 2
     assert any(one.kept for one in found.division.segments)
     # The fewer micro-batches keep their activations, the smaller is the estimate of the peak.
-    peaks = [one for one in search.table().front() if one[0] < found.peak_bytes]
+    peaks = [one for one in search.costs.table().front() if one[0] < found.foreseen_bytes]
     assert peaks, "smaller peaks take longer"
 
 
@@ -223,17 +224,17 @@ def test_a_budget_that_nothing_could_keep_is_refused_at_once():
 
 def test_what_is_foreseen_is_what_steps_measure():
     search = searching(blocks(none), torch.randn(IMAGES))
-    whole = search.seen[0]
-    held = whole.profile.held.total
-    assert max(dict(search.table().front())) == whole.peak_bytes - held
+    whole = search.ways[0]
+    held = search.profile(whole).held.total
+    assert max(dict(search.costs.table().front())) == whole.foreseen_bytes - held
     for size in (4, 2, 1):
         seen = search.foresee(StepDivision((Segment("", size),)))
-        assert seen.peak_bytes - held < (whole.peak_bytes - held) * (size / 8 + 0.2)
-        search.run(seen)
-        assert seen.real_bytes == pytest.approx(seen.peak_bytes, rel=1e-3)
+        assert seen.foreseen_bytes - held < (whole.foreseen_bytes - held) * (size / 8 + 0.2)
+        ran = search.run_if_fits(seen)
+        assert ran.peak_bytes == pytest.approx(seen.foreseen_bytes, rel=1e-3)
     assert search.foresee(WHOLE) is whole
-    best = search.within(whole.peak_bytes // 3)
-    assert best.peak_bytes <= whole.peak_bytes // 3
+    best = search.within(whole.foreseen_bytes // 3)
+    assert best.foreseen_bytes <= whole.foreseen_bytes // 3
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -241,13 +242,13 @@ def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop, monk
     model, x = blocks(none, 8, 12), torch.randn(8, 3, 64, 64)
     search = searching(model, x)
     one = search.foresee(StepDivision(micro_batch=1) if loop else StepDivision((Segment("", 1),)))
-    held = one.profile.held.total
-    limit = held + (one.peak_bytes - held) * 9 // 10
+    held = search.profile(one).held.total
+    limit = held + (one.foreseen_bytes - held) * 9 // 10
     # Without stretches, which may need no micro-batches.
-    monkeypatch.setattr(SegmentSearch, "_stretches_of", lambda *_: [])
+    monkeypatch.setattr(SegmentCosts, "_stretches_of", lambda *_: [])
     seen = search.in_parts(limit, inside=True) if loop else search.within(limit, inside=True)
     assert seen is not None
-    assert seen.peak_bytes <= limit
+    assert seen.foreseen_bytes <= limit
     segments, size = seen.division
     assert (size is not None) == loop
     assert len(segments) > 1 - loop
@@ -261,10 +262,10 @@ def test_of_two_steps_the_times_taken_in_turn_decide(monkeypatch):
     )
     turns = {loop.division: itertools.cycle((5, 9, 9)), segment.division: itertools.repeat(8)}
     monkeypatch.setattr(search, "elapsed_ns", lambda one: next(turns[one]))
-    loop.times_ns = [1]
+    search.note(loop, 1)
     faster = search.faster_of(loop, segment)
     assert (faster.division, faster.time_ns) == (segment.division, 8)
-    assert loop.time_ns == 9
+    assert search.foresee(loop.division).time_ns == 9
     assert search.faster_of(segment, segment) is segment
 
 
@@ -272,8 +273,9 @@ def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():
     model = nn.Sequential(*blocks(groups, 8, 12)[:13], nn.Conv2d(8, 8, 1))
     search = searching(model, torch.randn(8, 3, 72, 72))
     inside = (Segment(str(number), None) for number in range(1, 13))
-    wanted = search.foresee(StepDivision((Segment("", 1), *inside))).peak_bytes
-    assert search.within(search.seen[0].profile.held.total + 1, inside=True).peak_bytes <= wanted
+    wanted = search.foresee(StepDivision((Segment("", 1), *inside))).foreseen_bytes
+    held = search.profile(search.ways[0]).held.total
+    assert search.within(held + 1, inside=True).foreseen_bytes <= wanted
 
 
 class Overwriting(nn.Module):
@@ -292,7 +294,7 @@ class Overwriting(nn.Module):
 def test_a_model_that_cannot_be_recomputed_selectively_is_searched_all_the_same():
     model, x = Overwriting(), torch.randn(4, 3, 16, 16)
     model(x).sum().backward()
-    assert [one.division for one in searching(model, x).seen] == [WHOLE]
+    assert [one.division for one in searching(model, x).ways] == [WHOLE]
 
 
 def test_tuning_runs_a_step_that_is_recomputed_selectively(tmp_path):
@@ -321,7 +323,7 @@ def test_the_peak_of_a_recomputed_block_is_foreseen_exactly(size, selective):
     one = Segment("2", size, selective=selective)
     search = searching(model, x)
     search.foresee(StepDivision((one,)))
-    known = search._known[one, 0]
+    known = search.costs._costs[one, 0]
     # torch.utils.checkpoint keeps the state of a random number generator for each micro-batch.
     states = len(x) // (size or len(x)) * torch.get_rng_state().numel() * 5 // 4
     for name in ("kept_bytes", "peak_bytes"):
@@ -332,10 +334,10 @@ def test_the_peak_of_a_recomputed_block_is_foreseen_exactly(size, selective):
 def test_steps_that_fit_are_timed_again_because_one_of_them_was_slow_by_chance(monkeypatch):
     search = searching(blocks(groups), torch.randn(IMAGES))
     slower, faster = (search.foresee(StepDivision((Segment("", size),))) for size in (4, 2))
-    limit = max(slower.peak_bytes, faster.peak_bytes)
-    for one in search.seen:
-        one.times_ns = [{slower.division: 900, faster.division: 1000}.get(one.division, 2000)]
+    limit = max(slower.foreseen_bytes, faster.foreseen_bytes)
+    for one in search.ways:
+        search.note(one, {slower.division: 900, faster.division: 1000}.get(one.division, 2000))
     times = {slower.division: 800, faster.division: 700}
     monkeypatch.setattr(search, "elapsed_ns", lambda division: times.get(division, 2000))
-    monkeypatch.setattr(search, "run", lambda seen: seen.times_ns.append(2000))
+    monkeypatch.setattr(search, "run", lambda way: search.note(way, 2000))
     assert search.within(limit).division == faster.division

@@ -49,7 +49,7 @@ from ucudnn.steps.run import (
     reason_against_steps,
     undisturbed,
 )
-from ucudnn.steps.search import Seen, SegmentSearch
+from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_bytes
 
@@ -276,9 +276,9 @@ class _Trials:
             first = self.backend.elapsed_ns(steps)
             return first if 3 * first > 1e10 else self.backend.elapsed_ns(steps)
 
-    def _add(self, name: str, seen: Seen) -> None:
-        if all(way.division != seen.division and way.name != name for way in self.ways):
-            self.ways.append(replace(seen.way, name=name, division=seen.division))
+    def _add(self, name: str, way: Way) -> None:
+        if all(one.division != way.division and one.name != name for one in self.ways):
+            self.ways.append(replace(way, name=name))
 
     def _all_ways(self, has_other: bool) -> None:
         """Try all ways, the most useful first."""
@@ -307,10 +307,9 @@ class _Trials:
     def _try_blocks(self, search: SegmentSearch) -> None:
         """Try a step in which each block is recomputed as a whole."""
         if self._has_time(BLOCKS, _TRIAL_STEPS):
-            seen = search.in_blocks()
-            if seen is not None:
-                search.run_if_fits(seen)
-                self._add(BLOCKS, seen)
+            way = search.in_blocks()
+            if way is not None:
+                self._add(BLOCKS, search.run_if_fits(way))
 
     def _try_sizes(self, search: SegmentSearch, name: str) -> None:
         """Try the whole model in micro-batches of several sizes."""
@@ -325,16 +324,16 @@ class _Trials:
             search.in_parts()
         else:
             search.try_sizes()
-        found = [one for one in search.seen if one.division != WHOLE and _is_of_model(one)]
-        tried = [one for one in found if one.times_ns or self.is_dry]
+        found = [one for one in search.ways if one.division != WHOLE and _is_of_model(one)]
+        tried = [one for one in found if one.time_ns or self.is_dry]
         if not tried:
             self.left_out.append(f"{name} (no time)")
             return
-        fastest = min(tried, key=lambda seen: seen.time_ns)
-        affordable = [seen for seen in tried if seen.time_ns <= _SLOWER * fastest.time_ns]
-        for seen in dict.fromkeys((fastest, min(affordable, key=lambda seen: seen.peak_bytes))):
-            segments, part = seen.division
-            self._add(f"{name} of {part or segments[0].micro_batch}", seen)
+        fastest = min(tried, key=lambda way: way.step_ns)
+        affordable = [way for way in tried if way.step_ns <= _SLOWER * fastest.step_ns]
+        for way in dict.fromkeys((fastest, min(affordable, key=lambda way: way.foreseen_bytes))):
+            segments, part = way.division
+            self._add(f"{name} of {part or segments[0].micro_batch}", way)
 
     def _try_segments(self, search: SegmentSearch, share: float) -> None:
         """Try segments with a peak of at most this share of the peak of the step as it is."""
@@ -348,12 +347,12 @@ class _Trials:
         part = 1.0 if share == _SHARES[0] else _TRIALS_PART
         if not self._has_time(name, _SEARCH_STEPS, part):
             return
-        seen = search.within(limit)
-        found = f"{seen.peak_bytes / own:.0%}"
-        if seen.peak_bytes > limit:
+        way = search.within(limit)
+        found = f"{way.foreseen_bytes / own:.0%}"
+        if way.foreseen_bytes > limit:
             self.left_out.append(f"{name} (the smallest peak that was found is {found})")
-        if seen.division != WHOLE:
-            self._add(f"segments, {found} of the peak", seen)
+        if way.division != WHOLE:
+            self._add(f"segments, {found} of the peak", way)
 
     def _try_channels_last(self) -> None:
         """Try the step in channels_last."""
@@ -368,7 +367,7 @@ class _Trials:
 
     def _elapsed_ns(self, way: Way) -> int:
         """Time of one more step by a way."""
-        if self.search is not None and way.division is not None:
+        if self.search is not None and way.division != WHOLE:
             return self.search.elapsed_ns(way.division)
         steps = self.plain if way.memory_format == "keep" else self.last
         assert steps is not None
@@ -453,7 +452,7 @@ class _Trials:
         return foreseer.step(way.division or WHOLE, way.memory_format, names=()).peak_bytes
 
 
-def _is_of_model(one: Seen) -> bool:
+def _is_of_model(one: Way) -> bool:
     """True if the whole model runs in micro-batches."""
     segments, micro_batch = one.division
     return micro_batch is not None or [each.module for each in segments] == [""]

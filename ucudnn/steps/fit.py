@@ -31,7 +31,7 @@ from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
-from ucudnn.steps.search import Seen, SegmentSearch
+from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced
 from ucudnn.units import format_bytes, format_sizes
 from ucudnn.verdict import CLEARLY
@@ -213,104 +213,82 @@ def _fitted(
         raise refusal((), (), needed)
     search = cache(partial(SegmentSearch, foreseer, begin(own.time_ns)))
     has_segments, errors = not isinstance(foreseer.inputs, list), list[PlanError]()
-    reached = _reached_by(foreseer, config)
+    known = _known_ways(foreseer, config)
     # First come what was found for another budget, and the undivided step: without its workspace it
     # may be within the budget, and then limits for the workspace may suffice.
-    choices = reached.choices(budget)
-    choices += [_Choice(WHOLE)] * (own.own_peak_bytes <= budget and not config.loop)
-    found = _Found()
+    choices = known.choices(budget)
+    torchs = Way("torch", "torch", own.peak_bytes, own.time_ns)
+    choices += [_Choice(torchs)] * (own.own_peak_bytes <= budget and not config.loop)
+    ways: list[Way] = []  # that a search has found
     spared = 0  # bytes that kernels needed beyond the budget in earlier passes
     for _ in range(_MOST_DIVISIONS):
         if not choices and has_segments:
             choices = _chosen(search(), budget - spared, loop=config.loop)
-            found = _Found(search().ways(), search().reasons())
+            ways = search().ways
         if not choices or len(errors) == _MOST_PASSES:
             break
         choice = choices.pop(0)
-        limit = min(budget, choice.most_bytes)
-        noted = replace(memory, ways=found.ways, budget_bytes=limit)
-        step = DividedStep(foreseer, choice.division, config, noted)
+        division, limit = choice.way.division, min(budget, choice.most_bytes)
+        told = tuple(replace(one, division=WHOLE) for one in ways)
+        step = DividedStep(
+            foreseer, division, config, replace(memory, ways=told, budget_bytes=limit)
+        )
         plan = _planned(step, choice, search, make_plan, compare)
         if isinstance(plan, Plan):
-            return reached.planned(plan, budget, search().reasons() if found.ways else ())
+            assert plan.memory is not None
+            reasons = tuple(dict(search().reasons()).items()) if ways else ()
+            known.note(choice.way, plan.memory.plan_peak_bytes, plan.memory.plan_ns, budget)
+            return replace(plan, memory=replace(plan.memory, budget_bytes=budget), reasons=reasons)
         if plan is not None:
             errors.append(plan)
             spared += max(0, _smallest(plan) - budget)
-        reached.drop(choice.division)
+        known.drop(division)
         if has_segments:
-            search().leave_out(choice.division)
-    if found.ways and not errors:
-        found = _at_least(search(), reached, loop=config.loop)
-    raise min(errors, key=_by_size, default=refusal(found.ways, found.reasons))
-
-
-def _at_least(search: SegmentSearch, reached: _Reached, *, loop: bool) -> _Found:
-    """All ways that are known, of which the smallest is accepted when its peak is asked for."""
-    if not loop:
-        search.foresee_loops()  # by which the budget may be kept
-    smallest = search.smallest(loop=loop)
-    took = smallest.peak_bytes, smallest.profile.time_ns
-    reached.note(smallest.division, *took, round(_ROUNDED * smallest.peak_bytes))
-    return _Found(search.ways(), search.reasons())
-
-
-class _Found(NamedTuple):
-    """What a search found: ways to run a step, and modules that run as a whole, with the reason."""
-
-    ways: tuple[Way, ...] = ()
-    reasons: tuple[tuple[str, str], ...] = ()
-
-
-class _Way(NamedTuple):
-    """A way to run a step, which was the fastest within a budget."""
-
-    division: StepDivision
-    peak_bytes: int
-    time_ns: int
-    budget_bytes: int
+            search().leave_out(division)
+    if ways and not errors:
+        if not config.loop:
+            search().foresee_loops()  # by which the budget may be kept
+        # The smallest way is accepted when its peak is asked for.
+        smallest, ways = search().smallest(loop=config.loop), search().ways
+        took = smallest.foreseen_bytes, smallest.foreseen_ns
+        known.note(smallest, *took, round(_ROUNDED * smallest.foreseen_bytes))
+    reasons = search().reasons() if ways else ()
+    raise min(errors, key=_by_size, default=refusal(ways, reasons))
 
 
 @dataclass
-class _Reached:
-    """The ways by which steps of one model were within budgets.
+class _KnownWays:
+    """The ways by which steps of one model were within budgets, each with its budget.
 
     So that less memory never costs more: what was found for one budget is known for the next.
     """
 
-    ways: list[_Way] = field(default_factory=list)
+    ways: dict[StepDivision, tuple[Way, int]] = field(default_factory=dict)
 
-    def note(self, *way: Any) -> None:
-        """Note a way, by the fields of `_Way`."""
-        noted = _Way(*way)
-        self.drop(noted.division)
-        self.ways.append(noted)
-
-    def planned(self, plan: Plan, budget: int, reasons: Sequence[tuple[str, str]]) -> Plan:
-        """The plan for a budget, whose way is noted."""
-        assert plan.memory is not None
-        self.note(plan.division, plan.memory.plan_peak_bytes, plan.memory.plan_ns, budget)
-        of_budget = replace(plan.memory, budget_bytes=budget)
-        return replace(plan, memory=of_budget, reasons=tuple(dict(reasons).items()))
+    def note(self, way: Way, peak_bytes: int, time_ns: int, budget: int) -> None:
+        """Note the fastest way within a budget, and what it took."""
+        took = replace(way, peak_bytes=peak_bytes, time_ns=time_ns)
+        self.ways[way.division] = took, budget
 
     def drop(self, division: StepDivision) -> None:
         """Forget a way, because no plan can be made for it."""
-        self.ways = [one for one in self.ways if one.division != division]
+        self.ways.pop(division, None)
 
     def choices(self, budget: int) -> list[_Choice]:
         """The fastest way within a budget, within the peak that it had, or else within the budget.
 
         Empty if none is known. For a larger budget than that of a way, a faster one may be found.
         """
-        within = [one for one in self.ways if one.peak_bytes <= budget <= one.budget_bytes]
+        within = [one for one, most in self.ways.values() if one.peak_bytes <= budget <= most]
         best = sorted(within, key=lambda one: one.time_ns)[:1]
-        tight = [_Choice(one.division, most_bytes=one.peak_bytes) for one in best]
-        return tight + [_Choice(one.division) for one in best]
+        tight = [_Choice(one, most_bytes=one.peak_bytes) for one in best]
+        return tight + [_Choice(one) for one in best]
 
 
-_REACHED: WeakKeyDictionary[nn.Module, dict[Hashable, _Reached]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, _KnownWays]] = WeakKeyDictionary()
 
 
-def _reached_by(foreseer: Foreseer, config: Config) -> _Reached:
+def _known_ways(foreseer: Foreseer, config: Config) -> _KnownWays:
     """The ways that are known of a model in its present state, for these inputs and settings."""
     model = foreseer.model
     tensors = [one for one in tree_leaves(foreseer.inputs) if isinstance(one, Tensor)]
@@ -320,7 +298,7 @@ def _reached_by(foreseer: Foreseer, config: Config) -> _Reached:
     settings = config.ops, config.loop, config.layout, config.workspace_limit, config.policy
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     key = settings, autocast, torch.get_num_threads(), modes_of(model), foreseer.held, *state
-    return _REACHED.setdefault(model, {}).setdefault(key, _Reached())
+    return _KNOWN.setdefault(model, {}).setdefault(key, _KnownWays())
 
 
 def _planned(
@@ -418,35 +396,34 @@ def _needed_bytes(foreseer: Foreseer, own: StepProfile) -> int:
 
 
 class _Choice(NamedTuple):
-    """A division to plan kernels for.
+    """A way to run a step, to plan kernels for.
 
     Args:
-        division: the division.
-        fitting: the fastest step that fits with torch's workspace; None if there is none, or if
-            it is the chosen one.
-        time_ns: time of a step, with torch's workspace.
+        way: the way, with torch's workspace.
+        fitting: the fastest way that fits with torch's workspace; None if there is none, or if it
+            is the chosen one.
         most_bytes: the peak of this way when it was planned before.
     """
 
-    division: StepDivision
-    fitting: Seen | None = None
-    time_ns: int = 0
+    way: Way
+    fitting: Way | None = None
     most_bytes: int = 1 << 62
 
 
 def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
-    """The division to plan kernels for; empty if no step fits, even without workspace."""
+    """The way to plan kernels for; empty if no step fits, even without workspace."""
 
-    def may_loop(one: Seen) -> bool:
-        return loop or one.division.micro_batch is None
-
-    def best(most: int, *, inside: bool) -> Seen:
+    def best(most: int, *, inside: bool) -> Way:
         # A loop with segments inside recomputes less than segments alone, so it comes first.
         in_parts = search.in_parts(most, inside=inside) if loop else None
         found = search.within(most, inside=inside)
         if in_parts is None or found.fits(most):
             return found if in_parts is None else search.faster_of(in_parts, found)
         return in_parts
+
+    def but_for_workspace() -> list[Way]:
+        ways = [one for one in search.ways if one.is_allowed and (loop or one.kind != "loop")]
+        return [one for one in ways if search.profile(one).own_peak_bytes <= limit]
 
     # Segments inside micro-batches are tried last, because small micro-batches that recompute
     # modules are slow.
@@ -456,24 +433,17 @@ def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
             continue
         # A clearly faster step may fit but for its workspace. Micro-batches twice as large may
         # need twice the workspace.
-        workspace = fitting.peak_bytes - fitting.profile.own_peak_bytes
+        workspace = fitting.foreseen_bytes - search.profile(fitting).own_peak_bytes
         best(limit + 2 * max(0, workspace), inside=inside)
-        faster = [
-            one
-            for one in search.seen
-            if may_loop(one) and one.times_ns and one.time_ns < CLEARLY * fitting.time_ns
-        ]
-        faster = [one for one in faster if one.is_allowed and one.profile.own_peak_bytes <= limit]
+        least_ns = CLEARLY * fitting.step_ns
+        faster = [one for one in but_for_workspace() if 0 < one.time_ns < least_ns]
         if not faster:
-            return [_Choice(fitting.division)]
-        one = min(faster, key=lambda one: one.time_ns)
-        return [_Choice(one.division, fitting, one.time_ns)]
-    # A division whose steps exceed the budget only by their workspace is accepted, too: limits for
-    # the workspace may suffice.
-    for one in sorted(search.seen, key=lambda one: one.peak_bytes):
-        if one.is_allowed and may_loop(one) and one.profile.own_peak_bytes <= limit:
-            return [_Choice(one.division)]
-    return []
+            return [_Choice(fitting)]
+        return [_Choice(min(faster, key=lambda one: one.time_ns), fitting)]
+    # A way whose steps exceed the budget only by their workspace is accepted, too: limits for the
+    # workspace may suffice.
+    by_peak = sorted(but_for_workspace(), key=lambda one: one.foreseen_bytes)
+    return [_Choice(one) for one in by_peak[:1]]
 
 
 def _checked(
@@ -488,8 +458,8 @@ def _checked(
     for _ in range(2):
         plan = make_plan(step)
         if choice.fitting is not None:
-            slowed_ns = choice.time_ns * (1 + _lost(plan))
-            if slowed_ns >= CLEARLY * choice.fitting.time_ns:
+            slowed_ns = choice.way.step_ns * (1 + _lost(plan))
+            if slowed_ns >= CLEARLY * choice.fitting.step_ns:
                 return None
         profile = step.foreseen(plan)
         if profile.peak_bytes <= budget:

@@ -1,0 +1,338 @@
+"""What each module of a step would cost as a segment, as input for the solver.
+
+The costs of a module in the undivided step, which is foreseen, give estimates of what it would cost
+as a segment. Once a step with this segment was foreseen, its costs there replace the estimate;
+times are corrected by those of real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from ucudnn.execution.micro_batching import is_sequence
+from ucudnn.segment import Segment, StepDivision, Stretch, is_inside, stretch_of
+from ucudnn.solvers import Node, Option, OuterOption, SegmentTable, segment
+from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.profile import ModuleCall, ModuleCost, StepProfile
+
+# A module that could save less than this fraction of the peak of a step is no segment by itself; it
+# counts as a part of the module around it.
+_LEAST_SHARE = 0.01
+# Sizes of micro-batches are the batch halved n times, for n below this number.
+_MOST_HALVINGS = 7
+# Resolution of the solver, as a fraction of the peak of the step: smaller differences of peaks do
+# not matter.
+_RESOLUTION = 1 / 4096
+# If micro-batches are half as large, the whole batch is assumed to take 2 ** _HALVED_COST times as
+# long, until such micro-batches are foreseen. So of sizes that fit, the largest comes first.
+_HALVED_COST = 0.05
+# Assumed bandwidth between a GPU and its host, in bytes per ns.
+_LINK = 20
+# Stretches of a sequence that are considered have so many children.
+_STRETCHES = (2, 3, 4, 6, 8, 12, 16, 24)
+
+
+@dataclass
+class _Cost:
+    """The estimated cost of a segment, and its cost in a step that was foreseen with it."""
+
+    estimated: Option
+    foreseen: Option | None = None
+
+
+class SegmentCosts:
+    """The costs of all segments of one step.
+
+    Attributes:
+        root: the undivided step as a call, which contains the calls that may be segments.
+        samples: for each module or stretch that may be a segment, the samples of its calls.
+
+    Args:
+        foreseer: foresees steps of the model.
+        own: the undivided step, foreseen.
+        selective: the step in which everything is selectively recomputed; None: it fails.
+        may_be: tells whether a segment may be chosen.
+    """
+
+    def __init__(
+        self,
+        foreseer: Foreseer,
+        own: StepProfile,
+        selective: StepProfile | None,
+        may_be: Callable[[Segment], bool],
+    ) -> None:
+        self._modules: Mapping[str, nn.Module] = foreseer.modules
+        self._is_training, self._own, self._may_be = foreseer.is_training, own, may_be
+        self._offloads = self._is_training and foreseer.backend.device().type == "cuda"
+        self._selective: dict[tuple[str | None, int], ModuleCost] = {}
+        if selective is not None:
+            self._selective = {one.key: selective.cost(one) for one in selective.root.walk()}
+        # By segment and the number of the call of its module in the step.
+        self._costs: dict[tuple[Segment, int], _Cost] = {}
+        # Ratios of measured to foreseen times, by the keys of `_alike`.
+        self._ratios: dict[Any, list[float]] = {}
+        self.samples: dict[str, int] = {}
+        self.root = self._tree(own.root)
+
+    def table(self) -> SegmentTable:
+        """The divisions that no other beats in both peak and time, by the costs known so far."""
+        resolution = max(1, round(self._own.own_bytes * _RESOLUTION))
+        return segment(self._node(self.root), resolution)
+
+    def innermost(self) -> list[str]:
+        """Modules and stretches that may be segments and have none inside."""
+        outer = [name for name in self.samples if any(is_inside(n, name) for n in self.samples)]
+        return [name for name in self.samples if name not in outer]
+
+    def foreseen(self, division: StepDivision, profile: StepProfile) -> None:
+        """Note what segments cost in a step that was foreseen."""
+        for cost, call in self._apart(division, profile.root):
+            cost.foreseen = profile.cost(call).option(cost.estimated.choice)
+
+    def measured(self, division: StepDivision, root: ModuleCall, times: Sequence[int]) -> None:
+        """Note how long segments took in a real step, by the times of its marks in ns."""
+        for cost, call in self._apart(division, root):
+            if cost.foreseen is not None:
+                took = sum(times[b] - times[a] for a, b in (call.forward, call.backward or (0, 0)))
+                for alike in self._alike(cost.foreseen.choice):
+                    self._ratios.setdefault(alike, []).append(took / max(1, cost.foreseen.time_ns))
+
+    def _apart(
+        self, division: StepDivision, root: ModuleCall
+    ) -> Iterator[tuple[_Cost, ModuleCall]]:
+        """The segments that have costs of their own in a step, with the calls of their modules."""
+        segments = segments_apart(division)
+        for call in root.walk():
+            if call.name is not None:
+                one = replace(
+                    segments[call.name], shared=(), training=None, lists=None, inference=(), least=1
+                )
+                if cost := self._costs.get((one, call.number)):
+                    yield cost, call
+
+    def _tree(self, root: ModuleCall) -> ModuleCall:
+        """The tree of those calls only that may be segments; their estimated costs are noted."""
+        least = _LEAST_SHARE * self._own.own_bytes
+
+        def matters(call: ModuleCall) -> bool:
+            if not call.samples:
+                return False
+            cost = self._own.cost(call)
+            if not self._is_training:
+                return cost.forward_bytes - call.result_bytes >= least
+            return len(call.backward) == 2 and cost.kept_bytes - call.result_bytes >= least
+
+        def pruned(call: ModuleCall, *, is_kept: bool) -> Iterator[ModuleCall]:
+            # Stretches of a sequence are told by the places of all its children.
+            keeps = self._is_sequence(call.name)
+            children = [one for child in call.children for one in pruned(child, is_kept=keeps)]
+            if is_kept or matters(call):
+                yield replace(call, children=children)
+            else:
+                yield from children
+
+        (top,) = pruned(root, is_kept=True)
+        for call in top.walk():
+            if call.name is not None and matters(call):
+                for one in (call, *filter(matters, self._stretches_of(call))):
+                    self._estimate(one)
+        return top
+
+    def _is_sequence(self, name: str | None) -> bool:
+        return name is not None and is_sequence(self._modules[name])
+
+    def _stretches_of(self, call: ModuleCall) -> list[ModuleCall]:
+        """Stretches of a sequence, each as one call; none if it is no sequence."""
+        children = call.children
+        is_whole = self._is_sequence(call.name) and len(children) == len(
+            self._modules[call.name or ""]._modules
+        )
+        if not is_whole or not call.is_nested:
+            return []
+        found = []
+        for size in (one for one in _STRETCHES if one < len(children)):
+            for begin in range(0, len(children) - 1, size):
+                inner = children[begin : begin + size]
+                first, last = inner[0], inner[-1]
+                if len(inner) > 1 and all(len(one.backward) == 2 for one in inner):
+                    name = str(Stretch(call.name or "", begin, begin + len(inner)))
+                    found.append(
+                        ModuleCall(
+                            name,
+                            [first.forward[0], last.forward[1]],
+                            [last.backward[0], first.backward[1]],
+                            inner,
+                            first.samples,
+                            last.result_bytes,
+                            first.argument_bytes,
+                            call.number,
+                        )
+                    )
+        return found
+
+    def _parameters_of(self, name: str) -> Iterator[nn.Parameter]:
+        stretch = stretch_of(name) if name not in self._modules else None
+        if stretch is None:
+            yield from self._modules[name].parameters()
+            return
+        children = [*self._modules[stretch.module].children()]
+        for child in children[stretch.begin : stretch.end]:
+            yield from child.parameters()
+
+    def _estimate(self, call: ModuleCall) -> None:
+        """Note each segment that this call could be run as, with its estimated cost."""
+        assert call.name is not None
+        cost, name = self._own.cost(call), call.name
+        self.samples[name] = call.samples
+        gradients = sum(
+            one.numel() * one.element_size()
+            for one in self._parameters_of(name)
+            if one.requires_grad
+        )
+        selective = self._selective.get(call.key, cost)
+        # Modules without normalisations and activation functions gain nothing.
+        gains = selective.kept_bytes < cost.kept_bytes
+        options = []
+        if gains:
+            one = Segment(name, None, recompute=False, selective=True)
+            options.append(selective.option(one))
+        for size in halved(call.samples):
+            part = size / call.samples
+            if self._is_training:
+                count = -(-call.samples // size)
+                for kept in _kept_of(count):
+                    one = Segment(name, size if count > 1 else None, kept=kept)
+                    options.append(_recomputed(call, cost, part, gradients, one))
+                    if gains:
+                        one = replace(one, selective=True)
+                        options.append(_recomputed(call, selective, part, gradients, one))
+            elif part < 1:
+                one = Segment(name, size, recompute=False)
+                peak = call.result_bytes + round(part * cost.forward_bytes)
+                time_ns = round(cost.forward_ns * part**-_HALVED_COST)
+                options.append(Option(cost.kept_bytes, peak, time_ns, one))
+        if self._offloads:
+            one = Segment(name, None, recompute=False, offload=True)
+            moved = cost.kept_bytes - call.result_bytes
+            time_ns = cost.forward_ns + cost.backward_ns + 2 * moved // _LINK
+            peak = max(cost.forward_bytes, cost.backward_bytes - moved)
+            options.append(Option(call.result_bytes, peak, time_ns, one))
+        self._costs |= {(option.choice, call.number): _Cost(option) for option in options}
+
+    def _node(self, call: ModuleCall) -> Node:
+        options = self._options(call)
+        if not (call.children and call.is_nested):
+            return Node((self._own.cost(call).option(None), *options))
+        between = [Node((option,)) for option in self._own.between(call)]
+        children = [between[0]]
+        for child, after in zip(call.children, between[1:], strict=True):
+            children += [self._node(child), after]
+        stretches = []
+        for one in self._stretches_of(call):
+            found = self._options(one)
+            stretch = stretch_of(one.name or "")
+            assert stretch is not None
+            # Between two children, and before the first one, there is a node of its own.
+            begin, end = 2 * stretch.begin + 1, 2 * stretch.end
+            inside = Node(children=tuple(children[begin:end]))
+            outer = self._outer_options(one, inside)
+            if found or outer:
+                stretches.append((begin, end, Node(tuple(found), outer=outer)))
+        inside = Node(children=tuple(children), stretches=tuple(stretches))
+        outer = self._outer_options(call, inside)
+        return Node(tuple(options), inside.children, outer, inside.stretches)
+
+    def _options(self, call: ModuleCall) -> list[Option]:
+        return [
+            self._option(cost)
+            for (one, number), cost in self._costs.items()
+            if one.module == call.name and number == call.number and self._may_be(one)
+        ]
+
+    def _outer_options(self, call: ModuleCall, inside: Node) -> tuple[OuterOption, ...]:
+        """A call recomputed as a whole, around a division of its inside."""
+        if not (call.name and call.children and self._is_training):
+            return ()
+        one = Segment(call.name, None)
+        if (one, call.number) not in self._costs or not self._may_be(one):
+            return ()
+        cost, result = self._own.cost(call), call.result_bytes
+        # In the first forward, nothing is kept but the result of each child.
+        peak = max(
+            self._own.cost(child).forward_bytes + child.argument_bytes for child in call.children
+        )
+        return (OuterOption(result, result + peak, cost.forward_ns, one, inside, result),)
+
+    def _option(self, cost: _Cost) -> Option:
+        found = cost.foreseen or cost.estimated
+        ratios = next(filter(None, map(self._ratios.get, self._alike(found.choice))), None)
+        return replace(found, time_ns=round(found.time_ns * median(ratios))) if ratios else found
+
+    def _alike(self, one: Segment) -> tuple[Any, ...]:
+        """Whose ratios to trust for a segment: those of the same module, then of the same kind."""
+        size = one.micro_batch
+        count = 1 if size is None else -(-self.samples[one.module] // size)
+        return (one.module, size, one.selective), (count, one.recompute, one.selective)
+
+
+def segments_apart(division: StepDivision) -> dict[str, Segment]:
+    """The segments that have costs of their own in a step: those around or inside no other one."""
+    names = {one.module: one for one in division.segments}
+    if division.micro_batch is not None:
+        return {}
+    return {
+        name: one
+        for name, one in names.items()
+        if not any(is_inside(name, other) or is_inside(other, name) for other in names)
+    }
+
+
+def halved(samples: int) -> list[int]:
+    """Sizes of micro-batches: all samples, half of them, a quarter and so on.
+
+    >>> halved(12)
+    [12, 6, 3, 1]
+    """
+    return [samples >> n for n in range(_MOST_HALVINGS) if samples >> n]
+
+
+def _kept_of(count: int) -> list[int]:
+    """Out of `count` micro-batches, the numbers that segments may keep and not recompute."""
+    return sorted({0, 1, count // 4, count // 2, 3 * count // 4}) if count > 1 else [0]
+
+
+def _recomputed(
+    call: ModuleCall, cost: ModuleCost, part: float, gradients: int, one: Segment
+) -> Option:
+    """The estimated cost of a call as a segment that recomputes the micro-batches it does not keep.
+
+    `cost` is that of the call in the undivided step, `part` the fraction of the batch that a
+    micro-batch has, and `gradients` the bytes of the gradients of the module's parameters.
+    """
+    result = call.result_bytes
+    inside = round(part * (cost.kept_bytes - result))
+    # The last micro-batch, which is kept first of all, may be smaller than the others.
+    size = one.micro_batch or call.samples
+    recomputed = (-(-call.samples // size) - one.kept) * size
+    kept_part = (call.samples - recomputed) / call.samples if one.kept else 0
+    kept = round(kept_part * (cost.kept_bytes - result))
+    beside = min(cost.beside_bytes + gradients, cost.backward_bytes)
+    transient = max(0, cost.backward_bytes - cost.kept_bytes - beside)
+    # In forward, the results of all micro-batches and the whole result that they are copied into
+    # are in memory at once.
+    forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
+    forward += max(0, kept - inside)
+    # In backward, the kept micro-batches come first; the others use the memory that these free. At
+    # its end, the gradients of all micro-batches are copied into the gradient of the argument.
+    backward = max(kept, inside) + round(part * transient + (1 - part) * call.argument_bytes)
+    if part < 1:
+        backward = max(backward, 2 * call.argument_bytes)
+    backward += result + beside
+    forward_ns = (2 - kept_part) * cost.forward_ns
+    time_ns = round((forward_ns + cost.backward_ns) * part**-_HALVED_COST)
+    return Option(result + kept, max(forward, backward), time_ns, one)
