@@ -22,11 +22,11 @@ import ucudnn
 from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.failures import is_out_of_memory
+from ucudnn.benchmark.operators import OperatorTable
 from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.foresee import OPTIMIZERS, Foreseer, largest_batch, largest_batches
-from ucudnn.steps.operators import OperatorTable
 from ucudnn.steps.profile import bytes_of
 from ucudnn.steps.run import Steps, gradient_mode
 from ucudnn.steps.tracing import trace_layers
@@ -352,7 +352,7 @@ def test_an_operator_without_memory_for_its_operands_is_measured_in_parts(monkey
         return run(self, operator, args, kwargs)
 
     tables: dict[Any, OperatorTable] = {}
-    monkeypatch.setattr("ucudnn.steps.operators._tables", tables)
+    monkeypatch.setattr("ucudnn.benchmark.operators._tables", tables)
     monkeypatch.setattr(OperatorTable, "_run", scarce)
     found = foreseer(model, x).step()
     assert max(sizes) > x.nbytes // 2

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ucudnn.errors import PlanError, warn
@@ -478,6 +479,16 @@ def has_samples(leaf: Any) -> TypeGuard[Tensor]:
     """True for a tensor that can be divided along its first axis."""
     is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
     return is_plain and leaf.dim() > 0
+
+
+def batch_of(inputs: Any) -> int:
+    """Samples of an input: the length of its first tensor that has axes; 0 if there is none.
+
+    >>> batch_of((torch.ones(()), torch.ones(4, 3)))
+    4
+    """
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
 
 
 @untraced

@@ -21,6 +21,7 @@ from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
 from ucudnn.execution.compiling import is_compiled
+from ucudnn.execution.micro_batching import batch_of
 from ucudnn.kernels.budget import least_ns
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.tuner import device_type, layers_by_problem
@@ -41,14 +42,7 @@ from ucudnn.steps.advice import (
 from ucudnn.steps.foresee import Foreseer, largest_batch
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.race import race, tells, timed
-from ucudnn.steps.run import (
-    STEP_ERRORS,
-    Steps,
-    batch_of,
-    gradient_mode,
-    reason_against_steps,
-    undisturbed,
-)
+from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_bytes

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import UcudnnWarning, first_line
-from ucudnn.execution.micro_batching import hooks_of
+from ucudnn.execution.micro_batching import batch_of, hooks_of
 from ucudnn.execution.nesting import take_apart
 from ucudnn.execution.override import Installation
 from ucudnn.execution.remembering import Remembered, left_by
@@ -33,7 +33,6 @@ from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
-    batch_of,
     cloned,
     gradient_mode,
     nudge_,

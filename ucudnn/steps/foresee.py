@@ -27,17 +27,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ucudnn.backends import AbstractBackend, Span, open_backend
 from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.backends.torch_cpu.processor import give_back_free_blocks
+from ucudnn.benchmark.operators import SMALL_NS, Inside, TensorSpec, operators_of
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, first_line, quoted
 from ucudnn.execution.compiling import original_of
-from ucudnn.execution.micro_batching import is_sequence
+from ucudnn.execution.micro_batching import batch_of, is_sequence
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
 from ucudnn.outcomes import Foresight
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.segment import WHOLE, StepDivision
-from ucudnn.steps.operators import SMALL_NS, Inside, TensorSpec, operators_of
 from ucudnn.steps.profile import (
     ConvolutionCall,
     Held,
@@ -47,7 +47,7 @@ from ucudnn.steps.profile import (
     bytes_of,
     held_by,
 )
-from ucudnn.steps.run import batch_of, drop_gradients, gradient_mode, parts_of, run_step
+from ucudnn.steps.run import drop_gradients, gradient_mode, parts_of, run_step
 from ucudnn.steps.strays import without_strays
 from ucudnn.steps.tracing import StepRecorder, as_written, record_step, uninterrupted
 from ucudnn.units import format_bytes

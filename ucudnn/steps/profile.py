@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import Span
 from ucudnn.execution.channels_last import optimizer_states
-from ucudnn.execution.micro_batching import has_samples, named_parts
+from ucudnn.execution.micro_batching import batch_of, has_samples, named_parts
 from ucudnn.execution.nesting import take_apart
 from ucudnn.outcomes import Foresight, StepMemory
 from ucudnn.problem import Problem
 from ucudnn.solvers import Option
-from ucudnn.steps.run import batch_of, tensors_of
+from ucudnn.steps.run import tensors_of
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from ucudnn.execution.compiling import (
     room_to_compile,
     uncompiled,
 )
-from ucudnn.execution.micro_batching import segment_
+from ucudnn.execution.micro_batching import batch_of, segment_
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.steps.copying import copied
 
@@ -70,16 +70,6 @@ def _run_step(model: Callable[..., Any], inputs: Any, backward: bool, is_smooth:
     if losses and backward:
         torch.autograd.backward(losses)
     return outputs
-
-
-def batch_of(inputs: Any) -> int:
-    """Samples of an input: the length of its first tensor that has axes; 0 if there is none.
-
-    >>> batch_of((torch.ones(()), torch.ones(4, 3)))
-    4
-    """
-    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
 
 
 def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:

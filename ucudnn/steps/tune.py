@@ -16,6 +16,7 @@ from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import is_compiled, original_of
+from ucudnn.execution.micro_batching import batch_of
 from ucudnn.kernels.budget import EFFORTS
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.results import Progress, Report
@@ -28,14 +29,7 @@ from ucudnn.steps.fit import DividedStep, fit
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import examined
 from ucudnn.steps.judge import LAYOUT_RACE_STEPS, RACE_STEPS, Copies, Judge, reason_against_race
-from ucudnn.steps.run import (
-    STEP_ERRORS,
-    Steps,
-    batch_of,
-    reason_against_steps,
-    tensors_of,
-    undisturbed,
-)
+from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, tensors_of, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.errors import first_line
-from ucudnn.steps.run import batch_of
+from ucudnn.execution.micro_batching import batch_of
 
 # Operators of at least this time are timed once, shorter ones in `_ROUNDS` rounds.
 _LONG_NS, _ROUNDS = 10_000_000, 3
