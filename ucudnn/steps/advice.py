@@ -105,19 +105,17 @@ class KernelAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch with which a step by one way fits a memory budget.
+    """The largest batch with which a step by one way fits a memory budget, as is foreseen.
 
     Args:
         batch: number of samples; 0 if not even one sample fits.
         peak_bytes: peak of a step of that batch.
         time_ns: time of that step.
-        is_estimated: True if peak and time are estimates; False if such a step was run.
     """
 
     batch: int
     peak_bytes: int
     time_ns: int
-    is_estimated: bool = True
 
     @property
     def sample_ns(self) -> int:
@@ -125,7 +123,7 @@ class Largest:
         return self.time_ns // max(1, self.batch)
 
     def __str__(self) -> str:
-        return f"{'~' * self.is_estimated}{self.batch}"
+        return f"~{self.batch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,8 +358,7 @@ class Advice:
         how = f"tune it with {looped}{_setting(budget)}" if way.division else self.how(way)
         said = (
             f"the largest batch within {size} is {most}: {how}; {peak} and "
-            f"{format_ns(most.sample_ns)} per sample, "
-            f"{'estimated' if most.is_estimated else 'seen in a step'}."
+            f"{format_ns(most.sample_ns)} per sample, estimated."
         )
         if found[0] is not way:
             at_own = self.largest[found[0].name]

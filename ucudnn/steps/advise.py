@@ -174,7 +174,7 @@ class _Trials:
     loads: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
     search: SegmentSearch | None = None
-    last: Steps | None = None
+    copies: dict[str, Steps] = field(default_factory=dict)
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -261,8 +261,7 @@ class _Trials:
         self.budget_bytes = budget = self._budget(own)
         self.may_run = not self.is_dry and fits and (budget is None or own.peak_bytes <= budget)
         if self.may_run:
-            self.plain = Steps(self.model, self.inputs, self.is_training)
-            self.own_ns = self._run(self.plain)
+            self.own_ns = self._run("keep")
         elif not self.is_dry:
             self.left_out.append(
                 f"the step as it is (it needs {format_bytes(own.peak_bytes)}, foreseen)"
@@ -270,11 +269,15 @@ class _Trials:
         time_ns = self.own_ns if self.may_run else 0
         self.ways.append(Way("torch", AS_IT_IS, own.peak_bytes, own.time_ns, time_ns=time_ns))
 
-    def _run(self, steps: Steps) -> int:
-        """Time of a second step, or of the first one if steps are very long."""
+    def _run(self, layout: str) -> int:
+        """Time of a second step in a layout, or of the first one if steps are very long."""
+        self.copies[layout] = Steps(self.model, self.inputs, self.is_training, layout)
+        first = self._elapsed_ns(layout)
+        return first if 3 * first > 1e10 else self._elapsed_ns(layout)
+
+    def _elapsed_ns(self, layout: str) -> int:
         with gradient_mode(self.is_training):
-            first = self.backend.elapsed_ns(steps)
-            return first if 3 * first > 1e10 else self.backend.elapsed_ns(steps)
+            return self.backend.elapsed_ns(self.copies[layout])
 
     def _add(self, name: str, seen: Seen) -> None:
         if all(way.division != seen.division and way.name != name for way in self.ways):
@@ -357,23 +360,12 @@ class _Trials:
 
     def _try_channels_last(self) -> None:
         """Try the step in channels_last."""
-        name, time_ns = CHANNELS_LAST, 0
+        name = CHANNELS_LAST
         if self._has_time(name, _TRIAL_STEPS, _STEPS_PART):
             found = self.foreseer.step(memory_format=name)
-            if self.may_run:
-                self.last = Steps(self.model, self.inputs, self.is_training, name)
-                time_ns = self._run(self.last)
+            time_ns = self._run(name) if self.may_run else 0
             way = Way("torch", name, found.peak_bytes, found.time_ns, time_ns=time_ns)
             self.ways.append(replace(way, memory_format=name))
-
-    def _elapsed_ns(self, way: Way) -> int:
-        """Time of one more step by a way."""
-        if self.search is not None and way.division is not None:
-            return self.search.elapsed_ns(way.division)
-        steps = self.plain if way.memory_format == "keep" else self.last
-        assert steps is not None
-        with gradient_mode(self.is_training):
-            return self.backend.elapsed_ns(steps)
 
     def _rivals(self, own: Way) -> list[Way]:
         """Ways to time in turn with the step as it is, the most promising first."""
@@ -404,7 +396,10 @@ class _Trials:
 
         def run(way: Way) -> int:
             before = _faults()
-            time_ns = self._elapsed_ns(way)
+            if self.search is not None and way.division is not None:
+                time_ns = self.search.elapsed_ns(way.division)
+            else:
+                time_ns = self._elapsed_ns(way.memory_format)
             faults.extend([_faults() - before] * (way is own))
             return time_ns
 
