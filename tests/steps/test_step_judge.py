@@ -321,6 +321,21 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
     assert caught.value.plan == plan_of_one
 
 
+def test_ctrl_c_in_another_layout_keeps_the_verdict_on_the_plan(monkeypatch):
+    model, x = nn.Conv2d(2, 4, 3), torch.ones(2, 2, 9, 9)
+    plan = in_chunks(open_backend("torch_cpu"), [("", one) for one in ucudnn.trace(model, x)], 1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ucudnn.steps.judge.Judge._hint", interrupted)
+    judge = Judge(model, x, Config())
+    with pytest.raises(TuningInterruptedError) as caught:
+        judge.judge(plan)
+    assert caught.value.plan.step_race.rounds
+    assert caught.value.plan.layout_race is None
+
+
 def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_ways(monkeypatch):
     model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3)), torch.ones(2, 2, 9, 9)
     traced, seen = [("", one) for one in ucudnn.trace(model, x)], []

@@ -243,10 +243,14 @@ class _Trials:
 
     def _has_time(self, name: str, steps: int, part: float = _TRIALS_PART) -> bool:
         """True if `steps` more steps fit `part` of `_MOST_S`; else `name` is noted as left out."""
-        if monotonic() + steps * self.own_ns / 1e9 <= self.began + part * _MOST_S:
+        if self._end(part).has_time(steps, self.own_ns):
             return True
         self.left_out.append(f"{name} (no time)")
         return False
+
+    def _end(self, part: float) -> Deadline:
+        """When this part of the time is over."""
+        return Deadline(self.began + part * _MOST_S)
 
     def _as_it_is(self) -> None:
         """Foresee the step as it is, and run it if it fits the memory."""
@@ -300,10 +304,9 @@ class _Trials:
         if has_other:
             trials[CHANNELS_LAST] = self._try_channels_last
             names.insert(2, CHANNELS_LAST)
-        end = self.began + _TRIALS_PART * _MOST_S
         for place, name in enumerate(names):
             if search is not None:
-                search.deadline = Deadline(end).part(1 / (len(names) - place))
+                search.deadline = self._end(_TRIALS_PART).part(1 / (len(names) - place))
             with self._trying(name):
                 trials[name]()
 
@@ -373,7 +376,7 @@ class _Trials:
         small = Advice((), self.backend.device(), tuple(self.ways)).smallest
         chosen = sorted(others, key=lambda way: way.step_ns)[: _MOST_RIVALS - 1]
         chosen += [] if small is None or small in chosen else [small]
-        left_s = self.began + _STEPS_PART * _MOST_S - monotonic()
+        left_s = self._end(_STEPS_PART).left_s()
         count = int(left_s / (_ROUNDS * own.time_ns / 1e9)) - 1
         # Without a memory budget, a way that seems to be faster is raced even if time is short.
         is_hope = any(way.step_ns < own.time_ns for way in chosen[:1])
@@ -387,11 +390,11 @@ class _Trials:
         rivals = [way for way in self._rivals(own) if way.time_ns]
         if len(self.ways) > 1 and not rivals:
             self.left_out.append("timing ways in turn (no time)")
-        own_s, faults = own.time_ns / 1e9, list[int]()
-        until = self.began + _STEPS_PART * _MOST_S
+        end, faults = self._end(_STEPS_PART), list[int]()
         if rivals:
-            until = max(until, monotonic() + (_ROUNDS + 0.5) * (1 + len(rivals)) * own_s)
-        elif _ROUNDS * own_s > until - monotonic():
+            steps = (_ROUNDS + 0.5) * (1 + len(rivals))
+            end = max(end, Deadline.within(steps * own.time_ns / 1e9))
+        elif not end.has_time(_ROUNDS, own.time_ns):
             return
 
         def run(way: Way) -> int:
@@ -405,7 +408,7 @@ class _Trials:
 
         times = race(
             [partial(run, way) for way in (own, *rivals)],
-            lambda steps: monotonic() + steps * own_s >= until,
+            lambda steps: not end.has_time(steps, own.time_ns),
             lambda samples: all(tells(one, samples[0]) for one in samples[1:]),
             # All ways have run already, so the first round need not warm them up.
             is_warm=True,

@@ -140,23 +140,25 @@ class Judge:
             plan = StepJudge(step, meter).judge(plan)
         else:
             plan = replace(plan, step_race=StepRace(reason=_NOTHING))
-        return replace(plan, layout_race=self._hint(plan, step, meter)) if hints else plan
+        if not hints:
+            return plan
+        # The plan is for the model's own layout: it stays valid if the model fails in the other.
+        found = self._attempt(plan, partial(self._hint, plan, step, meter))
+        hint = LayoutRace(reason=found, is_fixed=True) if isinstance(found, str) else found
+        return replace(plan, layout_race=hint)
 
-    def _hint(self, plan: Plan, step: Steps, meter: StepMeter) -> LayoutRace:
+    def _hint(self, plan: Plan, step: Steps, meter: StepMeter) -> LayoutRace | str:
         """Race the plan, already warmed up, against torch in channels_last, in a few rounds."""
         if meter.is_over(_LEAST_HINT_STEPS):
-            return LayoutRace(reason=_USED_UP, is_fixed=True)
-        try:
-            other = self._steps(plan.division, "channels_last")
-            # If the steps of the plan are compiled, those in channels_last must be, too, to be
-            # comparable.
-            if plan.compilation is not None and plan.compilation.is_compiled:
-                other.compile()
-            other()
-            samples = meter.race([(step, plan), (other, None)], lambda _: False, True, _HINT_ROUNDS)
-        # The plan is for the model's own layout: it stays valid if the model fails in the other.
-        except STEP_ERRORS as error:
-            return LayoutRace(reason=_failed(error), is_fixed=True)
+            return _USED_UP
+        other = self._steps(plan.division, "channels_last")
+        # If the steps of the plan are compiled, those in channels_last must be, too, to be
+        # comparable.
+        if plan.compilation is not None and plan.compilation.is_compiled:
+            other.compile()
+        other()
+        runs = [(step, plan), (other, None)]
+        samples = meter.race(runs, lambda _: False, is_warm=True, most_rounds=_HINT_ROUNDS)
         ways = _way("plan", "keep"), _way("torch", "channels_last")
         return LayoutRace(timed(ways, steps_ns(samples)), is_fixed=True)
 
@@ -233,13 +235,15 @@ class Judge:
         try:
             with _undisturbed(self.model):
                 return run()
+        except TuningInterruptedError:
+            raise
         except KeyboardInterrupt:
             raise TuningInterruptedError(plan) from None
         # A model that was traced on fake tensors may still fail on real ones, for example for lack
         # of memory. Its plan is returned all the same.
         except STEP_ERRORS as error:
             self.copies.clear()
-            return _failed(error)
+            return f"a step could not be computed ({first_line(error)})"
         finally:
             # Copies would count as memory of the steps that check a budget.
             if self.config.memory_budget is not None:
@@ -262,10 +266,6 @@ class Judge:
             return self.deadline
         seconds = self.config.time_budget_s or EFFORTS[self.config.effort].budget_s(step_ns)
         return Deadline.never() if seconds is None else Deadline.within(seconds)
-
-
-def _failed(error: BaseException) -> str:
-    return f"a step could not be computed ({first_line(error)})"
 
 
 @contextmanager
