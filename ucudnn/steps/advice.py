@@ -18,7 +18,7 @@ from ucudnn.outcomes import Way
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE
-from ucudnn.units import format_bytes, format_ns, format_sizes, parse_bytes
+from ucudnn.units import format_bytes, format_ns, format_ratio, format_sizes, parse_bytes
 from ucudnn.verdict import ADVISED_GAIN, HIDDEN, LEAST_ROUNDS, TOLERATED, is_faster
 
 # A kernel is on a cliff if torch takes at least this many times as long as the roofline gives for a
@@ -196,7 +196,7 @@ class Advice:
     def price(self, way: Way) -> str:
         """`factor` as text, with its interval if there were several rounds; `~`: estimated."""
         if way.rounds > 1:
-            return "{:.2f} ({:.2f} to {:.2f})".format(*way.ratios)
+            return format_ratio(*way.ratios)
         return f"{'' if way.time_ns else '~'}{self.factor(way):.2f}"
 
     def how(self, way: Way) -> str:
