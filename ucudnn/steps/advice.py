@@ -210,7 +210,7 @@ class Advice:
         segments, size = way.division or WHOLE
         if size is not None:
             return f"train in a loop of micro-batches of {size} (tune it with loop=True)"
-        if [one.module for one in segments if one.micro_batch] == [""]:
+        if [one.module for one in segments if one.micro_batch is not None] == [""]:
             return f"run it in micro-batches of {segments[0].micro_batch} (tune does)"
         share = ceil(100 * way.most_bytes / self.step_peak_bytes)
         return f"tune it with memory_budget='{share}%'"

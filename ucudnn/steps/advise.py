@@ -454,7 +454,8 @@ class _Trials:
 def _is_of_model(one: Seen) -> bool:
     """True if the whole model runs in micro-batches."""
     segments, micro_batch = one.division
-    return micro_batch is not None or [each.module for each in segments] == [""]
+    whole = [each.module for each in segments if each.micro_batch is not None] == [""]
+    return micro_batch is not None or whole
 
 
 def _faults() -> int:
