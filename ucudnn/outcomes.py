@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from ucudnn.errors import PlanError
 from ucudnn.segment import WHOLE, StepDivision
-from ucudnn.units import Count, Ratio, format_bytes, format_ns, format_sizes
+from ucudnn.units import Count, Ratio, format_bytes, format_ns, format_ratio, format_sizes
 from ucudnn.verdict import HINTED_GAIN, Interval, is_loss
 
 Deviation = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # no nan, no infinity
@@ -102,8 +102,8 @@ class StepRace:
         if self.reason:
             return f"the plan was not judged by whole steps: {self.reason}{self._about_dropped()}"
         text = (
-            f"a step takes {self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) times as long as "
-            f"by torch's own: {format_ns(self.plan_ns)} against {format_ns(self.torch_ns)}"
+            f"a step takes {format_ratio(self.ratio, self.low, self.high)} times as long as by "
+            f"torch's own: {format_ns(self.plan_ns)} against {format_ns(self.torch_ns)}"
         )
         if self.plan_peak_bytes:
             planned, default = format_sizes(self.plan_peak_bytes, self.torch_peak_bytes)
@@ -111,11 +111,8 @@ class StepRace:
                 f", and its peak is {planned} above what was allocated before it, against {default}"
             )
         if self.inside is not None:
-            ratio, low, high = self.inside
-            text += (
-                f"; inside steps the kernels that the plan changes take {ratio:.2f} "
-                f"({low:.2f} to {high:.2f}) times as long"
-            )
+            ratio = format_ratio(*self.inside)
+            text += f"; inside steps the kernels that the plan changes take {ratio} times as long"
         return text + self._about_dropped()
 
     def _about_dropped(self) -> str:
@@ -279,9 +276,9 @@ class LayoutRace:
             least = format_ns(first.time_ns)
             return f"the layout is {layout}: torch's own steps are the fastest, {least}"
         text = (
-            f"the layout is {layout}: a step by {one.name} takes {one.ratio:.2f} "
-            f"({one.low:.2f} to {one.high:.2f}) times as long as by {first.name}, "
-            f"{format_ns(one.time_ns)} against {format_ns(first.time_ns)}"
+            f"the layout is {layout}: a step by {one.name} takes {format_ratio(*one.ratios)} times "
+            f"as long as by {first.name}, {format_ns(one.time_ns)} against "
+            f"{format_ns(first.time_ns)}"
         )
         if self.is_fixed and one.ratio < 1 - HINTED_GAIN:
             text += '; layout="auto" would make a plan for channels_last, too'

@@ -102,6 +102,15 @@ def _rounded(count: int, parts: int) -> tuple[int, int, str]:
     return parts * count, 1, "B"
 
 
+def format_ratio(ratio: float, low: float, high: float) -> str:
+    """Write a ratio and its interval for a person.
+
+    >>> format_ratio(0.91, 0.9, 0.9249)
+    '0.91 (0.90 to 0.92)'
+    """
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+
+
 def format_ns(time_ns: float) -> str:
     """Write a time in nanoseconds for a person, with three significant digits.
 

@@ -223,14 +223,14 @@ def test_the_largest_batch_in_a_budget():
         budget_bytes=800 * MIB,
         largest={
             "as it is": Largest(12, 800 * MIB, 60 * MS),
-            "segments": Largest(40, 790 * MIB, 400 * MS, False),
+            "segments": Largest(40, 790 * MIB, 400 * MS),
             "loop of 4": Largest(90, 800 * MIB, 900 * MS),
         },
     )
     assert found.verdict == (
-        "the largest batch within 800 MiB is 40: tune it with memory_budget='800MiB'; 790 MiB and "
-        "10.0 ms per sample, seen in a step. As it is, ~12 fit at 5.00 ms per sample. By a loop of "
-        "4 ~90 fit at 10.0 ms per sample."
+        "the largest batch within 800 MiB is ~40: tune it with memory_budget='800MiB'; 790 MiB and "
+        "10.0 ms per sample, estimated. As it is, ~12 fit at 5.00 ms per sample. By a loop of 4 "
+        "~90 fit at 10.0 ms per sample."
     )
     assert "is ~90: tune it with loop=True and memory_budget='800MiB'; 800 MiB and" in (
         replace(found, ways=found.ways[2:]).verdict

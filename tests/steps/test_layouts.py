@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -324,3 +325,15 @@ def test_there_is_no_hint_where_layout_is_decided_or_makes_no_difference():
     assert hinted(nn.Conv1d(3, 4, 3), line).layout_race is None
     assert not hinted(nn.Conv2d(3, 4, 3), layout="auto").layout_race.is_fixed
     assert hinted(nn.Conv2d(3, 4, 3), step_race=False).layout_race is None
+
+
+@pytest.mark.parametrize(("layout", "most"), [("keep", 2), ("auto", 4)])
+def test_a_tuning_makes_few_copies_of_the_model(monkeypatch, layout, most):
+    """One copy for each layout, and two new ones whose results are compared."""
+    count, original = itertools.count(), ucudnn.steps.run.copied
+    monkeypatch.setattr(
+        "ucudnn.steps.run.copied", lambda *args: next(count) >= 0 and original(*args)
+    )
+    plan = hinted(nn.Conv2d(3, 4, 3), layout=layout)
+    assert plan.layout_race.rounds
+    assert next(count) == most

@@ -52,12 +52,12 @@ class Machine:
         return Device("cpu", "scripted")
 
     @contextmanager
-    def following(self, plan):
+    def following(self, plan, is_timed=True):
         kernels_ns, self.plan = {}, plan
         self.races.append(self.sizes(plan))
         yield kernels_ns
         self.plan = None
-        for size, saved in self.inside.items() if self.is_timed else ():
+        for size, saved in self.inside.items() if is_timed and self.is_timed else ():
             time_ns = KERNEL_NS - saved * (size in self.sizes(plan))
             kernels_ns[kernel(size).problem] = int(time_ns * self.chance.uniform(0.98, 1.02))
 
@@ -319,6 +319,21 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
     with pytest.raises(TuningInterruptedError) as caught:
         ucudnn.tune(Interrupted(2, 2, 3), torch.ones(1, 2, 8, 8))
     assert caught.value.plan == plan_of_one
+
+
+def test_ctrl_c_in_another_layout_keeps_the_verdict_on_the_plan(monkeypatch):
+    model, x = nn.Conv2d(2, 4, 3), torch.ones(2, 2, 9, 9)
+    plan = in_chunks(open_backend("torch_cpu"), [("", one) for one in ucudnn.trace(model, x)], 1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ucudnn.steps.judge.Judge._hint", interrupted)
+    judge = Judge(model, x, Config())
+    with pytest.raises(TuningInterruptedError) as caught:
+        judge.judge(plan)
+    assert caught.value.plan.step_race.rounds
+    assert caught.value.plan.layout_race is None
 
 
 def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_ways(monkeypatch):

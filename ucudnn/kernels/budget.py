@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # `StepShares.part_of`), however little it could gain.
 _LEAST_PART = 0.05
 # The least number of steps in a race of whole steps: one to warm up and to see how long steps are,
-# two for the peaks of the contestants, and two for one round.
+# two for the peaks of torch and of the plan, and two for one round.
 LEAST_RACE_STEPS = 5
 # Only torch's own convolution is measured for a kernel whose time is less than this many times the
 # ignored share of the step (`EffortLimits.ignored_share`). To save that share, a plan would have to

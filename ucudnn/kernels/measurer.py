@@ -23,7 +23,7 @@ from ucudnn.kernels.session import Session
 from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Subject
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.system.processes import cached_property
-from ucudnn.verdict import EQUAL
+from ucudnn.verdict import EQUALLY_FAST
 
 
 class KernelMeasurer:
@@ -37,7 +37,7 @@ class KernelMeasurer:
         sizes: Iterable[int] = (),
         max_error: float | None = None,
         adds_bias: bool = False,
-        tolerance: float = EQUAL,
+        tolerance: float = EQUALLY_FAST,
         deterministic: bool = False,
         like: KernelMeasurer | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class KernelMeasurer:
             session.roofline(axis.problem.dtype),
         )
         self._requests = Requests(
-            self._listed, records, self._elimination, max(tolerance, EQUAL), must_probe
+            self._listed, records, self._elimination, max(tolerance, EQUALLY_FAST), must_probe
         )
         # True if a chunk was not measured because it would have ended after the time budget.
         self.lacks_time = False

@@ -130,7 +130,7 @@ class Requests:
     records: KernelRecords
     elimination: Elimination
     # The possible gain, as a fraction of the kernel's time, at which measuring ends; at least
-    # `EQUAL`.
+    # `EQUALLY_FAST`.
     tolerance: float
     # True if small chunks must run first, to extrapolate from them the workspace of larger ones.
     must_probe: bool

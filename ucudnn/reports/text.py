@@ -14,7 +14,7 @@ from ucudnn.outcomes import LayoutRace, StepMemory
 from ucudnn.plan import Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.reports.comparison import PlanComparison
 from ucudnn.system.markup import csv_table
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import format_bytes, format_ns, format_ratio
 
 # Columns of the CSV file, on which users rely: keep names and order, add new columns last.
 _COLUMNS = (
@@ -230,7 +230,7 @@ def layout_table(layouts: LayoutRace) -> Table:
     for heading in ("", "by", "step", "ratio to torch", "peak", ""):
         table.add_column(heading, justify="right" if heading in ("step", "peak") else "left")
     for index, one in enumerate(layouts.ways):
-        ratio = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
+        ratio = format_ratio(*one.ratios)
         mark = "*" if index == layouts.winner else ""
         over = "" if one.is_allowed else "over the limit"
         peak = format_bytes(one.peak_bytes)

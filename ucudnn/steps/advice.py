@@ -18,7 +18,7 @@ from ucudnn.outcomes import Way
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE
-from ucudnn.units import format_bytes, format_ns, format_sizes, parse_bytes
+from ucudnn.units import format_bytes, format_ns, format_ratio, format_sizes, parse_bytes
 from ucudnn.verdict import ADVISED_GAIN, HIDDEN, LEAST_ROUNDS, TOLERATED, is_faster
 
 # A kernel is on a cliff if torch takes at least this many times as long as the roofline gives for a
@@ -105,19 +105,17 @@ class KernelAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch with which a step by one way fits a memory budget.
+    """The largest batch with which a step by one way fits a memory budget, as is foreseen.
 
     Args:
         batch: number of samples; 0 if not even one sample fits.
         peak_bytes: peak of a step of that batch.
         time_ns: time of that step.
-        is_estimated: True if peak and time are estimates; False if such a step was run.
     """
 
     batch: int
     peak_bytes: int
     time_ns: int
-    is_estimated: bool = True
 
     @property
     def sample_ns(self) -> int:
@@ -125,7 +123,7 @@ class Largest:
         return self.time_ns // max(1, self.batch)
 
     def __str__(self) -> str:
-        return f"{'~' * self.is_estimated}{self.batch}"
+        return f"~{self.batch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +196,7 @@ class Advice:
     def price(self, way: Way) -> str:
         """`factor` as text, with its interval if there were several rounds; `~`: estimated."""
         if way.rounds > 1:
-            return "{:.2f} ({:.2f} to {:.2f})".format(*way.ratios)
+            return format_ratio(*way.ratios)
         return f"{'' if way.time_ns else '~'}{self.factor(way):.2f}"
 
     def how(self, way: Way) -> str:
@@ -209,10 +207,10 @@ class Advice:
             limit = self.suggested_limit
             setting = "" if limit is None else f" with workspace_limit='{_compact(limit)}'"
             return f"tune it{setting}"
-        segments, size = way.division or WHOLE
+        segments, size = way.division
         if size is not None:
             return f"train in a loop of micro-batches of {size} (tune it with loop=True)"
-        if [one.module for one in segments if one.micro_batch] == [""]:
+        if [one.module for one in segments if one.micro_batch is not None] == [""]:
             return f"run it in micro-batches of {segments[0].micro_batch} (tune does)"
         share = ceil(100 * way.most_bytes / self.step_peak_bytes)
         return f"tune it with memory_budget='{share}%'"
@@ -357,11 +355,10 @@ class Advice:
         # A share in `how` is of the peak at the batch that was given, not at the largest batch. By
         # the budget itself, `tune` divides steps of any batch.
         looped = "loop=True and " if way.kind == "loop" else ""
-        how = f"tune it with {looped}{_setting(budget)}" if way.division else self.how(way)
+        how = f"tune it with {looped}{_setting(budget)}" if way.division != WHOLE else self.how(way)
         said = (
             f"the largest batch within {size} is {most}: {how}; {peak} and "
-            f"{format_ns(most.sample_ns)} per sample, "
-            f"{'estimated' if most.is_estimated else 'seen in a step'}."
+            f"{format_ns(most.sample_ns)} per sample, estimated."
         )
         if found[0] is not way:
             at_own = self.largest[found[0].name]
@@ -450,7 +447,7 @@ class Advice:
         values = to_builtins(replace(self, kernels=()))
         largest = values.pop("largest")
         for fields, way in zip(values["ways"], self.ways, strict=True):
-            segments, micro_batch = fields.pop("division") or to_builtins(WHOLE)
+            segments, micro_batch = fields.pop("division")
             fields.update(
                 how=self.how(way),
                 peak_bytes=way.most_bytes,

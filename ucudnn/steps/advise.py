@@ -168,7 +168,7 @@ class _Trials:
     loads: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
     search: SegmentSearch | None = None
-    last: Steps | None = None
+    copies: dict[str, Steps] = field(default_factory=dict)
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -237,10 +237,14 @@ class _Trials:
 
     def _has_time(self, name: str, steps: int, part: float = _TRIALS_PART) -> bool:
         """True if `steps` more steps fit `part` of `_MOST_S`; else `name` is noted as left out."""
-        if monotonic() + steps * self.own_ns / 1e9 <= self.began + part * _MOST_S:
+        if self._end(part).has_time(steps, self.own_ns):
             return True
         self.left_out.append(f"{name} (no time)")
         return False
+
+    def _end(self, part: float) -> Deadline:
+        """When this part of the time is over."""
+        return Deadline(self.began + part * _MOST_S)
 
     def _as_it_is(self) -> None:
         """Foresee the step as it is, and run it if it fits the memory."""
@@ -255,8 +259,7 @@ class _Trials:
         self.budget_bytes = budget = self._budget(own)
         self.may_run = not self.is_dry and fits and (budget is None or own.peak_bytes <= budget)
         if self.may_run:
-            self.plain = Steps(self.model, self.inputs, self.is_training)
-            self.own_ns = self._run(self.plain)
+            self.own_ns = self._run("keep")
         elif not self.is_dry:
             self.left_out.append(
                 f"the step as it is (it needs {format_bytes(own.peak_bytes)}, foreseen)"
@@ -264,11 +267,15 @@ class _Trials:
         time_ns = self.own_ns if self.may_run else 0
         self.ways.append(Way("torch", AS_IT_IS, own.peak_bytes, own.time_ns, time_ns=time_ns))
 
-    def _run(self, steps: Steps) -> int:
-        """Time of a second step, or of the first one if steps are very long."""
+    def _run(self, layout: str) -> int:
+        """Time of a second step in a layout, or of the first one if steps are very long."""
+        self.copies[layout] = Steps(self.model, self.inputs, self.is_training, layout)
+        first = self._elapsed_ns(layout)
+        return first if 3 * first > 1e10 else self._elapsed_ns(layout)
+
+    def _elapsed_ns(self, layout: str) -> int:
         with gradient_mode(self.is_training):
-            first = self.backend.elapsed_ns(steps)
-            return first if 3 * first > 1e10 else self.backend.elapsed_ns(steps)
+            return self.backend.elapsed_ns(self.copies[layout])
 
     def _add(self, name: str, way: Way) -> None:
         if all(one.division != way.division and one.name != name for one in self.ways):
@@ -291,10 +298,9 @@ class _Trials:
         if has_other:
             trials[CHANNELS_LAST] = self._try_channels_last
             names.insert(2, CHANNELS_LAST)
-        end = self.began + _TRIALS_PART * _MOST_S
         for place, name in enumerate(names):
             if search is not None:
-                search.deadline = Deadline(end).part(1 / (len(names) - place))
+                search.deadline = self._end(_TRIALS_PART).part(1 / (len(names) - place))
             with self._trying(name):
                 trials[name]()
 
@@ -350,23 +356,12 @@ class _Trials:
 
     def _try_channels_last(self) -> None:
         """Try the step in channels_last."""
-        name, time_ns = CHANNELS_LAST, 0
+        name = CHANNELS_LAST
         if self._has_time(name, _TRIAL_STEPS, _STEPS_PART):
             found = self.foreseer.step(memory_format=name)
-            if self.may_run:
-                self.last = Steps(self.model, self.inputs, self.is_training, name)
-                time_ns = self._run(self.last)
+            time_ns = self._run(name) if self.may_run else 0
             way = Way("torch", name, found.peak_bytes, found.time_ns, time_ns=time_ns)
             self.ways.append(replace(way, memory_format=name))
-
-    def _elapsed_ns(self, way: Way) -> int:
-        """Time of one more step by a way."""
-        if self.search is not None and way.division != WHOLE:
-            return self.search.elapsed_ns(way.division)
-        steps = self.plain if way.memory_format == "keep" else self.last
-        assert steps is not None
-        with gradient_mode(self.is_training):
-            return self.backend.elapsed_ns(steps)
 
     def _rivals(self, own: Way) -> list[Way]:
         """Ways to time in turn with the step as it is, the most promising first."""
@@ -374,7 +369,7 @@ class _Trials:
         small = Advice((), self.backend.device(), tuple(self.ways)).smallest
         chosen = sorted(others, key=lambda way: way.step_ns)[: _MOST_RIVALS - 1]
         chosen += [] if small is None or small in chosen else [small]
-        left_s = self.began + _STEPS_PART * _MOST_S - monotonic()
+        left_s = self._end(_STEPS_PART).left_s()
         count = int(left_s / (_ROUNDS * own.time_ns / 1e9)) - 1
         # Without a memory budget, a way that seems to be faster is raced even if time is short.
         is_hope = any(way.step_ns < own.time_ns for way in chosen[:1])
@@ -388,22 +383,25 @@ class _Trials:
         rivals = [way for way in self._rivals(own) if way.time_ns]
         if len(self.ways) > 1 and not rivals:
             self.left_out.append("timing ways in turn (no time)")
-        own_s, faults = own.time_ns / 1e9, list[int]()
-        until = self.began + _STEPS_PART * _MOST_S
+        end, faults = self._end(_STEPS_PART), list[int]()
         if rivals:
-            until = max(until, monotonic() + (_ROUNDS + 0.5) * (1 + len(rivals)) * own_s)
-        elif _ROUNDS * own_s > until - monotonic():
+            steps = (_ROUNDS + 0.5) * (1 + len(rivals))
+            end = max(end, Deadline.within(steps * own.time_ns / 1e9))
+        elif not end.has_time(_ROUNDS, own.time_ns):
             return
 
         def run(way: Way) -> int:
             before = _faults()
-            time_ns = self._elapsed_ns(way)
+            if self.search is not None and way.division != WHOLE:
+                time_ns = self.search.elapsed_ns(way.division)
+            else:
+                time_ns = self._elapsed_ns(way.memory_format)
             faults.extend([_faults() - before] * (way is own))
             return time_ns
 
         times = race(
             [partial(run, way) for way in (own, *rivals)],
-            lambda steps: monotonic() + steps * own_s >= until,
+            lambda steps: not end.has_time(steps, own.time_ns),
             lambda samples: all(tells(one, samples[0]) for one in samples[1:]),
             # All ways have run already, so the first round need not warm them up.
             is_warm=True,
@@ -443,13 +441,14 @@ class _Trials:
     def _peak_at(self, way: Way, batch: int) -> int:
         """Foreseen peak of a step of another batch."""
         foreseer = replace(self.foreseer, operators="in part").of_batch(batch)
-        return foreseer.step(way.division or WHOLE, way.memory_format, names=()).peak_bytes
+        return foreseer.step(way.division, way.memory_format, names=()).peak_bytes
 
 
 def _is_of_model(one: Way) -> bool:
     """True if the whole model runs in micro-batches."""
     segments, micro_batch = one.division
-    return micro_batch is not None or [each.module for each in segments] == [""]
+    whole = [each.module for each in segments if each.micro_batch is not None] == [""]
+    return micro_batch is not None or whole
 
 
 def _faults() -> int:

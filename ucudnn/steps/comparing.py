@@ -72,6 +72,10 @@ class Difference:
     parameters: int
     draws: bool
 
+    def __str__(self) -> str:
+        how_far = "all of it" if self.largest == inf else f"{100 * self.largest:.2g} %"
+        return f"{self.where} differs from torch's by {how_far}"
+
 
 @dataclass
 class _Outcome:
@@ -139,7 +143,6 @@ class PlanComparer:
         if difference.draws and difference.largest <= most:
             found.append(self._difference(self._part(count // 4 + 1), self._plan.division, 1))
         worst, most = max(found, key=lambda one: one[0].largest / max(one[1], 1e-300))
-        reason = f"{worst.where} differs from torch's by {_percent(worst.largest)}"
         is_same = all(one.largest <= limit for one, limit in found)
         compared = Comparison(
             deviation=min(worst.largest, 1e9),
@@ -148,7 +151,7 @@ class PlanComparer:
             samples=batch_of(inputs),
             states=len(found),
         )
-        return compared, "" if is_same else reason
+        return compared, "" if is_same else str(worst)
 
     def causes(self, reason: str) -> dict[Segment, str]:
         """The segments by which, each alone, a step is not torch's, and how it differs.
@@ -173,8 +176,7 @@ class PlanComparer:
             for state in (0, 1):
                 difference, most = self._difference(self._inputs, division, state)
                 if difference.largest > most:
-                    where = difference.where
-                    return f"{where} differs from torch's by {_percent(difference.largest)}"
+                    return str(difference)
                 if not difference.draws:
                     break
         except STEP_ERRORS as error:
@@ -467,7 +469,3 @@ def _size(tensor: Tensor) -> float:
     """Root of the mean square."""
     dense = _dense(tensor).double()
     return float(dense.square().mean().sqrt()) if dense.numel() else 0.0
-
-
-def _percent(ratio: float) -> str:
-    return "all of it" if ratio == inf else f"{100 * ratio:.2g} %"

@@ -140,23 +140,25 @@ class Judge:
             plan = StepJudge(step, meter).judge(plan)
         else:
             plan = replace(plan, step_race=StepRace(reason=_NOTHING))
-        return replace(plan, layout_race=self._hint(plan, step, meter)) if hints else plan
+        if not hints:
+            return plan
+        # The plan is for the model's own layout: it stays valid if the model fails in the other.
+        found = self._attempt(plan, partial(self._hint, plan, step, meter))
+        hint = LayoutRace(reason=found, is_fixed=True) if isinstance(found, str) else found
+        return replace(plan, layout_race=hint)
 
-    def _hint(self, plan: Plan, step: Steps, meter: StepMeter) -> LayoutRace:
+    def _hint(self, plan: Plan, step: Steps, meter: StepMeter) -> LayoutRace | str:
         """Race the plan, already warmed up, against torch in channels_last, in a few rounds."""
         if meter.is_over(_LEAST_HINT_STEPS):
-            return LayoutRace(reason=_USED_UP, is_fixed=True)
-        try:
-            other = self._steps(plan.division, "channels_last")
-            # If the steps of the plan are compiled, those in channels_last must be, too, to be
-            # comparable.
-            if plan.compilation is not None and plan.compilation.is_compiled:
-                other.compile()
-            other()
-            samples = meter.race([(step, plan), (other, None)], lambda _: False, True, _HINT_ROUNDS)
-        # The plan is for the model's own layout: it stays valid if the model fails in the other.
-        except STEP_ERRORS as error:
-            return LayoutRace(reason=_failed(error), is_fixed=True)
+            return _USED_UP
+        other = self._steps(plan.division, "channels_last")
+        # If the steps of the plan are compiled, those in channels_last must be, too, to be
+        # comparable.
+        if plan.compilation is not None and plan.compilation.is_compiled:
+            other.compile()
+        other()
+        runs = [(step, plan), (other, None)]
+        samples = meter.race(runs, lambda _: False, is_warm=True, most_rounds=_HINT_ROUNDS)
         ways = _way("plan", "keep"), _way("torch", "channels_last")
         return LayoutRace(timed(ways, steps_ns(samples)), is_fixed=True)
 
@@ -190,21 +192,19 @@ class Judge:
         comes first. The model keeps its layout if steps cannot be compared, or if its results
         differ in channels_last by more than rounding.
         """
-        own, compiled = plans["keep"], list[Compilation]()
-        found = self._attempt(own, partial(self._race_layouts, plans, compiled))
+        own = plans["keep"]
+        found = self._attempt(own, partial(self._race_layouts, plans))
         if isinstance(found, Plan):
             return found
         # The model must keep its layout; the plan for this layout is judged as if it were the only
         # one.
-        self.copies.clear()  # they take memory, and may be compiled
-        spent = sum(one.seconds for one in compiled)
-        later = None if self.deadline is None else self.deadline.later(spent)
-        kept = replace(self, deadline=later).judge(own)
-        # A plan that changes nothing is not raced, so its own `compilation` may be None.
-        compilation = kept.compilation or next(iter(compiled), None)
-        return replace(kept, layout_race=LayoutRace(reason=found), compilation=compilation)
+        self.copies.pop((plans["channels_last"].division, "channels_last"), None)
+        steps = self.copies.get((own.division, "keep"))
+        compilation = None if steps is None else steps.compilation
+        kept = self.judge(replace(own, compilation=compilation))
+        return replace(kept, layout_race=LayoutRace(reason=found))
 
-    def _race_layouts(self, plans: Mapping[str, Plan], compiled: list[Compilation]) -> Plan | str:
+    def _race_layouts(self, plans: Mapping[str, Plan]) -> Plan | str:
         """The plan of the better layout, or the reason why the model keeps its own."""
         own = plans["keep"]
         backend = open_backend(own.backend)
@@ -216,10 +216,15 @@ class Judge:
         reason = reason_against_layout(self.model, self.inputs, own, self.is_training)
         if reason:
             return reason
-        compilation, reason = _compile_both(self.model, steps, own.device.type)
-        compiled += [] if compilation is None else [compilation]
-        if reason:
-            return reason
+        compilation = compile_steps(self.model, steps["keep"], own.device.type)
+        if compilation is not None and compilation.is_compiled:
+            last = compile_steps(self.model, steps["channels_last"], own.device.type)
+            assert last is not None
+            compilation = replace(compilation, seconds=compilation.seconds + last.seconds)
+            steps["keep"].compilation = compilation
+            # A user could not run a compiled model in a layout in which it does not compile.
+            if not last.is_compiled:
+                return f"in channels_last {last.reason}"
         # The time of compiling counts towards no budget, so the race ends later by it.
         end = end.later(0 if compilation is None else compilation.seconds)
         plan = judge_layouts(plans, steps, StepMeter(backend, plans.values(), end, step_ns))
@@ -230,13 +235,15 @@ class Judge:
         try:
             with _undisturbed(self.model):
                 return run()
+        except TuningInterruptedError:
+            raise
         except KeyboardInterrupt:
             raise TuningInterruptedError(plan) from None
         # A model that was traced on fake tensors may still fail on real ones, for example for lack
         # of memory. Its plan is returned all the same.
         except STEP_ERRORS as error:
             self.copies.clear()
-            return _failed(error)
+            return f"a step could not be computed ({first_line(error)})"
         finally:
             # Copies would count as memory of the steps that check a budget.
             if self.config.memory_budget is not None:
@@ -259,10 +266,6 @@ class Judge:
             return self.deadline
         seconds = self.config.time_budget_s or EFFORTS[self.config.effort].budget_s(step_ns)
         return Deadline.never() if seconds is None else Deadline.within(seconds)
-
-
-def _failed(error: BaseException) -> str:
-    return f"a step could not be computed ({first_line(error)})"
 
 
 @contextmanager
@@ -310,36 +313,24 @@ def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilati
     """Let the steps of a compiled model run compiled; None if the model is not compiled.
 
     The first compiled steps are run here. If they fail, the steps stay uncompiled, and the reason
-    is returned.
+    is returned. Steps are compiled once.
     """
-    if not is_compiled(model):
-        return None
-    # Compiled code that replays CUDA graphs is not raced: all contestants would replay the kernels
-    # of the contestant that was captured first.
+    if steps.compilation is not None or not is_compiled(model):
+        return steps.compilation
+    # Compiled code that replays CUDA graphs is not raced: all ways would replay the kernels of the
+    # way that was captured first.
     if device_type == "cuda" and replays_graphs(model):
         reason = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
-        return Compilation(reason=reason)
+        steps.compilation = Compilation(reason=reason)
+        return steps.compilation
     began, reason = monotonic(), ""
     try:
         steps.compile()
     # torch.compile raises RuntimeErrors of its own, whatever its backend raised.
     except STEP_ERRORS as error:
         reason = f"torch.compile failed ({_said(error)})"
-    return Compilation(ceil(monotonic() - began), reason)
-
-
-def _compile_both(
-    model: nn.Module, steps: Mapping[str, Steps], device_type: str
-) -> tuple[Compilation | None, str]:
-    """Compile the steps of both layouts, or of none; also why the model must keep its layout."""
-    own = compile_steps(model, steps["keep"], device_type)
-    if own is None or not own.is_compiled:
-        return own, ""
-    last = compile_steps(model, steps["channels_last"], device_type)
-    assert last is not None
-    # A user could not run a compiled model in a layout in which it does not compile.
-    reason = "" if last.is_compiled else f"in channels_last {last.reason}"
-    return Compilation(own.seconds + last.seconds), reason
+    steps.compilation = Compilation(ceil(monotonic() - began), reason)
+    return steps.compilation
 
 
 def with_relaid(plan: Plan, steps: Steps) -> Plan:

@@ -115,7 +115,7 @@ class StepMeter:
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
         """Peak of allocated memory of one step by a plan; None: by torch's own convolutions."""
         times = list[int]()
-        with self.following(plan):
+        with self.following(plan, is_timed=False):
             # `parts` names the chunks of a call. A step has none: only the allocator tells its
             # peak.
             peak = self._backend.workspace_bytes(
@@ -132,14 +132,16 @@ class StepMeter:
         self.step_ns = max(self._shortest_ns.values())
 
     @contextmanager
-    def following(self, plan: Plan | None) -> Iterator[Mapping[Problem, int]]:
+    def following(
+        self, plan: Plan | None, is_timed: bool = True
+    ) -> Iterator[Mapping[Problem, int]]:
         """Follow a plan, or torch, and time the convolutions that any of the plans changes."""
         runner = None if plan is None else self._runner(plan)
         device = self._backend.device().type
         timer = KernelTimer(self._backend.elapsed_ns, runner, self._changed)
         # On a GPU kernels are not timed inside a step: the host goes on while the GPU computes, and
         # a step would have to wait for each kernel that is timed.
-        watcher = timer if device == "cpu" else runner
+        watcher = timer if is_timed and device == "cpu" else runner
         with nullcontext() if watcher is None else Installation(device, watcher):
             yield timer.times_ns
 
@@ -199,7 +201,7 @@ def timed(ways: Iterable[Way], samples: Sequence[Sequence[int]]) -> tuple[Way, .
 
 
 def steps_ns(samples: Samples) -> list[list[int]]:
-    """The times of whole steps, as one list for each contestant.
+    """The times of whole steps, as one list for each way.
 
     >>> steps_ns([[StepTimes(3, {})], [StepTimes(4, {})]])
     [[3], [4]]

@@ -26,6 +26,7 @@ from ucudnn.execution.compiling import (
     uncompiled,
 )
 from ucudnn.execution.micro_batching import batch_of, segment_
+from ucudnn.outcomes import Compilation
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.steps.copying import copied
 
@@ -120,6 +121,7 @@ class Steps:
         inputs: the copies of the examples.
         backward: True: a step is forward and backward.
         division: how steps are divided.
+        compilation: how they were compiled; None if that was not tried.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Steps:
         if memory_format == "channels_last":
             lay_out_(self.model)
         self._run: Callable[..., Any] = self.model
+        self.compilation: Compilation | None = None
 
     def __call__(self) -> None:
         """Run one step for each example."""

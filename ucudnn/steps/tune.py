@@ -37,6 +37,7 @@ from ucudnn.steps.tracing import Traced, trace_layers
 _SEARCH = 0.5
 
 
+_NOTHING = Progress("", 0, 0, 0, 0)
 # Steps are compared on a part of the batch, if this many times the peak of torch's step exceed the
 # memory that is free.
 _OF_PEAK = 1.5
@@ -110,6 +111,10 @@ class _Tuning:
     step_ns: int = 0
     # Copies of the model on which the judge runs steps.
     copies: Copies = field(default_factory=dict)
+    # Progress before the layout that is tuned, and now; and the kernels of the layout after it.
+    before: Progress = _NOTHING
+    latest: Progress = _NOTHING
+    more: int = 0
 
     def run(self) -> Plan:
         """Tune the model, judge the plan, and compare divided steps with torch's."""
@@ -124,8 +129,10 @@ class _Tuning:
             self.division = faster_division(
                 self.model, self.inputs, traced, self.config, self._part(_SEARCH)
             )
-            plan = self._tuned_and_judged(self._divided(traced))
-            if self.division != WHOLE:
+            if self.division == WHOLE:
+                plan = self._tuned_and_judged(traced)
+            else:
+                plan = self._tuned_and_judged(self._traced())
                 plan, causes = self._compared(plan, is_unaligned=True)
                 if causes:
                     self.division = WHOLE
@@ -173,9 +180,6 @@ class _Tuning:
         need = max(1, plan.memory.torch_peak_bytes - plan.memory.held_bytes)
         return None if _OF_PEAK * need <= free else max(2, int(batch * free / (_OF_PEAK * need)))
 
-    def _divided(self, traced: Traced) -> Traced:
-        return traced if self.division == WHOLE else self._traced()
-
     def _traced(self, memory_format: str = "keep") -> Traced:
         if self.step is not None:
             return self.step.traced(memory_format)
@@ -215,8 +219,7 @@ class _Tuning:
     def _as_it_is(self, traced: Traced) -> Plan:
         # A model that was converted by a plan for channels_last is in that layout already.
         layout = memory_format_of(self.model)
-        plan = self._tuned(traced, self._end_of_kernels(), self.on_progress, layout)
-        return self._judge.judge(plan)
+        return self._judge.judge(self._tuned(traced, self._end_of_kernels(), layout))
 
     def _begin(self, step_ns: int) -> Deadline:
         """Begin the time budget of steps of this time; return when a search must end."""
@@ -236,29 +239,15 @@ class _Tuning:
         return Judge(self.model, self.inputs, self.config, self.end, self.copies)
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
-        # The progress of both tunings is reported as that of one. While the first one runs, `more`
-        # is the number of kernels of the second one.
-        before = latest = Progress("", 0, 0, 0, 0)
-        more = len(set(_problems(traced["channels_last"])))
-
-        def report(event: Progress) -> None:
-            nonlocal latest
-            latest = replace(
-                event,
-                done=before.done + event.done,
-                total=before.done + event.total + more,
-                measured=before.measured + event.measured,
-                reused=before.reused + event.reused,
-            )
-            if self.on_progress is not None:
-                self.on_progress(latest)
-
+        # The progress of both tunings is reported as that of one.
+        self.before = self.latest = _NOTHING
+        self.more = len(set(_problems(traced["channels_last"])))
         # A time budget that the user set is for both layouts together, a default one for each.
-        own = self._tuned(traced["keep"], self._part(0.5), report, "keep")
-        before, more = latest, 0
+        own = self._tuned(traced["keep"], self._part(0.5), "keep")
+        self.before, self.more = self.latest, 0
         deadline = self._end_of_kernels(LAYOUT_RACE_STEPS)
         try:
-            last = self._tuned(traced["channels_last"], deadline, report, "channels_last")
+            last = self._tuned(traced["channels_last"], deadline, "channels_last")
         # The error carries the plan of the first layout, because only that plan is complete.
         except TuningInterruptedError:
             raise TuningInterruptedError(own) from None
@@ -276,26 +265,28 @@ class _Tuning:
         race_s = min(left_s / 2, max(left_s / 4, race_steps * self.step_ns / 1e9))
         return self.end.at_most(left_s - race_s)
 
-    def _report(self, report: Report | None) -> Report | None:
-        """A function that reports with the budget of all of tuning."""
-        end = self.end
-        if report is None or end is None:
-            return report
-        whole = round(end.at_s - self.began, 1)
+    def _report(self, event: Progress) -> None:
+        """Report with what was done before, and with the budget of all of tuning."""
+        before = self.before
+        self.latest = replace(
+            event,
+            done=before.done + event.done,
+            total=before.done + event.total + self.more,
+            measured=before.measured + event.measured,
+            reused=before.reused + event.reused,
+        )
+        if self.end is not None:
+            times = round(self.end.at_s - self.began, 1), self.end.left_s()
+            self.latest = replace(self.latest, budget_s=times[0], seconds_left=times[1])
+        if self.on_progress is not None:
+            self.on_progress(self.latest)
 
-        def told(event: Progress) -> None:
-            report(replace(event, budget_s=whole, seconds_left=end.left_s()))
-
-        return told
-
-    def _tuned(
-        self, traced: Traced, deadline: Deadline | None, report: Report | None, memory_format: str
-    ) -> Plan:
+    def _tuned(self, traced: Traced, deadline: Deadline | None, memory_format: str) -> Plan:
         """A plan for one layout, before it is judged."""
         plan = tune_problems(
             traced.layers,
             self.config,
-            self._report(report),
+            self._report if self.on_progress is not None else None,
             biased=traced.biased,
             remeasure=self.remeasure,
             limits=None if self.step is None else self.step.limits(memory_format),
