@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ucudnn
+from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES
 from ucudnn.errors import PlanError
 from ucudnn.steps.run import tensors_of
 

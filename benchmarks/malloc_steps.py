@@ -23,7 +23,8 @@ from networks import example, shape_of
 from steps import bench_steps
 
 import ucudnn
-from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, describe_allocator
+from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
+from ucudnn.backends.torch_cpu.processor import describe_allocator
 
 UNCOMPILED = [way for way in WAYS.values() if not way.is_compiled]
 # OpenMP's threads stay awake for some milliseconds after the last of their work.

@@ -6,11 +6,12 @@ import os
 from dataclasses import dataclass
 
 from ucudnn import cache as cache_room
+from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
 from ucudnn.backends import open_backend
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Handle, find_library
 from ucudnn.backends.cudnn.offline import has_driver
 from ucudnn.backends.cudnn.profile import DeviceProfile
-from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES, filling
+from ucudnn.backends.torch_cpu.processor import filling
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.system.files import is_writable

@@ -7,6 +7,9 @@ Errors and warnings are in `ucudnn.errors`.
 'ucudnn.convert'
 """
 
+from ucudnn.advice import Advice as Advice
+from ucudnn.advice import KernelAdvice as KernelAdvice
+from ucudnn.advice import Largest as Largest
 from ucudnn.check import Finding as Finding
 from ucudnn.config import Backend as Backend
 from ucudnn.config import Effort as Effort
@@ -42,6 +45,3 @@ from ucudnn.segment import MicroBatch as MicroBatch
 from ucudnn.segment import Segment as Segment
 from ucudnn.segment import StepDivision as StepDivision
 from ucudnn.split import Chunk as Chunk
-from ucudnn.steps.advice import Advice as Advice
-from ucudnn.steps.advice import KernelAdvice as KernelAdvice
-from ucudnn.steps.advice import Largest as Largest

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import ucudnn
+from ucudnn.advice import Advice, KernelAdvice, Largest
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
@@ -23,7 +24,6 @@ from ucudnn.outcomes import Way
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import Segment, StepDivision
-from ucudnn.steps.advice import Advice, KernelAdvice, Largest
 from ucudnn.steps.foresee import largest_batch
 
 MIB, MS = 1 << 20, 1_000_000

@@ -22,10 +22,10 @@ from ucudnn.reports.text import as_sentence, simple_table
 from ucudnn.units import format_bytes, format_ns, parse_bytes
 
 if TYPE_CHECKING:
+    from ucudnn.advice import Advice
     from ucudnn.doctor import Diagnosis
     from ucudnn.outcomes import Foresight
     from ucudnn.plan import Timing
-    from ucudnn.steps.advice import Advice
 
 
 # The most modules that `foresee` lists.

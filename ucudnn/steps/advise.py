@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ucudnn.advice import AS_IT_IS, BLOCKS, CHANNELS_LAST, MALLOC, Advice, KernelAdvice, Largest
 from ucudnn.backends import AbstractBackend, Cost, open_backend
 from ucudnn.backends.torch_cpu.processor import filling
 from ucudnn.benchmark.statistics import median_ns, spread_ns
@@ -30,15 +31,6 @@ from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.steps.advice import (
-    AS_IT_IS,
-    BLOCKS,
-    CHANNELS_LAST,
-    MALLOC,
-    Advice,
-    KernelAdvice,
-    Largest,
-)
 from ucudnn.steps.foresee import Foreseer, largest_batch
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.race import race, tells, timed

@@ -69,10 +69,6 @@ _MOST_ROWS = 1 << 14
 _PASSES = 16
 _BUDGET_NS = 40_000_000  # a product or copy is repeated for this long
 _measuring = ForkSafeLock()
-# A value of GLIBC_TUNABLES with which glibc reuses the memory of freed blocks below 1 GiB.
-LARGE_THRESHOLD_TUNABLES = (
-    "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
-)
 _GLIBC = "glibc"
 # glibc raises its mmap threshold by itself only up to 32 MiB. So the pages of a block of this size
 # are new at each allocation, unless malloc was set otherwise.

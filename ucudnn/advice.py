@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from ucudnn.backends.torch_cpu.processor import LARGE_THRESHOLD_TUNABLES
 from ucudnn.measurement import Device
 from ucudnn.outcomes import Way
 from ucudnn.plan import Timing
@@ -21,6 +20,10 @@ from ucudnn.segment import WHOLE
 from ucudnn.units import format_bytes, format_ns, format_ratio, format_sizes, parse_bytes
 from ucudnn.verdict import ADVISED_GAIN, HIDDEN, LEAST_ROUNDS, TOLERATED, is_faster
 
+# A value of GLIBC_TUNABLES with which glibc reuses the memory of freed blocks below 1 GiB.
+LARGE_THRESHOLD_TUNABLES = (
+    "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
+)
 # A kernel is on a cliff if torch takes at least this many times as long as the roofline gives for a
 # direct convolution. Good kernels do not reach the roofline either, so the factor is large.
 _CLIFF = 5.0
