@@ -105,8 +105,9 @@ CASES = {
         (12, 32000),
         ("50%",),
     ),
-    "resnet50": Case(partial(plain, "resnet50"), (32, 3, 224, 224), ("65%", "57%")),
-    "unet3d": Case(unet3d, (2, 1, 64, 64, 64), ("77%", "65%")),
+    "resnet50": Case(partial(plain, "resnet50"), (32, 3, 224, 224), ("50%", "40%", "33%")),
+    "unet3d": Case(unet3d, (2, 1, 64, 64, 64), ("65%", "50%")),
+    "unet3d-batchnorm": Case(partial(unet3d, "batch"), (2, 1, 64, 64, 64), ("62%",)),
 }
 
 

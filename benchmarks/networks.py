@@ -107,13 +107,14 @@ def cifar10() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 64), nn.Linear(64, 10))
 
 
-def unet3d() -> nn.Module:
-    """A U-Net for volumes with 3x3x3 convolutions."""
+def unet3d(norm: str = "instance") -> nn.Module:
+    """A U-Net for volumes with 3x3x3 convolutions, and normalisation by instance or by batch."""
     from monai.networks.nets import DynUNet
 
     sizes = [[3, 3, 3]] * 5
     strides = [[1, 1, 1], *[[2, 2, 2]] * 4]
-    network: nn.Module = DynUNet(3, 1, 3, sizes, strides, strides[1:])
+    settings = (norm, {"affine": True})
+    network: nn.Module = DynUNet(3, 1, 3, sizes, strides, strides[1:], norm_name=settings)
     return network
 
 

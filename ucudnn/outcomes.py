@@ -188,6 +188,7 @@ class Way:
         rounds: rounds of that race; 0 if there was none.
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
+        own_bytes: the foreseen peak without the workspace of convolutions; 0 if it is not known.
         division: segments and micro-batches of the step; in a plan, the name alone tells them.
     """
 
@@ -203,6 +204,7 @@ class Way:
     high: Ratio = 1.0
     rounds: Count = 0
     is_allowed: bool = True
+    own_bytes: Count = 0
     division: StepDivision = WHOLE
 
     @property

@@ -225,7 +225,7 @@ def test_a_budget_that_nothing_could_keep_is_refused_at_once():
 def test_what_is_foreseen_is_what_steps_measure():
     search = searching(blocks(none), torch.randn(IMAGES))
     whole = search.ways[0]
-    held = search.profile(whole).held.total
+    held = search.costs._own.held.total
     assert max(dict(search.costs.table().front())) == whole.foreseen_bytes - held
     for size in (4, 2, 1):
         seen = search.foresee(StepDivision((Segment("", size),)))
@@ -242,7 +242,7 @@ def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop, monk
     model, x = blocks(none, 8, 12), torch.randn(8, 3, 64, 64)
     search = searching(model, x)
     one = search.foresee(StepDivision(micro_batch=1) if loop else StepDivision((Segment("", 1),)))
-    held = search.profile(one).held.total
+    held = search.costs._own.held.total
     limit = held + (one.foreseen_bytes - held) * 9 // 10
     # Without stretches, which may need no micro-batches.
     monkeypatch.setattr(SegmentCosts, "_stretches_of", lambda *_: [])
@@ -274,7 +274,7 @@ def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():
     search = searching(model, torch.randn(8, 3, 72, 72))
     inside = (Segment(str(number), None) for number in range(1, 13))
     wanted = search.foresee(StepDivision((Segment("", 1), *inside))).foreseen_bytes
-    held = search.profile(search.ways[0]).held.total
+    held = search.costs._own.held.total
     assert search.within(held + 1, inside=True).foreseen_bytes <= wanted
 
 

@@ -65,6 +65,7 @@ def foresee(
         )
     known = None if plan is None else Plan.load(plan)
     from ucudnn.steps import foresee as room
+    from ucudnn.steps.advise import largest_batches
 
     # These checks come before the model is made, which may take long.
     if optimizer is not None and optimizer not in room.OPTIMIZERS:
@@ -80,7 +81,7 @@ def foresee(
         found = room.foresee(*arguments, optimizer=optimizer)
         batches = None
         if limit is not None:
-            batches = room.largest_batches(*arguments, limit, optimizer=optimizer)
+            batches = largest_batches(*arguments, limit, optimizer=optimizer)
     if as_json:
         values = to_builtins(found)
         print_json(values if batches is None else {**values, "fits": batches})

@@ -28,12 +28,14 @@ class Limits:
             of one of its calls.
         fixed_bytes: part of the live bytes that does not depend on the batch; the rest is assumed
             to grow in proportion to the batch.
+        fitting: kernels that stay within the budget by torch's own convolution, as foreseen.
     """
 
     common: int | None
     budget_bytes: int | None = None
     live_bytes: Mapping[Problem, int] = field(default_factory=lambda: MappingProxyType({}))
     fixed_bytes: int = 0
+    fitting: frozenset[Problem] = frozenset()
 
     def of(self, problem: Problem, batch: int | None = None) -> int | None:
         """Bytes of workspace that a call of a kernel may use; None: no limit.

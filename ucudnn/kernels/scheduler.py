@@ -222,8 +222,9 @@ class TuningScheduler:
 
     def _must_have_plan(self, problem: Problem) -> bool:
         """True unless torch's own convolution, which was not run yet, may serve a kernel."""
-        is_limited = self.results.limit_of(problem) is not None or self._config.deterministic
-        return bool(is_limited) or problem not in self._unseen
+        is_limited = self.results.limit_of(problem) is not None
+        is_limited &= problem not in self.results.limits.fitting
+        return is_limited or self._config.deterministic or problem not in self._unseen
 
     def _tune_by_gain(self, problems: Collection[Problem]) -> None:
         """Tune kernels in the order of their possible gain, and divide the time among them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -27,11 +27,11 @@ from ucudnn.kernels.budget import least_ns
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.tuner import device_type, layers_by_problem
 from ucudnn.outcomes import Way
-from ucudnn.plan import Timing
+from ucudnn.plan import Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE
+from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.steps.foresee import Foreseer, largest_batch
+from ucudnn.steps.foresee import Foreseer, foreseer_of, largest_batch
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.race import race, tells, timed
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
@@ -43,6 +43,8 @@ from ucudnn.units import format_bytes
 _MOST_S = 60.0
 # The least number of seconds for timing kernels, however long the steps before it took.
 _LEAST_S = 5.0
+# Seconds for the search for segments of which the largest batch is told.
+_FITS_S = 10.0
 # Ways are tried until the first of these fractions of `_MOST_S` is over, then timed in turn until
 # the second is over. The rest of the time is for timing kernels.
 _TRIALS_PART, _STEPS_PART = 0.5, 0.8
@@ -247,7 +249,7 @@ class _Trials:
             self.search = SegmentSearch(self.foreseer)
         else:
             self.left_out.append("segments and micro-batches (one example at a time)")
-        fits = self.foreseer.can_run(own)
+        fits = self.foreseer.can_run(own.peak_bytes)
         self.budget_bytes = budget = self._budget(own)
         self.may_run = not self.is_dry and fits and (budget is None or own.peak_bytes <= budget)
         if self.may_run:
@@ -425,15 +427,60 @@ class _Trials:
         """Foresee each way's largest batch."""
         for way in self.ways:
             with self._trying(f"the largest batch by {way.name}"):
-                step = partial(self._peak_at, way)
-                batch, peak = largest_batch(step, self.batch, budget)
+                foreseer = replace(self.foreseer, operators="in part")
+                peak_at = partial(_peak_at, foreseer, way.division, way.memory_format, None)
+                batch, peak = largest_batch(peak_at, self.batch, budget)
                 time_ns = way.step_ns * batch // self.batch
                 self.largest[way.name] = Largest(batch, peak, time_ns)
 
-    def _peak_at(self, way: Way, batch: int) -> int:
-        """Foreseen peak of a step of another batch."""
-        foreseer = replace(self.foreseer, operators="in part").of_batch(batch)
-        return foreseer.step(way.division, way.memory_format, names=()).peak_bytes
+
+def largest_batches(
+    model: nn.Module,
+    example_inputs: Any,
+    plan: Plan | None,
+    config: Config,
+    limit: int,
+    *,
+    optimizer: str | None = None,
+) -> dict[str, int]:
+    """The largest batches of which a step fits a limit, foreseen.
+
+    Without a plan, the segments are those by which the example has the smallest peak that is found
+    in seconds; modules are examined on some of its samples.
+
+    Args:
+        model: as for `foresee`, like the next three.
+        example_inputs: one example.
+        plan: the plan.
+        config: the settings.
+        limit: bytes that a step may have allocated.
+        optimizer: as for `foresee`.
+
+    Returns:
+        For each way in words, the number of samples; 0 if not even one fits.
+    """
+    (inputs,) = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    foreseer = foreseer_of(model, inputs, plan, config, optimizer, "in part")
+    ways: dict[str, tuple[StepDivision, str, Plan | None]] = {"undivided": (WHOLE, "keep", None)}
+    if plan is not None:
+        ways["by the plan"] = plan.division, plan.memory_format, plan
+    else:
+        # A model may run on fake tensors and not be copied.
+        with suppress(*STEP_ERRORS), undisturbed(model):
+            search = SegmentSearch(foreseer, Deadline.within(_FITS_S))
+            search.is_dry = True
+            ways["in segments"] = search.within(1).division, "keep", None
+    return {
+        way: largest_batch(partial(_peak_at, foreseer, *how), foreseer.batch, limit)[0]
+        for way, how in ways.items()
+    }
+
+
+def _peak_at(
+    foreseer: Foreseer, division: StepDivision, layout: str, plan: Plan | None, batch: int
+) -> int:
+    """Foreseen peak of a step of another batch."""
+    return foreseer.of_batch(batch).step(division, layout, plan, names=()).peak_bytes
 
 
 def _is_of_model(one: Way) -> bool:

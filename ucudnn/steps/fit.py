@@ -61,14 +61,25 @@ class DividedStep:
         division: the division.
         config: the settings, with a memory budget in bytes.
         memory: what is known of the memory of steps.
+        copy: steps on the copy of the model on which all divisions run.
     """
 
     foreseer: Foreseer
     division: StepDivision
     config: Config
     memory: StepMemory
+    copy: Callable[[], Steps]
     # By layout and kernel, bytes that calls exceeded the budget by in an earlier pass.
     excess: dict[tuple[str, Problem], int] = field(default_factory=dict)
+
+    def steps(self, memory_format: str = "keep") -> Steps:
+        """Real steps of this division, until the copy of the model is divided anew."""
+        if memory_format != "keep":
+            one = self.foreseer
+            return Steps(one.model, one.inputs, one.is_training, memory_format, self.division)
+        steps = self.copy()
+        steps.divide(self.division)
+        return steps
 
     def profile(self, memory_format: str) -> StepProfile:
         """What a step of this division takes with torch's convolutions."""
@@ -102,7 +113,9 @@ class DividedStep:
         fixed = profile.held.total + profile.held.parameters
         if self.division != WHOLE:
             fixed = max(live.values(), default=0)
-        return Limits(self.config.limit_bytes, budget, live, fixed)
+        peaks = profile.call_peaks if self.config.limit_bytes is None else {}
+        fitting = frozenset(one for one, peak in peaks.items() if peak <= budget)
+        return Limits(self.config.limit_bytes, budget, live, fixed, fitting)
 
     def noted(self, plan: Plan) -> Plan:
         """The plan with what is known of a step's memory and the bytes live at each kernel."""
@@ -121,14 +134,11 @@ class DividedStep:
     def measured(self, plan: Plan) -> tuple[int, int]:
         """The peak and the time of real steps by a plan, the larger of installed and converted."""
         foreseer = self.foreseer
-        backend, is_training = foreseer.backend, foreseer.is_training
-        steps = Steps(
-            *(foreseer.model, foreseer.inputs, is_training, plan.memory_format, self.division)
-        )
+        backend, steps = foreseer.backend, self.steps(plan.memory_format)
         peaks, times = list[int](), list[int]()
         for one in _followed(plan, foreseer.torchs):
             runner = Runner(one, replace(one.config, unplanned="torch"))
-            with Installation(plan.device.type, runner), gradient_mode(is_training):
+            with Installation(plan.device.type, runner), gradient_mode(foreseer.is_training):
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
                 gc.collect()  # what it left in cycles must not be freed in the next one
@@ -211,14 +221,15 @@ def _fitted(
     needed = _needed_bytes(foreseer, own)
     if needed > budget:
         raise refusal((), (), needed)
-    search = cache(partial(SegmentSearch, foreseer, begin(own.time_ns)))
+    copy = cache(partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training))
+    search = cache(partial(SegmentSearch, foreseer, begin(own.time_ns), copy))
     has_segments, errors = not isinstance(foreseer.inputs, list), list[PlanError]()
     known = _known_ways(foreseer, config)
     # First come what was found for another budget, and the undivided step: without its workspace it
     # may be within the budget, and then limits for the workspace may suffice.
     choices = known.choices(budget)
-    torchs = Way("torch", "torch", own.peak_bytes, own.time_ns)
-    choices += [_Choice(torchs)] * (own.own_peak_bytes <= budget and not config.loop)
+    torchs = Way("torch", "torch", own.peak_bytes, own.time_ns, own_bytes=own.own_peak_bytes)
+    choices += [_Choice(torchs)] * (torchs.own_bytes <= budget and not config.loop)
     ways: list[Way] = []  # that a search has found
     spared = 0  # bytes that kernels needed beyond the budget in earlier passes
     for _ in range(_MOST_DIVISIONS):
@@ -230,9 +241,8 @@ def _fitted(
         choice = choices.pop(0)
         division, limit = choice.way.division, min(budget, choice.most_bytes)
         told = tuple(replace(one, division=WHOLE) for one in ways)
-        step = DividedStep(
-            foreseer, division, config, replace(memory, ways=told, budget_bytes=limit)
-        )
+        noted = replace(memory, ways=told, budget_bytes=limit)
+        step = DividedStep(foreseer, division, config, noted, copy)
         plan = _planned(step, choice, search, make_plan, compare)
         if isinstance(plan, Plan):
             assert plan.memory is not None
@@ -423,7 +433,7 @@ def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
 
     def but_for_workspace() -> list[Way]:
         ways = [one for one in search.ways if one.is_allowed and (loop or one.kind != "loop")]
-        return [one for one in ways if search.profile(one).own_peak_bytes <= limit]
+        return [one for one in ways if one.own_bytes <= limit]
 
     # Segments inside micro-batches are tried last, because small micro-batches that recompute
     # modules are slow.
@@ -433,8 +443,7 @@ def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
             continue
         # A clearly faster step may fit but for its workspace. Micro-batches twice as large may
         # need twice the workspace.
-        workspace = fitting.foreseen_bytes - search.profile(fitting).own_peak_bytes
-        best(limit + 2 * max(0, workspace), inside=inside)
+        best(limit + 2 * (fitting.foreseen_bytes - fitting.own_bytes), inside=inside)
         least_ns = CLEARLY * fitting.step_ns
         faster = [one for one in but_for_workspace() if 0 < one.time_ns < least_ns]
         if not faster:

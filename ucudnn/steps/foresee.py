@@ -340,9 +340,9 @@ class Foreseer:
         copied = bytes_of([*self.model.parameters(), *self.model.buffers(), *self._examples])
         return max(0, self.backend.available_bytes() - copied)
 
-    def can_run(self, step: StepProfile) -> bool:
-        """True if there is memory here for a real step that takes this."""
-        return step.own_bytes <= self.free_bytes
+    def can_run(self, peak_bytes: int) -> bool:
+        """True if there is memory here for a real step with this peak, what is held included."""
+        return peak_bytes - self.held.total <= self.free_bytes
 
     def of_batch(self, batch: int) -> Foreseer:
         """A foreseer of steps with another number of samples."""
@@ -628,18 +628,29 @@ def foresee(
         ConfigError: the model does not accept the inputs, or a setting is not known.
     """
     config = require_config(config)
-    backend = open_backend(config.backend if plan is None else plan.backend)
-    foreseer = Foreseer(
-        model, example_inputs, backend, config.ops != ("fprop",), operators=operators
-    )
-    if optimizer is not None:
-        foreseer.held = with_state(foreseer.held, model, optimizer)
+    foreseer = foreseer_of(model, example_inputs, plan, config, optimizer, operators)
     foreseer = foreseer.of_batch(batch or foreseer.batch)
     if plan is None:
         found = foreseer.step()
     else:
         found = foreseer.step(plan.division, plan.memory_format, plan)
     return found.foresight(foreseer.batch, foreseer.is_training)
+
+
+def foreseer_of(
+    model: nn.Module,
+    inputs: Any,
+    plan: Plan | None,
+    config: Config,
+    optimizer: str | None,
+    operators: Operators,
+) -> Foreseer:
+    """A foreseer of steps with these settings; its arguments are as for `foresee`."""
+    backend = open_backend(config.backend if plan is None else plan.backend)
+    found = Foreseer(model, inputs, backend, config.ops != ("fprop",), operators=operators)
+    if optimizer is not None:
+        found.held = with_state(found.held, model, optimizer)
+    return found
 
 
 def largest_batch(peak_at: Callable[[int], int], batch: int, budget: int) -> tuple[int, int]:
@@ -676,41 +687,6 @@ def largest_batch(peak_at: Callable[[int], int], batch: int, budget: int) -> tup
         if fits[0] >= most:
             break
     return fits
-
-
-def largest_batches(
-    model: nn.Module,
-    example_inputs: Any,
-    plan: Plan | None,
-    config: Config,
-    limit: int,
-    *,
-    optimizer: str | None = None,
-) -> dict[str, int]:
-    """The largest batches of which a step fits a limit, by torch and, if there is one, by a plan.
-
-    Args:
-        model: as for `foresee`, like the next three.
-        example_inputs: one example.
-        plan: the plan.
-        config: the settings.
-        limit: bytes that a step may have allocated.
-        optimizer: as for `foresee`.
-
-    Returns:
-        For each way in words, the number of samples; 0 if not even one fits.
-    """
-    (inputs,) = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-
-    def peak(by: Plan | None, batch: int) -> int:
-        found = foresee(
-            *(model, inputs, by, config), optimizer=optimizer, batch=batch, operators="in part"
-        )
-        return found.peak_bytes
-
-    ways = {"undivided": None} | ({} if plan is None else {"by the plan": plan})
-    given = batch_of(inputs)
-    return {way: largest_batch(partial(peak, by), given, limit)[0] for way, by in ways.items()}
 
 
 def with_state(held: Held, model: nn.Module, optimizer: str) -> Held:

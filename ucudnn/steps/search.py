@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from time import perf_counter_ns
+from typing import Literal
 
 import torch
 from torch import nn
@@ -31,8 +32,9 @@ from ucudnn.verdict import CLEARLY
 # Least number of steps for the trial of a division and its race: two for the trial, then for each
 # of the two contestants one to warm up and one in a round.
 _LEAST_STEPS = 6
-# Largest number of divisions into segments that are foreseen for one limit.
-_MOST_TRIALS = 12
+# Largest number of divisions into segments that are foreseen for one limit, and of those that are
+# foreseen even if there is no time.
+_MOST_TRIALS, _LEAST_TRIALS = 12, 3
 # The reason against micro-batches of one sample, as by InstanceNorm in channels_last (torch 2.13).
 _OF_ONE = "a micro-batch of one sample has other gradients than in the batch"
 # Of the steps that fit a limit, so many are timed again, in so many rounds.
@@ -59,9 +61,15 @@ class SegmentSearch:
     Args:
         foreseer: foresees steps of the model.
         deadline: after it, no more steps are run.
+        copy: makes steps on a copy of the model, or gives those that were made before.
     """
 
-    def __init__(self, foreseer: Foreseer, deadline: Deadline | None = None) -> None:
+    def __init__(
+        self,
+        foreseer: Foreseer,
+        deadline: Deadline | None = None,
+        copy: Callable[[], Steps] | None = None,
+    ) -> None:
         self._foreseer = foreseer
         self._is_training, self._backend = foreseer.is_training, foreseer.backend
         self._modules: Mapping[str, nn.Module] = foreseer.modules
@@ -70,9 +78,8 @@ class SegmentSearch:
         # Modules that must not be recomputed selectively, with the reason.
         self._unselective: dict[str, str] = {}
         self._failed: set[StepDivision] = set()
-        # The ways to run a step that were foreseen, and how; the first one is undivided.
+        # The ways to run a step that were foreseen; the first one is undivided.
         self._ways: dict[StepDivision, Way] = {}
-        self._profiles: dict[StepDivision, StepProfile] = {}
         self._own = self._noted(WHOLE, foreseer.step())
         selective = None
         if self._is_training:
@@ -84,7 +91,8 @@ class SegmentSearch:
                 profile = foreseer.step(everywhere, names=foreseer.holders)
                 selective = self._noted(everywhere, profile)
         self.costs = SegmentCosts(foreseer, self._own, selective, self._may_be)
-        self._steps: Steps | None = None
+        steps = partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training)
+        self._copy = copy or cache(steps)
         self._examined_batch = 0
         # Calls of modules in a step of the examined part; None: not looked at yet.
         self._part: dict[tuple[str | None, int], ModuleCall] | None = None
@@ -103,13 +111,8 @@ class SegmentSearch:
         """The ways to run a step that were foreseen; the first one is not divided."""
         return [*self._ways.values()]
 
-    def profile(self, way: Way) -> StepProfile:
-        """What a way is foreseen to take."""
-        return self._profiles[way.division]
-
     def _noted(self, division: StepDivision, profile: StepProfile) -> StepProfile:
         """Note a way that was foreseen."""
-        self._profiles[division] = profile
         self._ways[division] = _way(division, profile)
         return profile
 
@@ -195,7 +198,7 @@ class SegmentSearch:
         """Run the best step within a limit, if it was not; False if there is nothing to run."""
         if self.is_dry or best.time_ns or not best.fits(limit) or self.is_over(2):
             return False
-        if self._foreseer.can_run(self.profile(best)):
+        if self._foreseer.can_run(best.foreseen_bytes):
             self.run(best)
         else:
             self.leave_out(best.division)
@@ -204,7 +207,9 @@ class SegmentSearch:
     def _solve(self, limit: int) -> None:
         """Foresee what the solver chooses, until it chooses what was foreseen already."""
         room = limit - self._own.held.total
-        for _ in range(_MOST_TRIALS):
+        for trial in range(_MOST_TRIALS):
+            if trial >= _LEAST_TRIALS and self.deadline.is_over:
+                break
             table = self.costs.table()
             least_ns = table.time_ns(max(room, table.smallest_bytes)) or 0
             found_ns = [one.foreseen_ns for one in self._segmented() if one.fits(limit)]
@@ -400,11 +405,9 @@ class SegmentSearch:
 
     def steps(self, division: StepDivision = WHOLE) -> Steps:
         """Steps on the copy of the model, divided in this way until the next call."""
-        if self._steps is None:
-            one = self._foreseer
-            self._steps = Steps(one.model, one.inputs, self._is_training)
-        self._steps.divide(division)
-        return self._steps
+        steps = self._copy()
+        steps.divide(division)
+        return steps
 
     def elapsed_ns(self, division: StepDivision) -> int:
         """Time in ns of a step by a division."""
@@ -501,7 +504,7 @@ class SegmentSearch:
 
     def run_if_fits(self, way: Way) -> Way:
         """Run steps by a way as `run` does, if there is memory for them."""
-        if not self.is_dry and self._foreseer.can_run(self.profile(way)):
+        if not self.is_dry and self._foreseer.can_run(way.foreseen_bytes):
             self.run(way)
         return self._ways.get(way.division, way)
 
@@ -591,14 +594,12 @@ class SegmentSearch:
 def _way(division: StepDivision, profile: StepProfile) -> Way:
     """A way that was foreseen."""
     segments, size = division
-    took = profile.peak_bytes, profile.time_ns
+    kind: Literal["torch", "segments", "loop"] = "segments" if segments else "torch"
+    name = f"{len(segments)} segments" if len(segments) > 1 else "".join(map(str, segments))
     if size is not None:
-        inner = f", {len(segments)} segments" if segments else ""
-        return Way("loop", f"loop, micro-batches of {size}{inner}", *took, division=division)
-    if not segments:
-        return Way("torch", "torch", *took)
-    name = str(segments[0]) if len(segments) == 1 else f"{len(segments)} segments"
-    return Way("segments", name, *took, division=division)
+        kind, name = "loop", f"loop, micro-batches of {size}{', ' * bool(segments)}{name}"
+    took = profile.peak_bytes, profile.time_ns
+    return Way(kind, name or "torch", *took, own_bytes=profile.own_peak_bytes, division=division)
 
 
 def _cost(limit: int, one: Way) -> tuple[bool, int, int]:

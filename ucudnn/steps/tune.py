@@ -145,6 +145,8 @@ class _Tuning:
     def _within(self, step: DividedStep) -> Plan:
         """The plan of a divided step, whose kernels stay within its limits."""
         self.step, self.division, self.config = step, step.division, step.config
+        # A judge of its own would copy the model again.
+        self.copies[step.division, "keep"] = step.steps()
         return self._tuned_and_judged(self._traced())
 
     def _compared(self, plan: Plan, is_unaligned: bool) -> tuple[Plan, Mapping[Segment, str]]:
