@@ -181,6 +181,7 @@ class Losses(nn.Module):
 def foreseen(contestant: Contestant, x: Tensor) -> dict[str, Any]:
     """What was foreseen of a step; of a plan's, beside what tuning measured with its own loss."""
     if contestant.plan is None:
+        contestant.model.zero_grad()
         began = time.monotonic()
         found = ucudnn.foresee(Losses(contestant.model), x)
         return {

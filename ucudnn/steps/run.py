@@ -99,6 +99,12 @@ def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
         yield tree_map(partial(part, where), inputs, is_leaf=is_list)
 
 
+def _cropped(tensor: Tensor) -> Tensor:
+    """Half of each spatial axis of a tensor that has any."""
+    halves = (slice(None if size % 2 else size // 2) for size in tensor.shape[2:])
+    return tensor[(slice(None), slice(None), *halves)] if tensor.dim() > 2 else tensor
+
+
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -159,11 +165,14 @@ class Steps:
         """Samples of the first example."""
         return batch_of(self.inputs[0])
 
-    def forward(self, samples: int) -> None:
-        """Run forward on the first samples of each example."""
+    def forward(self, samples: int, *, is_cropped: bool = False) -> None:
+        """Run forward on the first samples of each example, or on half of each spatial axis."""
         with uncompiled(self._is_held_back):
             for inputs in self.inputs:
-                run_step(self._run, next(parts_of(inputs, samples)), backward=False)
+                part = next(parts_of(inputs, samples))
+                if is_cropped:
+                    part = tree_map_only(Tensor, _cropped, part)
+                run_step(self._run, part, backward=False)
 
     def divide(self, division: StepDivision) -> None:
         """Divide all further steps into micro-batches and segments as `division` says."""

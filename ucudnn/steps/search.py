@@ -423,42 +423,48 @@ class SegmentSearch:
         elif left and self.deadline.is_over:
             self.findings.update(dict.fromkeys(left, Independence(NO_TIME)))
         elif left:
-            samples = self._batch_to_examine()
-            while (found := self._examined(left, samples)) is None and samples > _LEAST_EXAMINED:
+            samples, is_cropped = self._part_to_examine()
+            while (found := self._examined(left, samples, is_cropped=is_cropped)) is None:
+                if samples <= _LEAST_EXAMINED:
+                    break
                 samples //= 2
             # What could not be found out for lack of memory is not assumed.
             unknown = Independence("there is no memory to find out whether it may run in parts")
             self.findings.update(found or dict.fromkeys(left, unknown))
 
     def _examined(
-        self, sizes: Mapping[str, int], samples: int
+        self, sizes: Mapping[str, int], samples: int, *, is_cropped: bool
     ) -> Mapping[str, Independence] | None:
         """What is found out in a step of so many samples; None if there is no memory for it."""
         self._examined_batch = samples
         steps = self.steps()
+        forward = partial(steps.forward, samples, is_cropped=is_cropped)
         try:
             with gradient_mode(self._is_training):
-                deadline = self.deadline.part(_OF_TIME)
-                return examined(steps.model, partial(steps.forward, samples), sizes, deadline)
+                return examined(steps.model, forward, sizes, self.deadline.part(_OF_TIME))
         except STEP_ERRORS as error:
+            if is_cropped and not is_out_of_memory(error):  # a model for inputs of one size
+                return self._examined(sizes, samples, is_cropped=False)
             if not is_out_of_memory(error):
                 raise
             free_after(error)
             return None
 
-    def _batch_to_examine(self) -> int:
-        """Samples of the steps in which modules are examined: as many as memory and time allow."""
+    def _part_to_examine(self) -> tuple[int, bool]:
+        """On how many samples modules are examined, and whether on a part of their spatial axes.
+
+        As many samples as memory and time allow; if there is no time for two, on half of each axis.
+        """
         samples, own = self.batch, self._own
         while samples > _MOST_EXAMINED:
             samples //= 2
-        while samples >= 2 * _LEAST_EXAMINED:
+        while True:
             part = samples / max(1, self.batch)
-            needs = _OF_PEAK * part * own.own_bytes
+            fits = _OF_PEAK * part * own.own_bytes <= self._foreseer.free_bytes
             has_time = self.deadline.part(_OF_TIME).has_time(_OF_STEP * part, own.time_ns)
-            if needs <= self._foreseer.free_bytes and has_time:
-                break
+            if (fits and has_time) or samples < 2 * _LEAST_EXAMINED:
+                return samples, not has_time
             samples //= 2
-        return samples
 
     def _described(self, one: Segment) -> Segment:
         """The segment with the fields `shared` and `training` filled in for its module."""

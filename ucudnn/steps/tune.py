@@ -263,8 +263,9 @@ class _Tuning:
         """When kernels must be tuned, to leave time for a race of whole steps."""
         if self.end is None or not self.config.step_race:
             return self.end
-        left_s = self.end.left_s()
-        race_s = min(left_s / 2, max(left_s / 4, race_steps * self.step_ns / 1e9))
+        # With a memory budget, steps by the plan are also measured, and compared with torch's.
+        most, left_s = 1 / 2 if self.step is None else 2 / 3, self.end.left_s()
+        race_s = min(most * left_s, max(left_s / 4, race_steps * self.step_ns / 1e9))
         return self.end.at_most(left_s - race_s)
 
     def _report(self, event: Progress) -> None:
