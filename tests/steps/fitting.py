@@ -53,8 +53,8 @@ def volume() -> nn.Module:
 NETWORKS: dict[
     str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...], dict[str, Any]]
 ] = {
-    "groups": (lambda: blocks(lambda n: nn.GroupNorm(4, n), 8), (48, 3, 96, 96), (2, 3, 4), {}),
-    "batches": (lambda: blocks(nn.BatchNorm2d, 12), (32, 3, 96, 96), (2, 3), {}),
+    "groups": (lambda: blocks(lambda n: nn.GroupNorm(4, n), 8), (48, 3, 96, 96), (2, 4), {}),
+    "batches": (lambda: blocks(nn.BatchNorm2d, 12), (32, 3, 96, 96), (3,), {}),
     "volumes": (volume, (16, 1, 48, 48, 48), (3,), {}),
     "loop": (
         lambda: blocks(lambda n: nn.GroupNorm(4, n), 8),
@@ -113,8 +113,7 @@ def found_in(
     row: dict[str, Any] = {"budget": budget, "needed": needed, "torch runs": torch_runs(model, x)}
     try:
         row["foreseen"] = ucudnn.foresee(model, x).peak_bytes
-        # On a busy machine, less time might not suffice.
-        config = ucudnn.Config(memory_budget=budget, time_budget_s=60, effort="quick", **settings)
+        config = ucudnn.Config(memory_budget=budget, time_budget_s=30, effort="quick", **settings)
         plan = ucudnn.tune(model, x, config)
     except (RuntimeError, MemoryError, ucudnn.UcudnnError) as error:
         return {**row, "error": f"{format_bytes(budget)}: {error}"}
