@@ -479,7 +479,14 @@ def largest_batches(
 def _peak_at(
     foreseer: Foreseer, division: StepDivision, layout: str, plan: Plan | None, batch: int
 ) -> int:
-    """Foreseen peak of a step of another batch."""
+    """Foreseen peak of a step of another batch, in as many micro-batches if there is no plan."""
+
+    def scaled(size: int | None) -> int | None:
+        return None if size is None else max(1, size * batch // foreseer.batch)
+
+    if plan is None:
+        segments = (replace(one, micro_batch=scaled(one.micro_batch)) for one in division.segments)
+        division = StepDivision(tuple(segments), scaled(division.micro_batch))
     return foreseer.of_batch(batch).step(division, layout, plan, names=()).peak_bytes
 
 
