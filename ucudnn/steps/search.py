@@ -365,10 +365,11 @@ class SegmentSearch:
         """
         if self.reason_against_parts():
             return WHOLE
-        self.run(self.ways[0])
+        own = self.run_if_fits(self._ways[WHOLE])
         self.try_sizes(loop)
         tried = [one for one in self.ways if one.time_ns]
-        own = self.ways[0]
+        if own not in tried:
+            return WHOLE
         fastest = min(tried, key=partial(_cost, own.foreseen_bytes))
         if fastest.time_ns > own.time_ns * CLEARLY:
             return WHOLE
