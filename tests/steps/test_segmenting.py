@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.costs import SegmentCosts
 from ucudnn.steps.foresee import Foreseer
-from ucudnn.steps.run import tensors_of
+from ucudnn.steps.run import Steps, tensors_of
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.units import parse_bytes
 
@@ -341,3 +342,33 @@ def test_steps_that_fit_are_timed_again_because_one_of_them_was_slow_by_chance(m
     monkeypatch.setattr(search, "elapsed_ns", lambda division: times.get(division, 2000))
     monkeypatch.setattr(search, "run", lambda way: search.note(way, 2000))
     assert search.within(limit).division == faster.division
+
+
+class Noting(nn.Module):
+    """Notes the shapes that it is called with."""
+
+    shapes: ClassVar[list[tuple[int, ...]]] = []
+
+    def forward(self, x):
+        self.shapes.append(tuple(x.shape))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("shape", "cropped"),
+    [((8, 3, 32, 48), (2, 3, 16, 24)), ((8, 3, 33), (2, 3, 33)), ((8, 4), (2, 4))],
+)
+def test_if_time_is_short_half_of_each_spatial_axis_is_looked_at(shape, cropped):
+    Noting.shapes.clear()
+    Steps(Noting(), torch.randn(shape)).forward(2, is_cropped=True)
+    assert Noting.shapes == [cropped]
+
+
+def test_a_model_for_inputs_of_one_size_is_examined_on_whole_ones(monkeypatch):
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Flatten(), nn.Linear(400, 2)
+    )
+    search = searching(model, torch.randn(4, 3, 12, 12))
+    monkeypatch.setattr(search, "_part_to_examine", lambda: (2, True))
+    search.examine({"0": 1, "": 1})
+    assert {name: one.reason for name, one in search.findings.items()} == {"0": "", "": ""}
