@@ -21,7 +21,7 @@ import ucudnn
 from ucudnn.backends import Span, open_backend
 from ucudnn.backends.torch_cpu.backend import ALGORITHMS
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, UntunedWarning
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.tuner import tune_problems
@@ -529,3 +529,14 @@ def test_the_worst_of_all_kernels_is_named_with_the_least_budget(scripted):
     assert caught.value.smallest_bytes == 29 * MIB
     assert f"2 MiB are missing at {WIDE} (b), where 27 MiB are allocated" in str(caught.value)
     assert "its smallest plan needs 2 MiB (micro-batch 1, torch_default)" in str(caught.value)
+
+
+def test_after_the_end_what_stays_within_the_budget_by_torch_needs_no_plan(scripted):
+    scripted(torch_default=lambda size: (size * MS, 2 * size * MIB))
+    budget = 27 * MIB
+    limits = Limits(None, budget, dict.fromkeys((NARROW, WIDE), 20 * MIB), 0, frozenset({NARROW}))
+    with pytest.warns(UntunedWarning):
+        plan = tune_problems(
+            NAMED, Config(memory_budget=budget), limits=limits, deadline=Deadline.within(0)
+        )
+    assert [kernel.problem for kernel in plan.kernels] == [WIDE]
