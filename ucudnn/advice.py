@@ -215,7 +215,9 @@ class Advice:
             return f"train in a loop of micro-batches of {size} (tune it with loop=True)"
         if [one.module for one in segments if one.micro_batch is not None] == [""]:
             return f"run it in micro-batches of {segments[0].micro_batch} (tune does)"
-        share = ceil(100 * way.most_bytes / self.step_peak_bytes)
+        # By a budget, a step must be foreseen to fit and be measured to fit.
+        most = max(way.foreseen_bytes, way.peak_bytes)
+        share = ceil(100 * most / self.step_peak_bytes)
         return f"tune it with memory_budget='{share}%'"
 
     @property

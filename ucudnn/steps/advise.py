@@ -302,18 +302,21 @@ class _Trials:
         """Try a step in which each block is recomputed as a whole."""
         if self._has_time(BLOCKS, _TRIAL_STEPS):
             way = search.in_blocks()
-            if way is not None:
-                self._add(BLOCKS, search.run_if_fits(way))
+            ran = None if way is None else search.run_if_fits(way)
+            if ran is not None:
+                self._add(BLOCKS, ran)
+            elif way is not None:
+                self.left_out.append(f"{BLOCKS} (a step fails)")
 
     def _try_sizes(self, search: SegmentSearch, name: str) -> None:
         """Try the whole model in micro-batches of several sizes."""
+        # This way is the most useful one, so it gets time for some steps even if these are long.
+        needed = Deadline.within(_FIRST_STEPS * self.own_ns / 1e9)
+        search.begin(max(search.deadline, needed))
         reason = search.reason_against_parts()
         if reason:
             self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
             return
-        # This way is the most useful one, so it gets time for some steps even if these are long.
-        needed = Deadline.within(_FIRST_STEPS * self.own_ns / 1e9)
-        search.deadline = max(search.deadline, needed)
         if self.is_training:
             search.in_parts()
         else:
@@ -335,7 +338,7 @@ class _Trials:
         limit = int(share * own)
         # Segments that were found for a larger share may have a peak within this share, too. Then
         # no search is needed.
-        done = [way.most_bytes for way in self.ways if way.name.startswith("segments")]
+        done = [way.foreseen_bytes for way in self.ways if way.name.startswith("segments")]
         if share < _SHARES[0] and any(peak <= limit for peak in done):
             return
         part = 1.0 if share == _SHARES[0] else _TRIALS_PART
@@ -482,7 +485,7 @@ def _peak_at(
     """Foreseen peak of a step of another batch, in as many micro-batches if there is no plan."""
 
     def scaled(size: int | None) -> int | None:
-        return None if size is None else max(1, size * batch // foreseer.batch)
+        return None if size is None else max(1, -(-size * batch // foreseer.batch))
 
     if plan is None:
         segments = (replace(one, micro_batch=scaled(one.micro_batch)) for one in division.segments)

@@ -29,6 +29,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.independence import NO_TIME
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
@@ -444,6 +445,8 @@ def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
         # A clearly faster step may fit but for its workspace. Micro-batches twice as large may
         # need twice the workspace.
         best(limit + 2 * (fitting.foreseen_bytes - fitting.own_bytes), inside=inside)
+        # It may have been timed once more.
+        fitting = next(one for one in search.ways if one.division == fitting.division)
         least_ns = CLEARLY * fitting.step_ns
         faster = [one for one in but_for_workspace() if 0 < one.time_ns < least_ns]
         if not faster:
@@ -524,6 +527,8 @@ def _refusal(
     )
     loops = [one for one in by_peak if one.kind == "loop" and one.most_bytes <= budget]
     remedy = ", or lower the batch"
+    if any(why == NO_TIME for _, why in reasons):
+        remedy = ", or raise time_budget_s"
     if loops and not config.loop:
         remedy = ", or set loop=True, by which it is kept"
     elif isinstance(foreseer.inputs, list):

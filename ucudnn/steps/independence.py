@@ -42,7 +42,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LEAST = 2
 # Reasons against micro-batches.
 UPDATES = "it updates its buffers"
-NO_TIME = "there was no time to find out whether it may run in parts; raise time_budget_s"
+NO_TIME = "there was no time to find out whether it may run in parts"
 _OTHER = "part of a batch gives other results"
 # A trial takes about so many times as long as a forward.
 _FORWARDS = 20

@@ -56,7 +56,7 @@ class SegmentSearch:
 
     Attributes:
         findings: what was found out about each module that was examined, by its name.
-        deadline: the argument of this name; callers may set it anew.
+        deadline: the argument of this name.
 
     Args:
         foreseer: foresees steps of the model.
@@ -93,9 +93,10 @@ class SegmentSearch:
         self.costs = SegmentCosts(foreseer, self._own, selective, self._may_be)
         steps = partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training)
         self._copy = copy or cache(steps)
-        self._examined_batch = 0
-        # Calls of modules in a step of the examined part; None: not looked at yet.
-        self._part: dict[tuple[str | None, int], ModuleCall] | None = None
+        # For each module that was examined, the samples of that step; and for each number of
+        # samples, the calls of modules in a step of so many.
+        self._examined_on: dict[str, int] = {}
+        self._parts: dict[int, dict[tuple[str | None, int], ModuleCall]] = {}
         # True: no step is run; what is foreseen decides.
         self.is_dry = False
         # The search by which modules are examined, if it is not this one.
@@ -352,7 +353,7 @@ class SegmentSearch:
             return "hooks of its parameters would see gradients of parts"
         if found.least > 1:
             return f"of this model {_OF_ONE}"
-        is_first = found.samples == self._examined_batch
+        is_first = found.samples == self._examined_on.get("")
         return "" if is_first else "its samples are not those of its first tensor"
 
     def faster(self, loop: bool = False) -> StepDivision:
@@ -423,6 +424,7 @@ class SegmentSearch:
             self._outer.examine(left)
         elif left and self.deadline.is_over:
             self.findings.update(dict.fromkeys(left, Independence(NO_TIME)))
+            self._examined_on.update(dict.fromkeys(left, 0))
         elif left:
             samples, is_cropped = self._part_to_examine()
             while (found := self._examined(left, samples, is_cropped=is_cropped)) is None:
@@ -431,25 +433,35 @@ class SegmentSearch:
                 samples //= 2
             # What could not be found out for lack of memory is not assumed.
             unknown = Independence("there is no memory to find out whether it may run in parts")
-            self.findings.update(found or dict.fromkeys(left, unknown))
+            self.findings.update({**dict.fromkeys(left, unknown), **(found or {})})
+            self._examined_on.update(dict.fromkeys(left, samples))
+
+    def begin(self, deadline: Deadline) -> None:
+        """Go on until another deadline: there may be time for what there was none for."""
+        self.deadline = deadline
+        for name in [name for name, one in self.findings.items() if one.reason == NO_TIME]:
+            del self.findings[name]
 
     def _examined(
         self, sizes: Mapping[str, int], samples: int, *, is_cropped: bool
     ) -> Mapping[str, Independence] | None:
         """What is found out in a step of so many samples; None if there is no memory for it."""
-        self._examined_batch = samples
         steps = self.steps()
         forward = partial(steps.forward, samples, is_cropped=is_cropped)
         try:
             with gradient_mode(self._is_training):
-                return examined(steps.model, forward, sizes, self.deadline.part(_OF_TIME))
+                found = examined(steps.model, forward, sizes, self.deadline.part(_OF_TIME))
         except STEP_ERRORS as error:
-            if is_cropped and not is_out_of_memory(error):  # a model for inputs of one size
-                return self._examined(sizes, samples, is_cropped=False)
-            if not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                free_after(error)
+                return None
+            if not is_cropped:
                 raise
-            free_after(error)
-            return None
+            found = {}
+        # A model for inputs of one size fails on others, or calls other modules.
+        if is_cropped and found.keys() != sizes.keys():
+            return self._examined(sizes, samples, is_cropped=False)
+        return found
 
     def _part_to_examine(self) -> tuple[int, bool]:
         """On how many samples modules are examined, and whether on a part of their spatial axes.
@@ -472,7 +484,7 @@ class SegmentSearch:
         if self._outer is not None:
             return self._outer._described(one)
         described = self.findings[one.module].described(one)
-        if one.micro_batch is None or self._examined_batch >= self.batch:
+        if one.micro_batch is None or self._examined_on.get(one.module, 0) >= self.batch:
             return described
         shared = {*described.shared, *self._as_long_by_chance(one.module)}
         return replace(described, shared=tuple(sorted(shared)))
@@ -482,11 +494,14 @@ class SegmentSearch:
         stretch = None if name in self._modules else stretch_of(name)
         if stretch is not None:
             return  # each of its children has one argument
-        if self._part is None:
-            part = self._foreseer.of_batch(self._examined_batch).step()
-            self._part = {call.key: call for call in part.root.walk()}
+        samples = self._examined_on.get(name, 0)
+        if not samples:
+            return
+        if samples not in self._parts:
+            part = self._foreseer.of_batch(samples).step()
+            self._parts[samples] = {call.key: call for call in part.root.walk()}
         for call in self._own.root.walk():
-            other = self._part.get(call.key)
+            other = self._parts[samples].get(call.key)
             if call.name != name or other is None or len(call.rows) != len(other.rows):
                 continue
             for place, (rows, few) in enumerate(zip(call.rows, other.rows, strict=True)):
@@ -509,11 +524,11 @@ class SegmentSearch:
                 self.costs.foreseen(division, profile)
         return self._ways.get(division)
 
-    def run_if_fits(self, way: Way) -> Way:
-        """Run steps by a way as `run` does, if there is memory for them."""
+    def run_if_fits(self, way: Way) -> Way | None:
+        """Run steps by a way as `run` does, if there is memory for them; None if they fail."""
         if not self.is_dry and self._foreseer.can_run(way.foreseen_bytes):
             self.run(way)
-        return self._ways.get(way.division, way)
+        return self._ways.get(way.division)
 
     def run(self, way: Way) -> None:
         """Run two steps by a way: for its real peak, and for the time of each segment.

@@ -139,13 +139,16 @@ class _Tuning:
                     named = tuple((one.module, why) for one, why in causes.items())
                     plan = replace(self._tuned_and_judged(traced), reasons=named)
         if plan.division != WHOLE:
+            if self.step is not None:
+                self.copies.clear()  # rivals need copies of their own
             plan = self._judge.judge_divided(plan)
         return self._described(plan)
 
     def _within(self, step: DividedStep) -> Plan:
         """The plan of a divided step, whose kernels stay within its limits."""
         self.step, self.division, self.config = step, step.division, step.config
-        # A judge of its own would copy the model again.
+        # A judge of its own would copy the model again. The copy is divided anew for each division.
+        self.copies.clear()
         self.copies[step.division, "keep"] = step.steps()
         return self._tuned_and_judged(self._traced())
 
