@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -16,8 +17,10 @@ import ucudnn
 from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.costs import SegmentCosts
+from ucudnn.steps.fit import _chosen
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.run import Steps, tensors_of
 from ucudnn.steps.search import SegmentSearch
@@ -372,3 +375,51 @@ def test_a_model_for_inputs_of_one_size_is_examined_on_whole_ones(monkeypatch):
     monkeypatch.setattr(search, "_part_to_examine", lambda: (2, True))
     search.examine({"0": 1, "": 1})
     assert {name: one.reason for name, one in search.findings.items()} == {"0": "", "": ""}
+
+
+class Pyramid(nn.Module):
+    """Calls a module only for large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = none_block(), none_block()
+
+    def forward(self, x):
+        while x.shape[-1] > 16:
+            x = nn.functional.max_pool2d(self.large(x), 2)
+        return self.small(x)
+
+
+def none_block() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 3, 3, padding=1))
+
+
+def test_what_is_not_called_on_half_of_the_axes_is_examined_on_all(monkeypatch):
+    search = searching(Pyramid(), torch.randn(4, 3, 32, 32))
+    monkeypatch.setattr(search, "_part_to_examine", lambda: (2, True))
+    search.examine({"large": 1, "small": 1})
+    assert not any(one.reason for one in search.findings.values())
+
+
+def test_modules_may_be_examined_on_different_numbers_of_samples(monkeypatch):
+    search = searching(Pyramid(), torch.randn(8, 3, 32, 32))
+    parts = iter([(8, False), (4, False)])
+    monkeypatch.setattr(search, "_part_to_examine", lambda: next(parts))
+    assert not search.reason_against_parts()
+    search.examine({"small": 1})
+    assert not search.reason_against_parts()
+
+
+def test_a_way_that_was_timed_again_is_not_faster_than_itself():
+    division = StepDivision((Segment("a", 2),))
+    way = Way("segments", "a", 50, 100, time_ns=100, own_bytes=40, division=division)
+
+    class Search:
+        ways = (way,)
+
+        def within(self, limit, **_):
+            self.ways = (replace(way, time_ns=90 if limit > 60 else 100),)
+            return self.ways[0]
+
+    (choice,) = _chosen(Search(), 60, loop=False)
+    assert choice.fitting is None
