@@ -80,7 +80,7 @@ class SegmentSearch:
         self._failed: set[StepDivision] = set()
         # The ways to run a step that were foreseen; the first one is undivided.
         self._ways: dict[StepDivision, Way] = {}
-        self._own = self._noted(WHOLE, foreseer.step())
+        self._own = self._add(WHOLE, foreseer.step())
         selective = None
         if self._is_training:
             everywhere = StepDivision((Segment("", None, recompute=False, selective=True),))
@@ -89,7 +89,7 @@ class SegmentSearch:
                 # The arguments of a module whose calls are noted are views, by which selective
                 # recomputation does not know the results that they are views of.
                 profile = foreseer.step(everywhere, names=foreseer.holders)
-                selective = self._noted(everywhere, profile)
+                selective = self._add(everywhere, profile)
         self.costs = SegmentCosts(foreseer, self._own, selective, self._may_be)
         steps = partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training)
         self._copy = copy or cache(steps)
@@ -112,8 +112,8 @@ class SegmentSearch:
         """The ways to run a step that were foreseen; the first one is not divided."""
         return [*self._ways.values()]
 
-    def _noted(self, division: StepDivision, profile: StepProfile) -> StepProfile:
-        """Note a way that was foreseen."""
+    def _add(self, division: StepDivision, profile: StepProfile) -> StepProfile:
+        """Add a way that was foreseen; return how."""
         self._ways[division] = _way(division, profile)
         return profile
 
@@ -422,9 +422,6 @@ class SegmentSearch:
         left = {name: size for name, size in sizes.items() if name not in self.findings}
         if self._outer is not None:
             self._outer.examine(left)
-        elif left and self.deadline.is_over:
-            self.findings.update(dict.fromkeys(left, Independence(NO_TIME)))
-            self._examined_on.update(dict.fromkeys(left, 0))
         elif left:
             samples, is_cropped = self._part_to_examine()
             while (found := self._examined(left, samples, is_cropped=is_cropped)) is None:
@@ -448,9 +445,12 @@ class SegmentSearch:
         """What is found out in a step of so many samples; None if there is no memory for it."""
         steps = self.steps()
         forward = partial(steps.forward, samples, is_cropped=is_cropped)
+        # A part of the axes takes little time, and without the whole model there is no loop.
+        is_limited = not is_cropped and sizes.keys() != {""}
+        deadline = self.deadline.part(_OF_TIME) if is_limited else Deadline.never()
         try:
             with gradient_mode(self._is_training):
-                found = examined(steps.model, forward, sizes, self.deadline.part(_OF_TIME))
+                found = examined(steps.model, forward, sizes, deadline)
         except STEP_ERRORS as error:
             if is_out_of_memory(error):
                 free_after(error)
@@ -520,7 +520,7 @@ class SegmentSearch:
                 self._failed.add(division)
                 self.exclude_the_cause(division, error)
             else:
-                self._noted(division, profile)
+                self._add(division, profile)
                 self.costs.foreseen(division, profile)
         return self._ways.get(division)
 
