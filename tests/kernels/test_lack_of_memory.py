@@ -21,6 +21,13 @@ FPROP = Problem("fprop", 16, 2, 2, (4, 4), (1, 1))
 SMALL = Problem("fprop", 4, 2, 2, (4, 4), (1, 1))
 limited = pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="no limits of a process")
 
+
+@pytest.fixture(autouse=True)
+def _given_back(monkeypatch):
+    """Large blocks that a process has freed take no addresses, of which RLIMIT_AS is a limit."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
+
+
 # Defines `limit`, which lets the process take so many more MiB of addresses.
 LIMIT = """
 import re, resource, sys

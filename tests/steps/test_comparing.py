@@ -16,6 +16,7 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.execution.micro_batching import located, modes_of
+from ucudnn.kernels.tuner import tune_problems
 from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer
@@ -26,7 +27,7 @@ from ucudnn.steps.tracing import trace_layers
 
 # On a busy machine, some kernels stay torch's own.
 pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 15.0, "step_race": False}
+QUICK = {"policy": "undivided", "effort": "quick", "time_budget_s": 60.0, "step_race": False}
 
 
 @pytest.fixture(autouse=True)
@@ -261,3 +262,17 @@ def test_a_loop_that_computes_something_else_is_refused(monkeypatch, tmp_path):
     config = Config(memory_budget="70%", loop=True, cache=str(tmp_path), **QUICK)
     with pytest.raises(PlanError, match="loop .*the gradient differs; leave out loop=True"):
         ucudnn.tune(model, x, config)
+
+
+def test_steps_are_measured_without_a_warning_of_kernels_that_were_left_out(monkeypatch, tmp_path):
+    def without_the_last(*args, **how):
+        plan = tune_problems(*args, **how)
+        *kernels, last = plan.kernels
+        origin = replace(plan.origin, left_out=(str(last.problem),))
+        return replace(plan, kernels=tuple(kernels), origin=origin)
+
+    monkeypatch.setattr("ucudnn.steps.tune.tune_problems", without_the_last)
+    model, config = blocks(2), Config(memory_budget="100%", cache=str(tmp_path), **QUICK)
+    plan = ucudnn.tune(model, torch.randn(6, 3, 16, 16), config)
+    assert plan.left_out
+    assert plan.memory.plan_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,7 +18,13 @@ from torch.utils._pytree import tree_leaves
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
+from ucudnn.errors import (
+    ConfigError,
+    PlanError,
+    TuningInterruptedError,
+    UnplannedWarning,
+    first_line,
+)
 from ucudnn.execution.compiling import is_compiled, original_of
 from ucudnn.execution.micro_batching import modes_of
 from ucudnn.execution.override import Installation
@@ -139,7 +146,10 @@ class DividedStep:
         peaks, times = list[int](), list[int]()
         for one in _followed(plan, foreseer.torchs):
             runner = Runner(one, replace(one.config, unplanned="torch"))
-            with Installation(plan.device.type, runner), gradient_mode(foreseer.is_training):
+            mode = gradient_mode(foreseer.is_training)
+            with Installation(plan.device.type, runner), mode, warnings.catch_warnings():
+                # Of kernels that were left out, tuning tells at its end.
+                warnings.simplefilter("ignore", UnplannedWarning)
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
                 gc.collect()  # what it left in cycles must not be freed in the next one
