@@ -3,8 +3,8 @@
     python benchmarks/memory_budgets.py times --out budget_times.json        # ten minutes
     python benchmarks/memory_budgets.py falling --out budgets_falling.json   # an hour
 
-"times" tunes each network within half of torch's activations, by default and within several time
-budgets: the wall time may exceed a budget by one step. "falling" asks for six falling budgets in
+"times" tunes each network within half of torch's activations, or within what a refusal names, by
+default and within several time budgets: the wall time may exceed a budget by one step. "falling" asks for six falling budgets in
 turn. No peak may rise, none may exceed its budget, no plan may be slower than one for more memory
 that fits, too, and the budget that a refusal names must be accepted. Peaks are torch's allocator's
 own count of a step by the converted model, parameters and inputs included. Each network has a
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.errors import PlanError, UcudnnError, first_line
+from ucudnn.errors import PlanError, first_line
 from ucudnn.steps.run import run_step
 
 TIMED = ("resnet18", "convnext", "denoiser", "hifigan", "unet", "vnet", "wav2vec2", "segresnet")
@@ -82,17 +82,21 @@ def times(name: str, number: int) -> dict[str, Any]:
     seconds = TIME_BUDGETS[number]
     row: dict[str, Any] = {"network": name, "asked_s": seconds}
     with tempfile.TemporaryDirectory() as cache:
-        budget = share_of(model, inputs)(0.5)
-        config = ucudnn.Config(memory_budget=budget, time_budget_s=seconds, cache=cache)
+        config = ucudnn.Config(
+            memory_budget=share_of(model, inputs)(0.5), time_budget_s=seconds, cache=cache
+        )
         began = time.monotonic()
         try:
             plan = ucudnn.tune(model, inputs, config)
-            row["segments"] = len(plan.segments)
-            assert plan.origin is not None
-            seconds = float(plan.origin.budget)
-        except UcudnnError as error:
+        except PlanError as error:  # half is too little: the least that is enough
             row["refused"] = first_line(error)
+            row["refused_s"] = round(time.monotonic() - began, 2)
+            began = time.monotonic()
+            plan = ucudnn.tune(model, inputs, replace(config, memory_budget=error.smallest_bytes))
         row["wall_s"] = round(time.monotonic() - began, 2)
+        row["segments"] = len(plan.segments)
+        assert plan.origin is not None
+        seconds = float(plan.origin.budget)
     run = partial(run_step, model, inputs)
     run()
     row["step_s"] = round(open_backend("torch_cpu").elapsed_ns(run) / 1e9, 2)

@@ -72,8 +72,8 @@ class StepRace:
         low: lower end of the 95 % interval of the ratio.
         high: upper end of that interval.
         rounds: pairs of steps that were timed.
-        torch_peak_bytes: peak of a step by torch's own convolutions, above what was allocated
-            before it; 0 if it was not measured.
+        torch_peak_bytes: peak of a step by torch's own convolutions, with parameters, buffers and
+            inputs; 0 if it was not measured.
         plan_peak_bytes: peak of a step by the plan, as above.
         dropped: kernels given back to torch, because steps were not faster with their plans.
         reason: why no steps by the plan were raced; "" if they were.
@@ -107,9 +107,7 @@ class StepRace:
         )
         if self.plan_peak_bytes:
             planned, default = format_sizes(self.plan_peak_bytes, self.torch_peak_bytes)
-            text += (
-                f", and its peak is {planned} above what was allocated before it, against {default}"
-            )
+            text += f", and its peak is {planned} against {default}"
         if self.inside is not None:
             ratio = format_ratio(*self.inside)
             text += f"; inside steps the kernels that the plan changes take {ratio} times as long"

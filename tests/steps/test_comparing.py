@@ -74,6 +74,33 @@ def test_a_right_plan_is_near(plan_by_hand):
     assert all(one.grad is None for one in model.parameters())
 
 
+class Dropped(nn.Module):
+    """Drops a block for some samples, each by one number (stochastic depth)."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.block = draw, nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.block(x).tanh() * self.draw(x[:, :1, :1, :1])
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda one: torch.rand(one.shape, dtype=one.dtype) < 0.5,
+        lambda one: torch.empty_like(one).bernoulli_(0.5),
+        lambda one: torch.bernoulli(torch.full_like(one, 0.5)),
+    ],
+)
+def test_one_number_for_a_sample_is_the_same_in_any_part(plan_by_hand, draw):
+    model, x = network(*(Dropped(draw) for _ in range(3))), images()
+    ways = Segment("1", 1), Segment("1", 4), Segment("1", None, recompute=False, selective=True)
+    for segment in ways:
+        found, reason = comparer(plan_by_hand, model, x, segment).compare()
+        assert (reason, found.states) == ("", 2)
+
+
 class Normalised(nn.Module):
     """Normalises the gradient over the batch."""
 

@@ -31,7 +31,7 @@ from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.steps.fit import DividedStep, _lost, fit
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.search import SegmentSearch
-from ucudnn.steps.tracing import Traced, trace_layers
+from ucudnn.steps.tracing import trace_layers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
@@ -290,12 +290,11 @@ def without_kernels(step):
     return step.noted(Plan((), *made_on, step.config))
 
 
-def fitted(model, x, make_plan, budget="1GiB", traced=None, **settings):
+def fitted(model, x, make_plan, budget="1GiB", **settings):
     """What `fit` finds with plans that are made by a function; nothing is compared."""
     config = Config(memory_budget=budget, **settings)
-    traced = trace_layers(model, x) if traced is None else traced
     compare, begin = lambda plan, _: (plan, {}), lambda _: Deadline.never()
-    return fit(model, x, config, traced, make_plan, compare, begin)
+    return fit(model, x, config, make_plan, compare, begin)
 
 
 def test_what_has_no_plan_and_does_not_fit_is_refused():
@@ -430,20 +429,21 @@ class Parted(nn.Module):
         return nn.functional.conv2d(self.conv(x).double(), self.weight)
 
 
-def test_what_cannot_be_swapped_counts_with_torchs_workspace():
+def test_what_cannot_be_swapped_counts_with_torchs_workspace(monkeypatch):
     model, x = Parted(), torch.randn(4, 3, 24, 24)
-    traced, backend = trace_layers(model, x), open_backend("torch_cpu")
+    layers, backend = trace_layers(model, x).layers, open_backend("torch_cpu")
     held = sum(one.nbytes for one in (x, *model.parameters()))
     with pytest.raises(PlanError, match="torch's workspace in the model itself, which") as caught:
-        fitted(model, x, without_kernels, 2 * held, traced)
+        fitted(model, x, without_kernels, 2 * held)
     # torch computes float64 by way of columns, which take much workspace
     peak = profile(model, x).peak_bytes
     assert caught.value.smallest_bytes <= peak
-    plan = in_chunks(backend, traced.layers, 1, where_it_can(backend, "im2col_gemm", 1))
+    plan = in_chunks(backend, layers, 1, where_it_can(backend, "im2col_gemm", 1))
     assert profile(model, x, plan=plan).peak_bytes < peak
     # Installed, the plan acts on both convolutions; a converted model has torch's own larger one.
-    for known, counts in ((traced, True), (Traced([]), False)):
-        memory = fitted(model, x, lambda step: step.noted(plan), 2 * peak, known).memory
+    for swappable, counts in (((nn.Conv2d,), True), ((nn.Conv2d, Parted), False)):
+        monkeypatch.setattr("ucudnn.steps.fit._SWAPPABLE", swappable)
+        memory = fitted(model, x, lambda step: step.noted(plan), 2 * peak).memory
         assert (memory.plan_peak_bytes >= peak) == counts
         assert (memory.plan_foreseen_bytes >= peak) == counts
         assert memory.plan_foreseen_bytes == memory.plan_peak_bytes

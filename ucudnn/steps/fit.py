@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from textwrap import shorten
@@ -47,6 +47,9 @@ from ucudnn.verdict import CLEARLY
 # The largest number of passes. If kernels need more memory than a division leaves to them, the next
 # pass leaves them more, or divides the step in another way.
 _MOST_PASSES = 6
+# A search may take these shares of the time that is left, first without segments inside
+# micro-batches, and then with them.
+_SHARES = {False: 0.35, True: 0.4}
 # A refusal names a peak that is rounded up by no more than this factor.
 _ROUNDED = 1.1
 # The most divisions for which plans are made, with those that compute something else than torch.
@@ -171,7 +174,6 @@ def fit(
     model: nn.Module,
     inputs: Any,
     config: Config,
-    traced: Traced,
     make_plan: Callable[[DividedStep], Plan],
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
     begin: Callable[[int], Deadline],
@@ -182,16 +184,14 @@ def fit(
         model: any module.
         inputs: an example input, or a list of these for several input sizes.
         config: settings with a memory budget.
-        traced: the convolutions of the undivided step.
         make_plan: plans the kernels of a divided step within its limits.
         compare: compares a divided step by a plan with torch's; returns the plan, and the segments
             by which it differs, each with the reason. It is also told whether random numbers of
             divided modules cannot be made the same for each sample.
-        begin: begins the time budget, given the time of a step in ns; returns when the search for
-            segments must end.
+        begin: begins the time budget, given the time of a step in ns; returns when it ends.
 
     Raises:
-        ConfigError: no step can be run here, or the model is compiled.
+        ConfigError: no step can be run here, or the model does not accept the inputs.
         PlanError: a step cannot be computed, or exceeds the budget however it is divided.
     """
     if config.is_replayed:
@@ -202,10 +202,12 @@ def fit(
     backend = open_backend(config.backend)
     _require_steps(model, inputs, backend)
     inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
-    torchs, unswappable = _unswappable(model, traced)
-    foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",), torchs)
+    foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",))
     try:
         with undisturbed(model):
+            torchs, unswappable = _unswappable(model, foreseer.step().layers)
+            if torchs:
+                foreseer = replace(foreseer, torchs=torchs)
             return _fitted(foreseer, config, unswappable, make_plan, compare, begin)
     except (ConfigError, PlanError, TuningInterruptedError):
         raise
@@ -233,7 +235,8 @@ def _fitted(
     if needed > budget:
         raise refusal((), (), needed)
     copy = cache(partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training))
-    search = cache(partial(SegmentSearch, foreseer, begin(own.time_ns), copy))
+    end = begin(own.time_ns)
+    search = cache(partial(SegmentSearch, foreseer, end, copy))
     has_segments, errors = not isinstance(foreseer.inputs, list), list[PlanError]()
     known = _known_ways(foreseer, config)
     # First come what was found for another budget, and the undivided step: without its workspace it
@@ -245,7 +248,7 @@ def _fitted(
     spared = 0  # bytes that kernels needed beyond the budget in earlier passes
     for _ in range(_MOST_DIVISIONS):
         if not choices and has_segments:
-            choices = _chosen(search(), budget - spared, loop=config.loop)
+            choices = _chosen(search(), end, budget - spared, loop=config.loop)
             ways = search().ways
         if not choices or len(errors) == _MOST_PASSES:
             break
@@ -431,7 +434,7 @@ class _Choice(NamedTuple):
     most_bytes: int = 1 << 62
 
 
-def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
+def _chosen(search: SegmentSearch, end: Deadline, limit: int, *, loop: bool) -> list[_Choice]:
     """The way to plan kernels for; empty if no step fits, even without workspace."""
 
     def best(most: int, *, inside: bool) -> Way:
@@ -448,7 +451,8 @@ def _chosen(search: SegmentSearch, limit: int, *, loop: bool) -> list[_Choice]:
 
     # Segments inside micro-batches are tried last, because small micro-batches that recompute
     # modules are slow.
-    for inside in (False, True):
+    for inside, share in _SHARES.items():
+        search.begin(end.part(share))
         fitting = best(limit, inside=inside)
         if not fitting.fits(limit):
             continue
@@ -572,12 +576,14 @@ def _named(memory: StepMemory) -> list[tuple[str, str]]:
     return [(what, text) for (what, _), text in zip(causes, sizes, strict=True)]
 
 
-def _unswappable(model: nn.Module, traced: Traced) -> tuple[frozenset[Layer], tuple[str, ...]]:
+def _unswappable(
+    model: nn.Module, layers: Iterable[tuple[str, Problem]]
+) -> tuple[frozenset[Layer], tuple[str, ...]]:
     """Layers that some modules compute which `convert_` cannot swap, and the names of these."""
     modules = dict(original_of(model).named_modules())
     found = [
         (name or "the model itself", Layer.of(problem))
-        for name, problem in traced.layers
+        for name, problem in layers
         if type(modules[name]) not in _SWAPPABLE
     ]
     return frozenset(layer for _, layer in found), tuple(dict.fromkeys(name for name, _ in found))

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -49,7 +50,13 @@ from ucudnn.steps.profile import (
 )
 from ucudnn.steps.run import drop_gradients, gradient_mode, parts_of, run_step
 from ucudnn.steps.strays import without_strays
-from ucudnn.steps.tracing import StepRecorder, as_written, record_step, uninterrupted
+from ucudnn.steps.tracing import (
+    StepRecorder,
+    as_written,
+    record_step,
+    require_tensors,
+    uninterrupted,
+)
 from ucudnn.units import format_bytes
 
 # An operator with fewer bytes of operands and results is not measured: it allocates nothing beside
@@ -314,6 +321,8 @@ class Foreseer:
 
     def __post_init__(self) -> None:
         examples = self.inputs if isinstance(self.inputs, list) else [self.inputs]
+        for one in examples:
+            require_tensors(one)
         self._examples = examples
         # Samples of the examples, and of the steps that are foreseen.
         self._given = self.batch = batch_of(examples[0])
@@ -322,6 +331,7 @@ class Foreseer:
         self._values: dict[str, list[Any]] | None = None
         # True: steps are run on real tensors, because fake ones fail.
         self._is_real = False
+        self.took_s = 0.0  # seconds that it took to foresee the latest step
         self.held = held_by(self.model, examples, self.backend.allocated_bytes())
         # Modules without children keep their result and little else, but a stretch of a sequence
         # may begin or end with one.
@@ -377,7 +387,7 @@ class Foreseer:
         key = division, memory_format, self.batch, noted
         if plan is None and key in self._steps:
             return self._steps[key]
-        arguments = division, memory_format, plan, names
+        arguments, began = (division, memory_format, plan, names), monotonic()
         try:
             found = self._foreseen(*arguments)
         except ConfigError as error:
@@ -389,6 +399,7 @@ class Foreseer:
             self._require_room(error)
             self._is_real = True
             found = self._foreseen(*arguments)
+        self.took_s = monotonic() - began
         if plan is None:
             self._steps[key] = found
         return found

@@ -34,6 +34,7 @@ from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.steps.comparing import reason_against_layout
+from ucudnn.steps.profile import held_by
 from ucudnn.steps.race import (
     Raced,
     Samples,
@@ -114,10 +115,16 @@ class Judge:
         """True if a step is forward and backward."""
         return self.config.ops != ("fprop",)
 
+    @property
+    def _held_bytes(self) -> int:
+        return held_by(self.model, self.inputs).total
+
     def judge(self, plan: Plan) -> Plan:
         """The plan after a race of whole steps, or with the reason why no race was run."""
         reason, changes = self._reason(plan.device.type), not _is_torchs(plan)
-        hints = self.config.layout == "keep" and _has_other_layout(plan)
+        # Whether steps in channels_last stay within a memory budget is not known.
+        may_hint = self.config.layout == "keep" and self.config.memory_budget is None
+        hints = may_hint and _has_other_layout(plan)
         if reason or not (changes or hints):
             return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
         # A budget may be too short even for the convolutions of a race.
@@ -135,7 +142,7 @@ class Judge:
         step_ns = backend.elapsed_ns(step)
         # The time of compiling counts towards no budget, so the race ends later by it.
         end = self._end(step_ns).later(0 if compilation is None else compilation.seconds)
-        meter = StepMeter(backend, [plan], end, step_ns)
+        meter = StepMeter(backend, [plan], end, step_ns, self._held_bytes)
         if changes:
             plan = StepJudge(step, meter).judge(plan)
         else:
@@ -176,7 +183,7 @@ class Judge:
         with gradient_mode(self.is_training):
             own = self._steps()
             step_ns = backend.elapsed_ns(own)
-            meter = StepMeter(backend, [plan], self._end(step_ns), step_ns)
+            meter = StepMeter(backend, [plan], self._end(step_ns), step_ns, self._held_bytes)
             if meter.is_over(_LEAST_STEPS):
                 return StepRace(reason=_NO_ROOM)
             runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
@@ -227,7 +234,8 @@ class Judge:
                 return f"in channels_last {last.reason}"
         # The time of compiling counts towards no budget, so the race ends later by it.
         end = end.later(0 if compilation is None else compilation.seconds)
-        plan = judge_layouts(plans, steps, StepMeter(backend, plans.values(), end, step_ns))
+        meter = StepMeter(backend, plans.values(), end, step_ns, self._held_bytes)
+        plan = judge_layouts(plans, steps, meter)
         return with_relaid(replace(plan, compilation=compilation), steps[plan.memory_format])
 
     def _attempt(self, plan: Plan, run: Callable[[], _Found]) -> _Found | str:

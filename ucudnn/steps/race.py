@@ -74,12 +74,19 @@ class StepMeter:
         plans: the plans that steps will follow.
         deadline: when the last step must end.
         step_ns: time of one step, from which the end of further steps is estimated; 0: not known.
+        held_bytes: memory that is allocated all through each step.
     """
 
     def __init__(
-        self, backend: AbstractBackend, plans: Iterable[Plan], deadline: Deadline, step_ns: int = 0
+        self,
+        backend: AbstractBackend,
+        plans: Iterable[Plan],
+        deadline: Deadline,
+        step_ns: int = 0,
+        held_bytes: int = 0,
     ) -> None:
         self._backend, self.deadline, self.step_ns = backend, deadline, step_ns
+        self._held_bytes = held_bytes
         # Shortest times so far of a step by torch (False) and by a plan (True). The shortest ones
         # are kept, because the first step may take much longer than the next ones.
         self._shortest_ns: dict[bool, int] = {}
@@ -113,7 +120,7 @@ class StepMeter:
         return StepTimes(time_ns, kernels_ns)
 
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
-        """Peak of allocated memory of one step by a plan; None: by torch's own convolutions."""
+        """Peak of one step by a plan, with all that is held; None: by torch's own convolutions."""
         times = list[int]()
         with self.following(plan, is_timed=False):
             # `parts` names the chunks of a call. A step has none: only the allocator tells its
@@ -124,7 +131,7 @@ class StepMeter:
         # Watching memory makes a step longer, so its time counts only if no shorter one is known.
         if not self.step_ns or times[0] < self.step_ns:
             self._note(times[0], plan)
-        return peak
+        return self._held_bytes + peak
 
     def _note(self, time_ns: int, plan: Plan | None) -> None:
         is_planned = plan is not None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from math import prod
+from types import CodeType
 from typing import Any
 from zlib import crc32
 
@@ -23,7 +24,8 @@ _BY_ROWS = {
 }
 # An operator is called for so many rows one by one.
 _MOST_ROWS = 4096
-# Modules of torch whose code runs between an operator and the mode.
+# What runs between an operator and the mode: other modes, and modules of torch.
+_MODES = ("__torch_dispatch__", "__torch_function__")
 _BETWEEN = ("_python_dispatch.py", "_compile.py", "eval_frame.py", "_stats.py")
 # Seeds are sought by which the first draws are all below this, or all above 1 minus this.
 _EXTREME, _DRAWS = 0.1, 3
@@ -62,7 +64,7 @@ class SameForSamples(TorchDispatchMode):
             return func(*args, **kwargs)
         place = _place()
         state = self._state if self._varied is None or place in self._varied else 0
-        # Code often decides by a single number, so states 1 and 2 are the extremes of that.
+        # Code often decides by one number for a sample, so states 1 and 2 are the extremes of that.
         one_seed = _seeds_of_torch()[state - 1] if state in (1, 2) else place + state
         result = self._by_rows(func, args, kwargs, place + state, one_seed)
         first = result[0] if isinstance(result, (tuple, list)) else result
@@ -74,6 +76,8 @@ class SameForSamples(TorchDispatchMode):
         whole = next((one for one in args if isinstance(one, Tensor)), None)
         if whole is None and "size" in names and args[names.index("size")]:
             return _of_size(func, args, kwargs, names.index("size"), seed, one_seed)
+        if whole is not None and prod(whole.shape[1:]) == 1:
+            seed = one_seed
         if whole is None or not whole.dim() or whole.numel() == 1:
             torch.manual_seed(one_seed)
             return func(*args, **kwargs)
@@ -135,7 +139,7 @@ class SameInLayouts(TorchDispatchMode):
 def _of_size(func: Any, args: Any, kwargs: Any, where: int, seed: int, one_seed: int) -> Tensor:
     """A tensor that is drawn by its size: one row, repeated."""
     size = args[where]
-    torch.manual_seed(one_seed if prod(size) == 1 else seed)
+    torch.manual_seed(one_seed if prod(size[1:]) == 1 else seed)
     row: Tensor = func(*args[:where], [1, *size[1:]], *args[where + 1 :], **kwargs)
     return row.expand(size).clone()
 
@@ -160,9 +164,14 @@ def _laid_out(result: Tensor, whole: Tensor) -> Tensor:
 def _place() -> int:
     """A number for the line of code that draws, the same wherever it is called from."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+    while frame.f_back is not None and _is_between(frame.f_code):
         frame = frame.f_back
     return crc32(f"{frame.f_code.co_filename}:{frame.f_lineno}".encode())
+
+
+def _is_between(code: CodeType) -> bool:
+    # Modes that recompute call an operator from one line in forward, and from another in backward.
+    return code.co_name in _MODES or code.co_filename.endswith(_BETWEEN)
 
 
 @lru_cache(1)

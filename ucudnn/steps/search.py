@@ -209,7 +209,7 @@ class SegmentSearch:
         """Foresee what the solver chooses, until it chooses what was foreseen already."""
         room = limit - self._own.held.total
         for trial in range(_MOST_TRIALS):
-            if trial >= _LEAST_TRIALS and self.deadline.is_over:
+            if self.deadline.is_over and max(trial, len(self._ways)) >= _LEAST_TRIALS:
                 break
             table = self.costs.table()
             least_ns = table.time_ns(max(room, table.smallest_bytes)) or 0
@@ -286,7 +286,7 @@ class SegmentSearch:
             return StepDivision((self._described(outer), *within))
 
         size = self.findings[""].least
-        while self._is_training and size < self.batch:
+        while self._is_training and size < self.batch and not self.deadline.is_over:
             outer = self.foresee(division(size, ()))
             if outer is None:
                 break
@@ -299,6 +299,8 @@ class SegmentSearch:
                 last = self.foresee(division(size, segments))
                 if last is None or last.foreseen_bytes <= limit or room <= 0:
                     break
+                if self.deadline.is_over:
+                    return
                 # Beside the current micro-batch, the step may hold more memory than estimated. So
                 # the second attempt leaves more room for that. The third and last attempt takes the
                 # segments with the smallest peak.

@@ -109,7 +109,7 @@ def trace_layers(
     step = partial(run_step, backward=set(passes) != {"fprop"})
     with uninterrupted(), as_written(model):
         for inputs in several:
-            _require_tensors(inputs)
+            require_tensors(inputs)
             with nullcontext() if real else without_strays(model) as recorder.watched:
                 # If torch.compile has wrapped the model, the module inside the wrapper is traced,
                 # because `convert_` uses the names of modules in that one.
@@ -148,7 +148,8 @@ def uninterrupted() -> Iterator[None]:
             before(*waiting[0])
 
 
-def _require_tensors(inputs: Any) -> None:
+def require_tensors(inputs: Any) -> None:
+    """Raise a ConfigError for numbers in place of tensors."""
     # The most likely mistake is to pass a shape, for which torch's own error would name no
     # argument.
     is_shape = isinstance(inputs, (tuple, torch.Size)) and inputs

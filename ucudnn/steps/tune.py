@@ -33,8 +33,11 @@ from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, tensors_o
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
 
-# A search for segments may take this part of the time.
+# A search for segments that make steps faster may take this part of the time.
 _SEARCH = 0.5
+# With a memory budget, a step by the plan is foreseen, measured, and compared with torch's, which
+# takes about so many times as long as to foresee one (measured: 3.3 to 5.6).
+_AS_FORESEEN = 5
 
 
 _NOTHING = Progress("", 0, 0, 0, 0)
@@ -118,13 +121,13 @@ class _Tuning:
 
     def run(self) -> Plan:
         """Tune the model, judge the plan, and compare divided steps with torch's."""
-        traced = self._traced()
         if self.config.memory_budget is not None:
             plan = fit(
-                *(self.model, self.inputs, self.config, traced),
+                *(self.model, self.inputs, self.config),
                 *(self._within, self._compared, self._begin),
             )
         else:
+            traced = self._traced()
             self._begin(0 if self.config.time_budget_s is not None else self._judge.step_ns())
             self.division = faster_division(
                 self.model, self.inputs, traced, self.config, self._part(_SEARCH)
@@ -141,7 +144,7 @@ class _Tuning:
         if plan.division != WHOLE:
             if self.step is not None:
                 self.copies.clear()  # rivals need copies of their own
-            plan = self._judge.judge_divided(plan)
+            plan = replace(self._judge, deadline=self.end).judge_divided(plan)
         return self._described(plan)
 
     def _within(self, step: DividedStep) -> Plan:
@@ -227,21 +230,28 @@ class _Tuning:
         return self._judge.judge(self._tuned(traced, self._end_of_kernels(), layout))
 
     def _begin(self, step_ns: int) -> Deadline:
-        """Begin the time budget of steps of this time; return when a search must end."""
+        """Begin the time budget of steps of this time; return when it ends."""
         self.step_ns = step_ns
         seconds = self.config.time_budget_s
         if seconds is None and step_ns:
             on_gpu = self.how["device_type"] == "cuda"
             seconds = EFFORTS[self.config.effort].budget_s(step_ns, on_gpu=on_gpu)
         self.end = None if seconds is None else Deadline(self.began + seconds)
-        return self._part(_SEARCH) or Deadline.never()
+        return self.end or Deadline.never()
 
     def _part(self, share: float) -> Deadline | None:
         return None if self.end is None else self.end.part(share)
 
     @property
     def _judge(self) -> Judge:
-        return Judge(self.model, self.inputs, self.config, self.end, self.copies)
+        return Judge(self.model, self.inputs, self.config, self._end_of_races, self.copies)
+
+    @property
+    def _end_of_races(self) -> Deadline | None:
+        """When a race of steps must end, to leave time for what a memory budget asks for."""
+        if self.end is None or self.step is None:
+            return self.end
+        return self.end.later(-_AS_FORESEEN * self.step.foreseer.took_s)
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         # The progress of both tunings is reported as that of one.
@@ -264,12 +274,12 @@ class _Tuning:
 
     def _end_of_kernels(self, race_steps: int = RACE_STEPS) -> Deadline | None:
         """When kernels must be tuned, to leave time for a race of whole steps."""
-        if self.end is None or not self.config.step_race:
-            return self.end
-        # With a memory budget, steps by the plan are also measured, and compared with torch's.
-        most, left_s = 1 / 2 if self.step is None else 2 / 3, self.end.left_s()
-        race_s = min(most * left_s, max(left_s / 4, race_steps * self.step_ns / 1e9))
-        return self.end.at_most(left_s - race_s)
+        end = self._end_of_races
+        if end is None or not self.config.step_race:
+            return end
+        left_s = end.left_s()
+        race_s = min(left_s / 2, max(left_s / 4, race_steps * self.step_ns / 1e9))
+        return end.at_most(left_s - race_s)
 
     def _report(self, event: Progress) -> None:
         """Report with what was done before, and with the budget of all of tuning."""
