@@ -4,11 +4,11 @@
     python benchmarks/memory_budgets.py falling --out budgets_falling.json   # an hour
 
 "times" tunes each network within half of torch's activations, or within what a refusal names, by
-default and within several time budgets: the wall time may exceed a budget by one step. "falling" asks for six falling budgets in
-turn. No peak may rise, none may exceed its budget, no plan may be slower than one for more memory
-that fits, too, and the budget that a refusal names must be accepted. Peaks are torch's allocator's
-own count of a step by the converted model, parameters and inputs included. Each network has a
-process of its own, and an empty cache.
+default and within several time budgets: the wall time may exceed a budget by one step. "falling"
+asks for six falling budgets in turn. No peak may rise, none may exceed its budget, no plan may be
+slower than one for more memory that fits, too, and the budget that a refusal names must be
+accepted. Peaks are torch's allocator's own count of a step by the converted model, parameters and
+inputs included. Each network has a process of its own, and an empty cache.
 """
 
 from __future__ import annotations

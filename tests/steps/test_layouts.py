@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -327,13 +326,32 @@ def test_there_is_no_hint_where_layout_is_decided_or_makes_no_difference():
     assert hinted(nn.Conv2d(3, 4, 3), step_race=False).layout_race is None
 
 
+@pytest.fixture
+def copies(monkeypatch):
+    """The models that are copied to run steps, once for each copy."""
+    found, original = [], ucudnn.steps.run.copied
+
+    def copied(*args):
+        found.append(args[0])
+        return original(*args)
+
+    monkeypatch.setattr("ucudnn.steps.run.copied", copied)
+    return found
+
+
 @pytest.mark.parametrize(("layout", "most"), [("keep", 2), ("auto", 4)])
-def test_a_tuning_makes_few_copies_of_the_model(monkeypatch, layout, most):
+def test_a_tuning_makes_few_copies_of_the_model(copies, layout, most):
     """One copy for each layout, and two new ones whose results are compared."""
-    count, original = itertools.count(), ucudnn.steps.run.copied
-    monkeypatch.setattr(
-        "ucudnn.steps.run.copied", lambda *args: next(count) >= 0 and original(*args)
-    )
     plan = hinted(nn.Conv2d(3, 4, 3), layout=layout)
     assert plan.layout_race.rounds
-    assert next(count) == most
+    assert len(copies) == most
+
+
+def test_a_tuning_within_a_memory_budget_makes_three_copies(copies):
+    """One copy, divided in any way, and two new ones whose results are compared."""
+    layers = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(6))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers)
+    plan = hinted(model, torch.randn(8, 3, 32, 32), memory_budget="60%")
+    assert plan.segments
+    assert plan.layout_race is None
+    assert len(copies) == 3

@@ -64,8 +64,10 @@ class TuningScheduler:
         self._began = Deadline.within(0.0)
         self._has_default = deadline is None and config.time_budget_s is None
         self._deadline = Deadline.never() if deadline is None else deadline
-        # Kernels that must have a plan and have none go on until this moment.
-        self._last = Deadline.never() if last is None else last
+        # Kernels that must have a plan and have none go on until the first of these moments, and
+        # smaller batches until the second one. No step can be run by kernels over a memory budget.
+        self._completing = Deadline.never() if last is None else last
+        self._last = self._completing if limits.budget_bytes is None else Deadline.never()
         # The time budget in seconds; None: there is none, or it is not known.
         self.budget_s = config.time_budget_s
         self.session = Session(
@@ -167,8 +169,8 @@ class TuningScheduler:
         if self._config.layout == "keep" and self._config.time_budget_s is not None:
             self._end_at(self._deadline)
             self._tune_by_gain(self.results.unraced)
-        self._end_at(self._last)
-        self.session.stop_at(self._last)
+        self._end_at(self._completing)
+        self.session.stop_at(self._completing)
         for plan in self.results.kernels:
             self._complete(plan)
 

@@ -78,7 +78,7 @@ def tune_problems(
         last: what must have a plan and has none goes on after the deadline until it has one, at
             most until this moment: kernels that exceed their limit, and smaller batches of kernels
             that have a limit. None: without end, or until the end of `config.time_budget_s` if the
-            deadline is None, too.
+            deadline is None, too. Kernels over what a memory budget leaves them have no end.
 
     Raises:
         ConfigError: there is no problem to plan.

@@ -256,18 +256,19 @@ class SegmentSearch:
         A single time is noisy, and of several times of a step the least is the best estimate.
         """
         fitting = [one for one in self._segmented() if one.time_ns and one.fits(limit)]
-        fitting.sort(key=lambda one: one.time_ns)
-        for one in (fitting[:_FASTEST] if len(fitting) > 1 else []) * _ROUNDS:
-            if self.is_over(1):
-                break
-            try:
-                time_ns = self.elapsed_ns(one.division)
-                self.note(one, min(time_ns, self._ways[one.division].time_ns))
-            except STEP_ERRORS as error:
-                if not is_out_of_memory(error):
-                    raise
-                free_after(error)
-                break
+        fitting = sorted(fitting, key=lambda one: one.time_ns)[:_FASTEST]
+        if len(fitting) < 2 or self.is_over(len(fitting)):
+            return
+        runs = [partial(self.elapsed_ns, one.division) for one in fitting]
+        try:
+            samples = race(runs, self.is_over, lambda _: False, is_warm=True, most_rounds=_ROUNDS)
+        except STEP_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            free_after(error)
+            return
+        for one, times in zip(fitting, samples, strict=True):
+            self.note(one, min(one.time_ns, *times))
 
     def _go_inside(self, limit: int, kept: int | None) -> None:
         """Foresee micro-batches of one sample of the model, of two, of four, with segments inside.
