@@ -73,7 +73,7 @@ def test_show_and_compare_print_the_race(ucudnn, raced):
 
 
 def test_report_prints_the_race(raced):
-    pytest.importorskip("plotly", reason="draws a report")
+    pytest.importorskip("plotly", reason="charts need plotly (the extra report)")
     one, other = raced
     page = report(Plan.load(other))
     assert SENTENCE in page

@@ -133,7 +133,7 @@ def plan_of(*kernels, **config):
 @pytest.fixture
 def drawn():
     """A function that draws a plan and reads the page."""
-    pytest.importorskip("plotly", reason="draws a report")
+    pytest.importorskip("plotly", reason="charts need plotly (the extra report)")
     return lambda plan: Page(report(plan))
 
 

@@ -84,7 +84,7 @@ def done_tune(at: Setting) -> None:
 
 @cell(0, "show")
 def done_show(at: Setting) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("plotly", reason="charts need plotly (the extra report)")
     assert at.status("show", at.plan) == 0
     assert at.status("report", at.plan, "-o", at.folder / "r.html") == 0
 
@@ -210,7 +210,7 @@ def environment_of_show(at: Setting) -> None:
             patch.delitem(sys.modules, loaded)
         patch.setitem(sys.modules, "plotly", None)
         assert at.status("report", at.plan, "-o", at.folder / "r.html") == 3
-    pytest.importorskip("plotly")
+    pytest.importorskip("plotly", reason="charts need plotly (the extra report)")
     full_disk(at)
     assert at.status("report", at.plan, "-o", at.folder / "r.html") == 3
     assert list(at.folder.iterdir()) == []

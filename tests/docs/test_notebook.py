@@ -25,7 +25,7 @@ def test_it_is_kept_without_results(cells: list[dict]) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_it_runs(cells, python, tmp_path):
-    pytest.importorskip("plotly", reason="draws in the notebook")
+    pytest.importorskip("plotly", reason="charts need plotly (the extra report)")
     # One process runs the cells in their order, as a kernel does.
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     result = python("-c", code, cwd=tmp_path)
