@@ -114,7 +114,7 @@ def falling(name: str, number: int) -> dict[str, Any]:
     budgets = list(map(share, shares))
     rows, faults = list[dict[str, Any]](), list[str]()
     with tempfile.TemporaryDirectory() as cache:
-        config = ucudnn.Config(effort="quick", time_budget_s=20.0, cache=cache)
+        config = ucudnn.Config(effort="quick", time_budget_s=12.0, cache=cache)
         for budget in budgets:
             row: dict[str, Any] = {"budget": budget}
             try:
