@@ -535,8 +535,9 @@ def test_after_the_end_what_stays_within_the_budget_by_torch_needs_no_plan(scrip
     scripted(torch_default=lambda size: (size * MS, 2 * size * MIB))
     budget = 27 * MIB
     limits = Limits(None, budget, dict.fromkeys((NARROW, WIDE), 20 * MIB), 0, frozenset({NARROW}))
+    over = Deadline.within(0)
     with pytest.warns(UntunedWarning):
         plan = tune_problems(
-            NAMED, Config(memory_budget=budget), limits=limits, deadline=Deadline.within(0)
+            NAMED, Config(memory_budget=budget), limits=limits, deadline=over, last=over
         )
     assert [kernel.problem for kernel in plan.kernels] == [WIDE]
