@@ -206,7 +206,7 @@ def test_a_budget_is_kept_or_refused_with_what_suffices(tmp_path):
     settings = {"policy": "undivided", "cache": str(tmp_path), "kind": "inference"}
     memory = smallest(model, x, **settings).memory
     # Without workspace nothing else needs to be tried: torch's step suffices.
-    assert memory.budget_bytes == memory.torch_peak_bytes
+    assert memory.torch_peak_bytes <= memory.budget_bytes <= 1.002 * memory.torch_peak_bytes
     assert memory.plan_peak_bytes <= memory.budget_bytes
     # One sample, undivided: the smallest workspace of any algorithm is more than none.
     least = min(real_peaks_by_each_algorithm(model, x))

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import ceil
 from textwrap import shorten
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -50,8 +51,9 @@ _MOST_PASSES = 6
 # A search may take these shares of the time that is left, first without segments inside
 # micro-batches, and then with them.
 _SHARES = {False: 0.35, True: 0.4}
-# A refusal names a peak that is rounded up by no more than this factor.
-_ROUNDED = 1.1
+# Real peaks are larger than foreseen ones by at most this factor, so a refusal names a budget that
+# is so much larger. Its text rounds the budget up, by no more than the second factor.
+_MARGIN, _ROUNDED = 1.001, 1.1
 # The most divisions for which plans are made, with those that compute something else than torch.
 _MOST_DIVISIONS = 24
 # The most ways that a refusal lists.
@@ -536,9 +538,8 @@ def _refusal(
     allowed = [one for one in by_peak if config.loop or one.kind != "loop"]
     smallest_way = allowed[0]
     ways = by_peak[:_LISTED]
-    limit, smallest, *peaks = format_sizes(
-        budget, smallest_way.most_bytes, *(one.most_bytes for one in ways)
-    )
+    enough = ceil(_MARGIN * smallest_way.most_bytes)
+    limit, smallest, *peaks = format_sizes(budget, enough, *(one.most_bytes for one in ways))
     loops = [one for one in by_peak if one.kind == "loop" and one.most_bytes <= budget]
     remedy = ", or lower the batch"
     if any(why == NO_TIME for _, why in reasons):
@@ -565,7 +566,7 @@ def _refusal(
         f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
         f"{smallest}; raise the budget to it{remedy}. torch's step takes {fills}."
         f"{torchs if names else ''} Peaks:{rows}",
-        smallest_way.most_bytes,
+        enough,
     )
 
 
