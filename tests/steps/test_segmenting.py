@@ -17,6 +17,7 @@ import ucudnn
 from ucudnn import Config
 from ucudnn.backends import open_backend
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.kernels.deadline import Deadline
 from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.costs import SegmentCosts
@@ -29,6 +30,7 @@ from ucudnn.units import parse_bytes
 # A busy machine may leave no time for kernels, which is not what these tests are about.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.UnplannedWarning"),
     pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
 ]
 QUICK = {"effort": "quick", "policy": "undivided", "time_budget_s": 15.0, "step_race": False}
@@ -417,9 +419,12 @@ def test_a_way_that_was_timed_again_is_not_faster_than_itself():
     class Search:
         ways = (way,)
 
+        def begin(self, deadline):
+            pass
+
         def within(self, limit, **_):
             self.ways = (replace(way, time_ns=90 if limit > 60 else 100),)
             return self.ways[0]
 
-    (choice,) = _chosen(Search(), 60, loop=False)
+    (choice,) = _chosen(Search(), Deadline.never(), 60, loop=False)
     assert choice.fitting is None

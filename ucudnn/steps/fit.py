@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
@@ -138,10 +139,11 @@ class DividedStep:
 
     def foreseen(self, plan: Plan) -> StepProfile:
         """What a step by a plan takes, installed or converted, whichever takes more."""
-        profiles = [
-            self.foreseer.step(self.division, one.memory_format, one)
-            for one in _followed(plan, self.foreseer.torchs)
-        ]
+        with _told_at_the_end():
+            profiles = [
+                self.foreseer.step(self.division, one.memory_format, one)
+                for one in _followed(plan, self.foreseer.torchs)
+            ]
         return max(profiles, key=lambda one: one.peak_bytes)
 
     def measured(self, plan: Plan) -> tuple[int, int]:
@@ -152,9 +154,7 @@ class DividedStep:
         for one in _followed(plan, foreseer.torchs):
             runner = Runner(one, replace(one.config, unplanned="torch"))
             mode = gradient_mode(foreseer.is_training)
-            with Installation(plan.device.type, runner), mode, warnings.catch_warnings():
-                # Of kernels that were left out, tuning tells at its end.
-                warnings.simplefilter("ignore", UnplannedWarning)
+            with Installation(plan.device.type, runner), mode, _told_at_the_end():
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
                 gc.collect()  # what it left in cycles must not be freed in the next one
@@ -162,6 +162,14 @@ class DividedStep:
                 assert spans is not None
                 peaks.append(max(span.peak_bytes for span in spans))
         return foreseer.held.total + max(peaks), max(times)
+
+
+@contextmanager
+def _told_at_the_end() -> Iterator[None]:
+    """Context without warnings of kernels that were left out, of which tuning tells at its end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnplannedWarning)
+        yield
 
 
 def _followed(plan: Plan, torchs: frozenset[Layer]) -> list[Plan]:
