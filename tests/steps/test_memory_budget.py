@@ -147,6 +147,20 @@ def smallest(model, x, kind="training", budget=0, **more):
             budget = error.smallest_bytes
 
 
+def test_a_plan_that_keeps_a_smaller_budget_is_the_plan_for_it(tmp_path):
+    model, x = network()
+    plan = tuned(model, x, "90%", cache=str(tmp_path))
+    least = plan.memory.plan_peak_bytes
+    assert least < plan.memory.budget_bytes
+    again = tuned(model, x, least, cache=str(tmp_path))
+    assert (again.kernels, again.division) == (plan.kernels, plan.division)
+    assert again.memory.plan_ns == plan.memory.plan_ns
+    assert again.memory.budget_bytes == again.config.memory_budget == least
+    # With other settings, or another budget, plans are made anew.
+    assert tuned(model, x, least, cache=str(tmp_path), deterministic=True).memory.plan_ns
+    assert tuned(model, x, "90%", cache=str(tmp_path)).memory.plan_ns != plan.memory.plan_ns
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["training", "inference"])
 def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, under_malloc):

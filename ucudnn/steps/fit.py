@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
+from operator import itemgetter
 from textwrap import shorten
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -187,6 +188,8 @@ def fit(
     make_plan: Callable[[DividedStep], Plan],
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
     begin: Callable[[int], Deadline],
+    *,
+    remeasure: bool = False,
 ) -> Plan:
     """A plan by which a step stays within a memory budget.
 
@@ -199,6 +202,7 @@ def fit(
             by which it differs, each with the reason. It is also told whether random numbers of
             divided modules cannot be made the same for each sample.
         begin: begins the time budget, given the time of a step in ns; returns when it ends.
+        remeasure: return no plan that was made for a larger budget.
 
     Raises:
         ConfigError: no step can be run here, or the model does not accept the inputs.
@@ -218,7 +222,8 @@ def fit(
             torchs, unswappable = _unswappable(model, foreseer.step().layers)
             if torchs:
                 foreseer = replace(foreseer, torchs=torchs)
-            return _fitted(foreseer, config, unswappable, make_plan, compare, begin)
+            make = partial(_tried, make_plan=make_plan, compare=compare, begin=begin)
+            return _fitted(foreseer, config, unswappable, make, remeasure=remeasure)
     except (ConfigError, PlanError, TuningInterruptedError):
         raise
     except STEP_ERRORS as error:
@@ -231,9 +236,9 @@ def _fitted(
     foreseer: Foreseer,
     config: Config,
     unswappable: Sequence[str],
-    make_plan: Callable[[DividedStep], Plan],
-    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
-    begin: Callable[[int], Deadline],
+    make: Callable[..., Plan],
+    *,
+    remeasure: bool,
 ) -> Plan:
     own = foreseer.step()
     config = config.with_budget_of(own.peak_bytes, foreseer.free_bytes, own.held.total)
@@ -244,11 +249,27 @@ def _fitted(
     needed = _needed_bytes(foreseer, own)
     if needed > budget:
         raise refusal((), (), needed)
+    known = _known_ways(foreseer, config)
+    found = None if remeasure else known.plan(budget, config)
+    return found or make(foreseer, config, memory, refusal, known)
+
+
+def _tried(
+    foreseer: Foreseer,
+    config: Config,
+    memory: StepMemory,
+    refusal: Callable[[Sequence[Way], Sequence[tuple[str, str]]], PlanError],
+    known: _KnownWays,
+    make_plan: Callable[[DividedStep], Plan],
+    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
+    begin: Callable[[int], Deadline],
+) -> Plan:
+    """A plan within the budget, by a way that is known or that a search finds."""
+    own, budget = foreseer.step(), memory.budget_bytes
     copy = cache(partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training))
     end = begin(own.time_ns)
     search = cache(partial(SegmentSearch, foreseer, end, copy))
     has_segments, errors = not isinstance(foreseer.inputs, list), list[PlanError]()
-    known = _known_ways(foreseer, config)
     # First come what was found for another budget, and the undivided step: without its workspace it
     # may be within the budget, and then limits for the workspace may suffice.
     choices = known.choices(budget)
@@ -271,8 +292,10 @@ def _fitted(
         if isinstance(plan, Plan):
             assert plan.memory is not None
             reasons = tuple(dict(search().reasons()).items()) if ways else ()
-            known.note(choice.way, plan.memory.plan_peak_bytes, plan.memory.plan_ns, budget)
-            return replace(plan, memory=replace(plan.memory, budget_bytes=budget), reasons=reasons)
+            noted = replace(plan.memory, budget_bytes=budget)
+            plan = replace(plan, memory=noted, reasons=reasons)
+            known.note(choice.way, noted.plan_peak_bytes, noted.plan_ns, budget, plan)
+            return plan
         if plan is not None:
             errors.append(plan)
             spared += max(0, _smallest(plan) - budget)
@@ -298,15 +321,34 @@ class _KnownWays:
     """
 
     ways: dict[StepDivision, tuple[Way, int]] = field(default_factory=dict)
+    plans: dict[StepDivision, Plan] = field(default_factory=dict)
 
-    def note(self, way: Way, peak_bytes: int, time_ns: int, budget: int) -> None:
-        """Note the fastest way within a budget, and what it took."""
+    def note(
+        self, way: Way, peak_bytes: int, time_ns: int, budget: int, plan: Plan | None = None
+    ) -> None:
+        """Note the fastest way within a budget, what it took, and the plan if one was made."""
         took = replace(way, peak_bytes=peak_bytes, time_ns=time_ns)
         self.ways[way.division] = took, budget
+        self.plans.pop(way.division, None)
+        if plan is not None:
+            self.plans[way.division] = plan
 
     def drop(self, division: StepDivision) -> None:
         """Forget a way, because no plan can be made for it."""
         self.ways.pop(division, None)
+        self.plans.pop(division, None)
+
+    def plan(self, budget: int, config: Config) -> Plan | None:
+        """The fastest plan, by the same settings, for a larger budget that keeps this one, too."""
+        found = list[tuple[int, Plan]]()
+        for division, plan in self.plans.items():
+            way, most = self.ways[division]
+            is_same = config == replace(plan.config, memory_budget=budget)
+            if way.peak_bytes <= budget < most and is_same:
+                assert plan.memory is not None
+                memory = replace(plan.memory, budget_bytes=budget)
+                found.append((way.time_ns, replace(plan, config=config, memory=memory)))
+        return min(found, key=itemgetter(0))[1] if found else None
 
     def choices(self, budget: int) -> list[_Choice]:
         """The fastest way within a budget, within the peak that it had, or else within the budget.

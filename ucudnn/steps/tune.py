@@ -125,6 +125,7 @@ class _Tuning:
             plan = fit(
                 *(self.model, self.inputs, self.config),
                 *(self._within, self._compared, self._begin),
+                remeasure=self.remeasure,
             )
         else:
             traced = self._traced()
