@@ -294,7 +294,8 @@ def _tried(
             reasons = tuple(dict(search().reasons()).items()) if ways else ()
             noted = replace(plan.memory, budget_bytes=budget)
             plan = replace(plan, memory=noted, reasons=reasons)
-            known.note(choice.way, noted.plan_peak_bytes, noted.plan_ns, budget, plan)
+            peak = max(noted.plan_peak_bytes, noted.plan_foreseen_bytes)
+            known.note(choice.way, peak, noted.plan_ns, budget, plan)
             return plan
         if plan is not None:
             errors.append(plan)

@@ -12,7 +12,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -49,6 +49,7 @@ from ucudnn.steps.profile import (
     held_by,
 )
 from ucudnn.steps.run import drop_gradients, gradient_mode, parts_of, run_step
+from ucudnn.steps.same_numbers import EXTREMES, SingleNumbers
 from ucudnn.steps.strays import without_strays
 from ucudnn.steps.tracing import (
     StepRecorder,
@@ -331,6 +332,8 @@ class Foreseer:
         self._values: dict[str, list[Any]] | None = None
         # True: steps are run on real tensors, because fake ones fail.
         self._is_real = False
+        # The state of `SingleNumbers` in real steps.
+        self._state = EXTREMES[0]
         self.took_s = 0.0  # seconds that it took to foresee the latest step
         self.held = held_by(self.model, examples, self.backend.allocated_bytes())
         # Modules without children keep their result and little else, but a stretch of a sequence
@@ -394,15 +397,25 @@ class Foreseer:
             if self._is_real or not isinstance(error.__cause__, RuntimeError):
                 raise
             if self._values is None and isinstance(error.__cause__, DataDependentOutputException):
-                self._values = self._read_values()
+                with suppress(ConfigError):  # which the next attempt raises, too
+                    self._take_larger("_values", [*map(self._read_values, EXTREMES)])
                 return self.step(*arguments[:3], names=names)
             self._require_room(error)
             self._is_real = True
+            self._take_larger("_state", EXTREMES)
             found = self._foreseen(*arguments)
         self.took_s = monotonic() - began
         if plan is None:
             self._steps[key] = found
         return found
+
+    def _take_larger(self, name: str, options: Sequence[Any]) -> None:
+        """Set an attribute so that a step needs more memory: layers may be left out by chance."""
+        peaks = []
+        for one in options:
+            setattr(self, name, one)
+            peaks.append(self._foreseen(WHOLE, "keep", None, ()).peak_bytes)
+        setattr(self, name, options[peaks.index(max(peaks))])
 
     def _require_room(self, error: ConfigError) -> None:
         """Raise the error, unless there is memory to run real steps where fake ones fail."""
@@ -418,12 +431,12 @@ class Foreseer:
                 f"{first_line(error.__cause__ or error)}"
             ) from error
 
-    def _read_values(self) -> dict[str, list[Any]]:
+    def _read_values(self, state: int) -> dict[str, list[Any]]:
         """The numbers that forward reads from tensors: it is run, without a graph."""
         reader = _Reader()
 
         def run(model: nn.Module, examples: list[Any]) -> None:
-            with torch.no_grad():
+            with torch.no_grad(), SingleNumbers(state):
                 for inputs in examples:
                     run_step(model, inputs, backward=False)
 
@@ -459,7 +472,8 @@ class Foreseer:
             log.begin([*model.parameters(), *model.buffers()], inputs)
             watcher = ModuleWatcher(model, self._names if names is None else names, log.mark)
             roots.append(watcher.root)
-            with gradient_mode(self.is_training), _with_random_states(log):
+            singles = SingleNumbers(self._state) if self._is_real else nullcontext()
+            with gradient_mode(self.is_training), _with_random_states(log), singles:
                 watcher.run(partial(_run_all, model, examples, division, self.is_training))
 
         with (

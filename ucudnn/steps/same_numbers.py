@@ -27,6 +27,8 @@ _MOST_ROWS = 4096
 # What runs between an operator and the mode: other modes, and modules of torch.
 _MODES = ("__torch_dispatch__", "__torch_function__")
 _BETWEEN = ("_python_dispatch.py", "_compile.py", "eval_frame.py", "_stats.py")
+# States in which the first of torch's numbers are small, and in which they are large.
+EXTREMES = (1, 2)
 # Seeds are sought by which the first draws are all below this, or all above 1 minus this.
 _EXTREME, _DRAWS = 0.1, 3
 
@@ -65,7 +67,7 @@ class SameForSamples(TorchDispatchMode):
         place = _place()
         state = self._state if self._varied is None or place in self._varied else 0
         # Code often decides by one number for a sample, so states 1 and 2 are the extremes of that.
-        one_seed = _seeds_of_torch()[state - 1] if state in (1, 2) else place + state
+        one_seed = _seeds_of_torch()[state - 1] if state in EXTREMES else place + state
         result = self._by_rows(func, args, kwargs, place + state, one_seed)
         first = result[0] if isinstance(result, (tuple, list)) else result
         self.drawn.setdefault(place, []).append(first.shape)
@@ -99,6 +101,38 @@ class SameForSamples(TorchDispatchMode):
             found.append(func(*tree_map_only(Tensor, partial(_row, n, len(rows)), args), **kwargs))
         # If the operator writes in place, the rows are views of the tensor that it writes to.
         return whole if name.endswith("_") else _rows_joined(found, whole)
+
+
+class SingleNumbers(TorchDispatchMode):
+    """Makes random numbers that are drawn one by one small or large, and leaves all others alone.
+
+    By such a number a step may decide to leave out a layer.
+
+    >>> with SingleNumbers(1):
+    ...     small = torch.rand(())
+    >>> with SingleNumbers(2):
+    ...     large = torch.rand(())
+    >>> bool(small < 0.1), bool(large > 0.9)
+    (True, True)
+
+    Args:
+        state: one of `EXTREMES`.
+    """
+
+    def __init__(self, state: int) -> None:
+        super().__init__()
+        self._seed = _seeds_of_torch()[state - 1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; a random number without axes is drawn by the seed."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor)
+        if not is_drawn or result.dim() or (kwargs or {}).get("generator") is not None:
+            return result
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            return func(*args, **(kwargs or {}))
 
 
 class SameInLayouts(TorchDispatchMode):
