@@ -211,8 +211,12 @@ def _swap(
 
 
 def _require_some(plan: Plan, found: _Found) -> None:
-    """Refuse a plan that covers no convolution of the model, unless it divides the step."""
-    if not found.matched and plan.division == WHOLE:
+    """Refuse a plan that covers no convolution of the model, unless it divides the step.
+
+    A plan without kernels is for any model, if there was no time to make one.
+    """
+    is_empty = plan.left_out and not plan.kernels
+    if not found.matched and plan.division == WHOLE and not is_empty:
         listed = _listed(found.otherwise)
         raise PlanError(
             f"the plan of {len(plan.kernels)} kernels covers none of this model's "

@@ -96,6 +96,16 @@ def test_a_second_conversion_with_a_filter_leaves_the_first_alone(plan_by_hand):
     assert [type(layer) for layer in model] == [ucudnn.nn.Conv2d] * 2
 
 
+def test_a_plan_for_which_there_was_no_time_changes_nothing():
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 9, 9)
+    with pytest.warns(ucudnn.errors.UntunedWarning):
+        plan = ucudnn.tune(model, x, ucudnn.Config(time_budget_s=1e-6, step_race=False))
+    assert plan.left_out
+    assert not plan.kernels
+    ucudnn.convert_(model, plan)
+    assert type(model[0]) is nn.Conv2d
+
+
 @dataclass
 class Output:
     """What a model of transformers returns, in spirit."""
