@@ -136,6 +136,8 @@ def falling(name: str, number: int) -> dict[str, Any]:
     faults += [
         f"the peak exceeds {row['budget']}" for row in planned if row["peak_bytes"] > row["budget"]
     ]
+    asked = [(row["named"], row["accepted"]) for row in rows if "accepted" in row]
+    faults += [f"the peak exceeds {named}" for named, one in asked if one["peak_bytes"] > named]
     for (one, before), (other, after) in pairwise(zip(plans, planned, strict=True)):
         if after["tuned_peak_bytes"] > before["tuned_peak_bytes"]:
             faults.append(f"the peak rises at {after['budget']}")

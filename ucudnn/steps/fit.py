@@ -221,7 +221,7 @@ def fit(
         with undisturbed(model):
             torchs, unswappable = _unswappable(model, foreseer.step().layers)
             if torchs:
-                foreseer = replace(foreseer, torchs=torchs)
+                foreseer = foreseer.leaving(torchs)
             make = partial(_tried, make_plan=make_plan, compare=compare, begin=begin)
             return _fitted(foreseer, config, unswappable, make, remeasure=remeasure)
     except (ConfigError, PlanError, TuningInterruptedError):

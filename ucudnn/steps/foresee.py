@@ -363,6 +363,12 @@ class Foreseer:
         found.batch = batch
         return found
 
+    def leaving(self, torchs: frozenset[Layer]) -> Foreseer:
+        """A foreseer of steps in which torch computes these layers, whatever a plan says."""
+        found = copy.copy(self)
+        found.torchs, found._steps = torchs, {}
+        return found
+
     def step(
         self,
         division: StepDivision = WHOLE,
