@@ -25,6 +25,7 @@ NAMES = {
     "wav2vec2": ("wav2vec 2.0", "#e69f00"),
     "resnet50": ("ResNet-50", "#56b4e9"),
     "unet3d": ("3-D U-Net", "#777"),
+    "unet3d-batchnorm": ("3-D U-Net, BatchNorm", "#000"),
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 430, 70, 520, 60, 370
 # Fractions of torch's peak, and multiples of its time.

@@ -208,6 +208,7 @@ FITTED = {
     "wav2vec2": "wav2vec 2.0, N=12",
     "resnet50": "ResNet-50, N=32, 224x224",
     "unet3d": "3-D U-Net, N=2, 64x64x64",
+    "unet3d-batchnorm": "3-D U-Net with BatchNorm, N=2, 64x64x64",
     "resnet50-inference": "ResNet-50, inference, N=32, 224x224",
 }
 
