@@ -156,6 +156,12 @@ def in_place() -> nn.Module:
     return nn.Sequential(conv(3, 8), *layers, nn.LeakyReLU(0.1, inplace=True))
 
 
+def in_place_after_dropout() -> nn.Module:
+    """Its peak is where the backward of the activation function runs."""
+    layers = nn.BatchNorm2d(16), nn.Dropout(0.0), nn.ReLU(inplace=True)
+    return nn.Sequential(conv(3, 16), nn.Sequential(*layers), nn.AdaptiveAvgPool2d(1))
+
+
 IMAGES, WIDE = (4, 3, 32, 32), (4, 3, 24, 24)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1-D": (lambda: nn.Sequential(conv(3, 8, 1), nn.ELU(), conv(8, 8, 1)), (4, 3, 2000)),
@@ -187,6 +193,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         IMAGES,
     ),
     "in place": (in_place, IMAGES),
+    "in place after dropout": (in_place_after_dropout, IMAGES),
     "residual": (lambda: nn.Sequential(conv(3, 8), Residual(8), Residual(8)), IMAGES),
     "called twice": (twice, IMAGES),
     "checkpoints": (lambda: Checkpointed(False), IMAGES),

@@ -345,6 +345,8 @@ class Foreseer:
             if is_sequence(one):
                 names |= {f"{name}.{child}".lstrip(".") for child, _ in one.named_children()}
         self._names = names
+        # Names of modules that write to their arguments, as far as it is known.
+        self.writers = set[str]()
 
     @property
     def free_bytes(self) -> int:
@@ -461,7 +463,7 @@ class Foreseer:
         log = _StepLog(passes, self.backend, plan, self.operators, _sole(type(self.backend)))
         log.values = self._values or {}
         roots: list[ModuleCall] = []
-        held = self.held
+        held, known = self.held, len(self.writers)
 
         def run(model: nn.Module, examples: list[Any]) -> None:
             nonlocal held
@@ -476,7 +478,8 @@ class Foreseer:
                 held = replace(held, others=held.others + bytes_of(examples) - before)
             inputs = [one for one in tree_leaves(examples) if isinstance(one, Tensor)]
             log.begin([*model.parameters(), *model.buffers()], inputs)
-            watcher = ModuleWatcher(model, self._names if names is None else names, log.mark)
+            noted = self._names if names is None else names
+            watcher = ModuleWatcher(model, noted, log.mark, self.writers)
             roots.append(watcher.root)
             singles = SingleNumbers(self._state) if self._is_real else nullcontext()
             with gradient_mode(self.is_training), _with_random_states(log), singles:
@@ -497,6 +500,8 @@ class Foreseer:
             raise ConfigError(
                 "what a step allocates cannot be foreseen: its modules run in several threads"
             )
+        if len(self.writers) > known:
+            return self._foreseen(division, memory_format, plan, names)
         found = _profile(log, roots[0], held, self.torchs)
         return replace(found, layers=tuple(log.layers), biased=frozenset(log.biased))
 

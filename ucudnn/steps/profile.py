@@ -78,9 +78,17 @@ class ModuleWatcher:
         model: the model whose step is run.
         names: names of the modules, and of stretches that are segments, whose calls are noted.
         mark: function that makes a mark, such as one that notes the time.
+        writers: names of modules that write to their arguments; those that a run finds are added.
+            Watching such a module costs memory and time of its own, unless it is known before.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str], mark: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Collection[str],
+        mark: Callable[[], None],
+        writers: set[str] | None = None,
+    ) -> None:
         self.root = ModuleCall(None, [])
         self._mark = mark
         self._marks = 0
@@ -91,6 +99,9 @@ class ModuleWatcher:
         self._open: list[ModuleCall] = []
         self._model = model
         self._names = names
+        self._writers = set[str]() if writers is None else writers
+        # For the calls in `_stack`: the views that they got, with arguments and their versions.
+        self._given = list[list[tuple[Tensor, Tensor, int]]]()
 
     def mark(self) -> int:
         """Make a mark and return its number."""
@@ -108,7 +119,7 @@ class ModuleWatcher:
                     begin = module.register_forward_pre_hook(
                         self._beginner(name), prepend=False, with_kwargs=True
                     )
-                    end = module.register_forward_hook(self._end, always_call=False)
+                    end = module.register_forward_hook(self._end, always_call=True)
                     stack.callback(begin.remove)
                     stack.callback(end.remove)
             self.root.forward = [self.mark()]
@@ -133,21 +144,28 @@ class ModuleWatcher:
             self._stack[-1].children.append(call)
             self._stack.append(call)
             views = dict[int, Tensor]()
+            given = list[tuple[Tensor, Tensor, int]]()
 
             def apart(tensor: Tensor) -> Tensor:
                 # Each call gets views of its arguments: when the gradients of these views are
                 # there, the backward of the call is over. If two arguments are the same tensor,
-                # they get the same view, because attention checks whether they are the same.
-                if not (tensor.requires_grad and torch.is_grad_enabled()):
+                # they get the same view, because attention checks whether they are the same. To
+                # write to a view would be another operation than to write to the argument.
+                is_needed = tensor.requires_grad and torch.is_grad_enabled()
+                if not is_needed or name in self._writers:
                     return tensor
-                # `view_as` could change strides of axes of one element.
-                return views.setdefault(id(tensor), torch.ops.aten.alias(tensor))
+                if id(tensor) not in views:
+                    # `view_as` could change strides of axes of one element.
+                    views[id(tensor)] = view = torch.ops.aten.alias(tensor)
+                    given.append((view, tensor, tensor._version))
+                return views[id(tensor)]
 
             arguments = (
                 _mapped(apart, args),
-                {name: _mapped(apart, one) for name, one in kwargs.items()},
+                {key: _mapped(apart, one) for key, one in kwargs.items()},
             )
             ends = views.values()
+            self._given.append(given)
             call.argument_bytes = sum(map(_bytes, ends))
             left = [len(ends)]
 
@@ -167,11 +185,18 @@ class ModuleWatcher:
 
         return begin
 
-    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, result: Any) -> Any:
         del module, args
         path = self._stack[1:]
         call = self._stack.pop()
         call.forward.append(self.mark())
+        given = self._given.pop()
+        if any(tensor._version != version for _, tensor, version in given):
+            assert call.name is not None
+            self._writers.add(call.name)
+        # An argument that is returned as it is is itself again: the next module may write to it.
+        arguments = {id(view): tensor for view, tensor, _ in given}
+        result = _mapped(lambda one: arguments.get(id(one), one), result)
         tensors = tensors_of(result)
         call.result_bytes = sum(map(_bytes, tensors))
 
@@ -187,6 +212,7 @@ class ModuleWatcher:
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(began)
+        return result
 
     def _close(self, number: int, at: ModuleCall) -> None:
         """End the backward of each open call, but for the call `at` and the calls around it."""
