@@ -450,8 +450,8 @@ def test_what_they_cost_can_be_watched() -> None:
     model, x = net(), samples()
     segment_(model, recomputed("layers[0:4]", "layers[1:3]"))
     marks = list[int]()
-    watcher = ModuleWatcher(model, ["layers[0:4]", "layers.layer_2"], lambda: marks.append(1))
-    watcher.run(lambda: model(x).square().sum().backward())
+    watcher = ModuleWatcher(["layers[0:4]", "layers.layer_2"], lambda: marks.append(1))
+    watcher.run(model, lambda: model(x).square().sum().backward())
     calls = watcher.root.children
     assert [one.name for one in calls] == ["layers[0:4]", "layers.layer_2"]
     assert all(len(one.backward) == 2 for one in calls)

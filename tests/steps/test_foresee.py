@@ -146,6 +146,20 @@ class Reading(nn.Module):
         return x
 
 
+class Supervised(nn.Module):
+    """A model that keeps results in a list, as those with deep supervision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Sequential(conv(3, 8)), nn.Sequential(conv(8, 8)))
+        self.heads = [torch.zeros(1)] * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = self.heads[number] = layer(x)
+        return torch.cat(self.heads)
+
+
 def twice() -> nn.Module:
     layer = conv(8, 8)
     return nn.Sequential(conv(3, 8), layer, nn.Tanh(), layer)
@@ -225,6 +239,14 @@ def test_the_peak_of_a_step_is_the_real_one(name):
     assert foreseer(model, x, False).step().own_bytes == near(
         real_bytes(model, x, is_training=False)
     )
+
+
+def test_a_model_may_keep_results_in_a_list():
+    model, x = Supervised(), torch.randn(IMAGES)
+    run_step(Supervised(), x)  # looks up what is kept for later steps
+    found = foreseer(model, x).step().own_bytes
+    spans = open_backend("torch_cpu").spans(lambda _: run_step(model, x))
+    assert found == near(max(one.peak_bytes for one in spans))
 
 
 @pytest.mark.parametrize("name", ["2-D, batch norm", "residual", "bfloat16", "1-D"])

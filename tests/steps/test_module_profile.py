@@ -234,8 +234,8 @@ def test_watching_changes_no_result():
             results[0].square().sum().backward()
 
         if is_watched:
-            watcher = ModuleWatcher(one, [name for name, _ in one.named_modules()], lambda: None)
-            watcher.run(step)
+            watcher = ModuleWatcher([name for name, _ in one.named_modules()], lambda: None)
+            watcher.run(one, step)
         else:
             step()
         gradients = [parameter.grad for parameter in one.parameters()]

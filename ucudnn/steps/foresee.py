@@ -479,11 +479,11 @@ class Foreseer:
             inputs = [one for one in tree_leaves(examples) if isinstance(one, Tensor)]
             log.begin([*model.parameters(), *model.buffers()], inputs)
             noted = self._names if names is None else names
-            watcher = ModuleWatcher(model, noted, log.mark, self.writers)
+            watcher = ModuleWatcher(noted, log.mark, self.writers)
             roots.append(watcher.root)
             singles = SingleNumbers(self._state) if self._is_real else nullcontext()
             with gradient_mode(self.is_training), _with_random_states(log), singles:
-                watcher.run(partial(_run_all, model, examples, division, self.is_training))
+                watcher.run(model, partial(_run_all, model, examples, division, self.is_training))
 
         with (
             _without_garbage(),

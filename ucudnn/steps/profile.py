@@ -75,7 +75,6 @@ class ModuleWatcher:
     """Makes a mark when the forward or the backward of a module begins or ends.
 
     Args:
-        model: the model whose step is run.
         names: names of the modules, and of stretches that are segments, whose calls are noted.
         mark: function that makes a mark, such as one that notes the time.
         writers: names of modules that write to their arguments; those that a run finds are added.
@@ -83,11 +82,7 @@ class ModuleWatcher:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        names: Collection[str],
-        mark: Callable[[], None],
-        writers: set[str] | None = None,
+        self, names: Collection[str], mark: Callable[[], None], writers: set[str] | None = None
     ) -> None:
         self.root = ModuleCall(None, [])
         self._mark = mark
@@ -97,7 +92,6 @@ class ModuleWatcher:
         # or are written to, nothing shows the end of its backward. Then its backward counts as
         # ended when the backward of a call that is not inside it begins or ends.
         self._open: list[ModuleCall] = []
-        self._model = model
         self._names = names
         self._writers = set[str]() if writers is None else writers
         # For the calls in `_stack`: the views that they got, with arguments and their versions.
@@ -109,10 +103,12 @@ class ModuleWatcher:
         self._marks += 1
         return self._marks - 1
 
-    def run(self, step: Callable[[], object]) -> None:
-        """Run a step, and note the calls of modules in it."""
+    def run(self, model: nn.Module, step: Callable[[], object]) -> None:
+        """Run a step of a model, and note the calls of modules in it."""
+        # No attribute refers to the model. What it keeps of this step may refer to the graph of the
+        # step, and so to this watcher: it would never be freed.
         with ExitStack() as stack:
-            for name, module in named_parts(self._model):
+            for name, module in named_parts(model):
                 if name in self._names:
                     # Both hooks, the one before forward and the one after it, run after the hooks
                     # that the module has already.

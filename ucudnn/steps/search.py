@@ -657,6 +657,6 @@ def _timed(
             torch.cuda.synchronize()
         times.append(perf_counter_ns())
 
-    watcher = ModuleWatcher(steps.model, names, clock)
-    watcher.run(steps)
+    watcher = ModuleWatcher(names, clock)
+    watcher.run(steps.model, steps)
     return watcher.root, times
