@@ -29,7 +29,7 @@ from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.advise import largest_batches
 from ucudnn.steps.foresee import OPTIMIZERS, Foreseer, largest_batch
 from ucudnn.steps.profile import bytes_of
-from ucudnn.steps.run import Steps, gradient_mode
+from ucudnn.steps.run import Steps, gradient_mode, run_step
 from ucudnn.steps.tracing import trace_layers
 
 MIB = 1 << 20
