@@ -108,7 +108,7 @@ def judged(name: str, setting: str) -> dict[str, Any]:
     except (*MODEL_ERRORS, UcudnnError) as error:
         row["refused"] = f"{type(error).__name__}: {first_line(error)}"
     row["foresight_s"] = round(time.monotonic() - began, 2)
-    return {**row, **real(model, inputs), "made": provenance()}
+    return {**row, **real(model, inputs)}
 
 
 def in_a_process(name: str, setting: str) -> dict[str, Any]:
@@ -152,7 +152,8 @@ def main() -> None:
             rows.append(in_a_process(name, setting))
             print(described(rows[-1]), flush=True)
             if arguments.out is not None:
-                arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+                found = {"rows": rows, "made": provenance()}
+                arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -159,6 +159,11 @@ def test_a_place_that_nobody_expects_is_emptied_and_named():
         ucudnn.trace(model, torch.randn(2, 3, 5, 5))
     assert elsewhere["log"] == [7]
     assert len(ucudnn.trace(model, torch.randn(2, 3, 5, 5), real=True)) == 2
+    # A step is foreseen all the same: real ones are run on a copy.
+    x = torch.randn(2, 3, 50, 50)
+    kept, known = ucudnn.foresee(model, x), ucudnn.foresee(model.layer, x)
+    assert kept.peak_bytes == pytest.approx(known.peak_bytes, rel=0.001)
+    assert not fakes()
 
 
 class Opaque:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MOST_MODULES = 8
 
 
-@options.takes(options.ModelArgument, ("backend",))
+@options.takes(options.ModelArgument, ("backend",), without=("real",))
 def foresee(
     recipe: Recipe,
     given: dict[str, Any],

@@ -128,7 +128,9 @@ def _of_setting(name: str) -> tuple[Any, Any]:
 CacheOption = _text(SETTINGS["cache"].summary, SETTINGS["cache"].metavar)
 
 
-def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Command], Command]:
+def takes(
+    argument: Any = None, names: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[[Command], Command]:
     """Give a command flags of a model and of settings, and the flags in `_COMMON`.
 
     Args:
@@ -136,15 +138,17 @@ def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Comman
             MODEL, together with the flags that describe it, as one parameter `recipe`.
         names: settings that get a flag. The command receives the values of those flags that the
             user gave as one parameter `given`.
+        without: flags of a model that the command does not need.
     """
+    described = {name: flag for name, flag in _RECIPE.items() if name not in without}
 
     def changed(command: Command) -> Command:
         def call(*, quiet: bool, traceback: bool, **values: Any) -> None:
             set_quiet(quiet)
             if argument is not None:
-                described = {name: values.pop(name) for name in ("model", *_RECIPE)}
-                described["input"] = tuple(described["input"] or ())
-                values["recipe"] = Recipe(**described)
+                fields = {name: values.pop(name) for name in ("model", *described)}
+                fields["input"] = tuple(fields["input"] or ())
+                values["recipe"] = Recipe(**fields)
             if names:
                 given = {name: values.pop(name) for name in names}
                 values["given"] = {name: one for name, one in given.items() if one is not None}
@@ -162,7 +166,7 @@ def takes(argument: Any = None, names: Collection[str] = ()) -> Callable[[Comman
             for name, parameter in signature(command).parameters.items()
             if name not in ("recipe", "given")
         }
-        model = {} if argument is None else {"model": (argument, Parameter.empty), **_RECIPE}
+        model = {} if argument is None else {"model": (argument, Parameter.empty), **described}
         flags = {**model, **{name: _of_setting(name) for name in names}, **own, **_COMMON}
         return _with_flags(command, call, flags)
 

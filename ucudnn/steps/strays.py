@@ -51,10 +51,11 @@ def without_strays(model: nn.Module) -> Iterator[Watched]:
         raise
     found = _remove_all(watched, names, model)
     if found:
-        raise ConfigError(
+        kept = (
             f"forward keeps tensors where a trace cannot put back what was there "
-            f"({', '.join(found)}); they were removed; use real=True"
+            f"({', '.join(found)}); they were removed"
         )
+        raise ConfigError(f"{kept}; use real=True") from RuntimeError(kept)
 
 
 def _remove_all(watched: Watched, names: Iterable[_Names], model: nn.Module) -> list[str]:
