@@ -146,13 +146,14 @@ def main() -> None:
     for known, given in ((NETWORKS, arguments.networks), (SETTINGS, settings)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not of {', '.join(known)}")
-    rows: list[dict[str, Any]] = []
+    torch.set_num_threads(1)
+    made, rows = provenance(), list[dict[str, Any]]()
     for name in arguments.networks or NETWORKS:
         for setting in settings:
             rows.append(in_a_process(name, setting))
             print(described(rows[-1]), flush=True)
             if arguments.out is not None:
-                found = {"rows": rows, "made": provenance()}
+                found = {"rows": rows, "made": made}
                 arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
