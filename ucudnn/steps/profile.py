@@ -139,7 +139,7 @@ class ModuleWatcher:
             call = ModuleCall(name, [], samples=batch_of((args, kwargs)), rows=tuple(rows))
             self._stack[-1].children.append(call)
             self._stack.append(call)
-            views = dict[int, Tensor]()
+            views, sizes = dict[int, Tensor](), dict[int, int]()
             given = list[tuple[Tensor, Tensor, int]]()
 
             def apart(tensor: Tensor) -> Tensor:
@@ -147,8 +147,10 @@ class ModuleWatcher:
                 # there, the backward of the call is over. If two arguments are the same tensor,
                 # they get the same view, because attention checks whether they are the same. To
                 # write to a view would be another operation than to write to the argument.
-                is_needed = tensor.requires_grad and torch.is_grad_enabled()
-                if not is_needed or name in self._writers:
+                if not (tensor.requires_grad and torch.is_grad_enabled()):
+                    return tensor
+                sizes[id(tensor)] = _bytes(tensor)
+                if name in self._writers:
                     return tensor
                 if id(tensor) not in views:
                     # `view_as` could change strides of axes of one element.
@@ -162,7 +164,7 @@ class ModuleWatcher:
             )
             ends = views.values()
             self._given.append(given)
-            call.argument_bytes = sum(map(_bytes, ends))
+            call.argument_bytes = sum(sizes.values())
             left = [len(ends)]
 
             def ended(_: object) -> None:
