@@ -197,15 +197,17 @@ def main() -> None:
     parser.add_argument("what", choices=("times", "falling"))
     parser.add_argument("networks", nargs="*", metavar="NETWORK")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="for each network")
+    parser.add_argument("--first", type=int, default=0, help="number of the first sequence")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if unknown := {*arguments.networks} - {*NETWORKS}:
         parser.error(f"{', '.join(sorted(unknown))}: not of {', '.join(NETWORKS)}")
     of_times = arguments.what == "times"
-    work, count = (times, len(TIME_BUDGETS)) if of_times else (falling, arguments.sequences)
+    work = times if of_times else falling
+    first, count = (0, len(TIME_BUDGETS)) if of_times else (arguments.first, arguments.sequences)
     rows: list[dict[str, Any]] = []
     for name in arguments.networks or (TIMED if of_times else FALLING):
-        for number in range(count):
+        for number in range(first, first + count):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
                 rows.append(own.submit(work, name, number).result())
             print({k: v for k, v in rows[-1].items() if k != "rows"}, flush=True)
