@@ -84,6 +84,7 @@ class _Outcome:
     results: list[list[Any]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     inputs: list[list[Tensor | None]] = field(default_factory=list)
+    buffers: dict[str, Any] = field(default_factory=dict)
     left: dict[str, list[Any]] = field(default_factory=dict)
     draws: bool = False
 
@@ -257,7 +258,7 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
         now = random.getstate(), np.random.get_state(legacy=False)
         outcome.draws = not same or bool(numbers.drawn) or not _are_equal(before, now)
         outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
-        outcome.left = {f"the buffer {k!r}": [cloned(v)] for k, v in model.named_buffers()}
+        outcome.buffers = {name: cloned(one) for name, one in model.named_buffers()}
         for name, module in model.named_modules():
             outcome.left |= left_by(module, name)
         outcome.left |= {f"what hooks of {k!r} received": v for k, v in received.items()}
@@ -369,6 +370,9 @@ def _between(truth: _Outcome, found: _Outcome) -> Difference:
     for name, one in truth.gradients.items():
         other = found.gradients.get(name)
         compared.append((f"the gradient of {name!r}", partial(_relative, one, other, scale)))
+    for name, buffer in truth.buffers.items():
+        other, size = found.buffers.get(name), _size_of_buffers(truth, name)
+        compared.append((f"the buffer {name!r}", partial(_relative, buffer, other, size)))
     for name, values in truth.left.items():
         compared.append((name, partial(_of_lists, values, found.left.get(name, []))))
     worst, where = 0.0, ""
@@ -377,6 +381,13 @@ def _between(truth: _Outcome, found: _Outcome) -> Difference:
         if not difference <= worst:  # NaN is the worst
             worst, where = inf if isnan(difference) else difference, name
     return Difference(worst, where, len(gradients), truth.draws)
+
+
+def _size_of_buffers(outcome: _Outcome, name: str) -> float:
+    """The size of the largest buffer of the module that a buffer belongs to."""
+    owner = name.rpartition(".")[0]
+    found = [one for key, one in outcome.buffers.items() if key.rpartition(".")[0] == owner]
+    return max((_size(one) for one in found if one.is_floating_point()), default=0.0)
 
 
 def _joined(parts: Sequence[Sequence[Any]]) -> list[Any]:
@@ -400,7 +411,8 @@ def _relative(one: Any, other: Any, scale: float) -> float:
     """Norm of the difference over the norm of the first value.
 
     A gradient that is far smaller than others, such as that of a bias before a norm, is nothing but
-    rounding. So the norm counts as at least a thousandth of `scale`.
+    rounding, and so is the running mean of results that are centred, beside their variance. So the
+    norm counts as at least a thousandth of `scale`.
     """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         if one is None and isinstance(other, Tensor):
