@@ -172,6 +172,14 @@ def test_rounding_is_no_difference(plan_by_hand):
     assert found.deviation <= found.tolerance < 0.3
 
 
+def test_a_mean_of_centred_results_is_nothing_but_rounding(plan_by_hand):
+    # The second running mean is that of products with centred values: its digits are chance.
+    layers = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8)
+    model, x = network(*layers), images()
+    segment = Segment("1", None, recompute=False, selective=True)
+    assert comparer(plan_by_hand, model, x, segment).compare()[1] == ""
+
+
 class Large(nn.Module):
     """Needs more memory for many samples than there is."""
 
