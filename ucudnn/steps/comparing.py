@@ -84,7 +84,7 @@ class _Outcome:
     results: list[list[Any]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     inputs: list[list[Tensor | None]] = field(default_factory=list)
-    buffers: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, list[Any]] = field(default_factory=dict)
     left: dict[str, list[Any]] = field(default_factory=dict)
     draws: bool = False
 
@@ -258,7 +258,7 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
         now = random.getstate(), np.random.get_state(legacy=False)
         outcome.draws = not same or bool(numbers.drawn) or not _are_equal(before, now)
         outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
-        outcome.buffers = {name: cloned(one) for name, one in model.named_buffers()}
+        outcome.buffers = {name: [cloned(one)] for name, one in model.named_buffers()}
         for name, module in model.named_modules():
             outcome.left |= left_by(module, name)
         outcome.left |= {f"what hooks of {k!r} received": v for k, v in received.items()}
@@ -370,9 +370,14 @@ def _between(truth: _Outcome, found: _Outcome) -> Difference:
     for name, one in truth.gradients.items():
         other = found.gradients.get(name)
         compared.append((f"the gradient of {name!r}", partial(_relative, one, other, scale)))
-    for name, buffer in truth.buffers.items():
-        other, size = found.buffers.get(name), _size_of_buffers(truth, name)
-        compared.append((f"the buffer {name!r}", partial(_relative, buffer, other, size)))
+    largest: dict[str, float] = {}  # of the buffers of each module
+    for name, [one] in truth.buffers.items():
+        if one.is_floating_point():
+            owner = name.rpartition(".")[0]
+            largest[owner] = max(largest.get(owner, 0.0), _size(one))
+    for name, values in truth.buffers.items():
+        others, size = found.buffers.get(name, []), largest.get(name.rpartition(".")[0], 0.0)
+        compared.append((f"the buffer {name!r}", partial(_of_lists, values, others, size)))
     for name, values in truth.left.items():
         compared.append((name, partial(_of_lists, values, found.left.get(name, []))))
     worst, where = 0.0, ""
@@ -381,13 +386,6 @@ def _between(truth: _Outcome, found: _Outcome) -> Difference:
         if not difference <= worst:  # NaN is the worst
             worst, where = inf if isnan(difference) else difference, name
     return Difference(worst, where, len(gradients), truth.draws)
-
-
-def _size_of_buffers(outcome: _Outcome, name: str) -> float:
-    """The size of the largest buffer of the module that a buffer belongs to."""
-    owner = name.rpartition(".")[0]
-    found = [one for key, one in outcome.buffers.items() if key.rpartition(".")[0] == owner]
-    return max((_size(one) for one in found if one.is_floating_point()), default=0.0)
 
 
 def _joined(parts: Sequence[Sequence[Any]]) -> list[Any]:
@@ -400,11 +398,11 @@ def _joined(parts: Sequence[Sequence[Any]]) -> list[Any]:
     ]
 
 
-def _of_lists(ones: Sequence[Any], others: Sequence[Any]) -> float:
+def _of_lists(ones: Sequence[Any], others: Sequence[Any], scale: float = 0.0) -> float:
     if len(ones) != len(others):
         return inf
     pairs = zip(ones, others, strict=True)
-    return max((_relative(one, other, 0.0) for one, other in pairs), default=0.0)
+    return max((_relative(one, other, scale) for one, other in pairs), default=0.0)
 
 
 def _relative(one: Any, other: Any, scale: float) -> float:

@@ -94,7 +94,7 @@ class ModuleWatcher:
         self._open: list[ModuleCall] = []
         self._names = names
         self._writers = set[str]() if writers is None else writers
-        # For the calls in `_stack`: the views that they got, with arguments and their versions.
+        # For the calls in `_stack`: what they got for their arguments, these, and their versions.
         self._given = list[list[tuple[Tensor, Tensor, int]]]()
 
     def mark(self) -> int:
@@ -139,8 +139,7 @@ class ModuleWatcher:
             call = ModuleCall(name, [], samples=batch_of((args, kwargs)), rows=tuple(rows))
             self._stack[-1].children.append(call)
             self._stack.append(call)
-            views, sizes = dict[int, Tensor](), dict[int, int]()
-            given = list[tuple[Tensor, Tensor, int]]()
+            given = dict[int, tuple[Tensor, Tensor, int]]()
 
             def apart(tensor: Tensor) -> Tensor:
                 # Each call gets views of its arguments: when the gradients of these views are
@@ -149,22 +148,19 @@ class ModuleWatcher:
                 # write to a view would be another operation than to write to the argument.
                 if not (tensor.requires_grad and torch.is_grad_enabled()):
                     return tensor
-                sizes[id(tensor)] = _bytes(tensor)
-                if name in self._writers:
-                    return tensor
-                if id(tensor) not in views:
+                if id(tensor) not in given:
                     # `view_as` could change strides of axes of one element.
-                    views[id(tensor)] = view = torch.ops.aten.alias(tensor)
-                    given.append((view, tensor, tensor._version))
-                return views[id(tensor)]
+                    view = tensor if name in self._writers else torch.ops.aten.alias(tensor)
+                    given[id(tensor)] = view, tensor, tensor._version
+                return given[id(tensor)][0]
 
             arguments = (
                 _mapped(apart, args),
                 {key: _mapped(apart, one) for key, one in kwargs.items()},
             )
-            ends = views.values()
-            self._given.append(given)
-            call.argument_bytes = sum(sizes.values())
+            self._given.append([*given.values()])
+            call.argument_bytes = sum(_bytes(tensor) for _, tensor, _ in given.values())
+            ends = [view for view, tensor, _ in given.values() if view is not tensor]
             left = [len(ends)]
 
             def ended(_: object) -> None:

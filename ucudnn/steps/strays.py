@@ -55,6 +55,7 @@ def without_strays(model: nn.Module) -> Iterator[Watched]:
             f"forward keeps tensors where a trace cannot put back what was there "
             f"({', '.join(found)}); they were removed"
         )
+        # The cause is an error as torch's own of fake tensors: a step may still run on real ones.
         raise ConfigError(f"{kept}; use real=True") from RuntimeError(kept)
 
 
