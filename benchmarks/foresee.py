@@ -34,6 +34,8 @@ from ucudnn.steps.run import MODEL_ERRORS, run_step
 
 SETTINGS = ("keep", "channels_last", "autocast")
 STEPS = 3
+# Steps of at least this time are counted apart from shorter ones.
+LONG_NS = 200_000_000
 
 
 class Autocast(nn.Module):
@@ -133,6 +135,26 @@ def described(row: dict[str, Any]) -> str:
     return f"{line} {peak_error:+9.4%} {time_error:+5.0%} in {row['foresight_s']:.1f} s"
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How many peaks and times are near, for a person."""
+    rows = [row for row in rows if "refused" not in row]
+    peaks = [abs(row["foreseen_peak_bytes"] / row["peak_bytes"] - 1) for row in rows]
+    times = [row["foreseen_ns"] / statistics.median(row["samples_ns"]) - 1 for row in rows]
+    lines = [f"{sum(one <= 0.001 for one in peaks)} of {len(rows)} peaks are within 0.1 %"]
+    for kind, is_meant in (("at least", True), ("less than", False)):
+        some = [
+            time_error
+            for row, time_error in zip(rows, times, strict=True)
+            if (statistics.median(row["samples_ns"]) >= LONG_NS) == is_meant
+        ]
+        near = sum(abs(one) <= 0.15 for one in some)
+        lines.append(
+            f"{near} of {len(some)} times of steps of {kind} {LONG_NS / 1e9} s are within 15 %"
+            + (f" (median {statistics.median(some):+.0%})" if some else "")
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Judge foresight on the networks, and write what was found after each."""
     parser = argparse.ArgumentParser(
@@ -155,6 +177,7 @@ def main() -> None:
             if arguments.out is not None:
                 found = {"rows": rows, "made": made}
                 arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(summary(rows))
 
 
 if __name__ == "__main__":

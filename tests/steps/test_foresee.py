@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
@@ -402,15 +404,14 @@ def test_an_operator_without_memory_for_its_operands_is_measured_in_parts(monkey
     whole = foreseer(model, x).step().own_bytes
     sizes = []
 
-    def scarce(self, operator, args, kwargs):
+    def scarce(self, operator, args, *rest):
         tensors = [one for one in torch.utils._pytree.tree_leaves(args) if isinstance(one, Tensor)]
         sizes.append(max(one.nbytes for one in tensors))
         if sizes[-1] > x.nbytes // 2:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-        return run(self, operator, args, kwargs)
+        return run(self, operator, args, *rest)
 
-    tables: dict[Any, OperatorTable] = {}
-    monkeypatch.setattr("ucudnn.benchmark.operators._tables", tables)
+    monkeypatch.setattr("ucudnn.benchmark.operators._known", {})
     monkeypatch.setattr(OperatorTable, "_run", scarce)
     found = foreseer(model, x).step()
     assert max(sizes) > x.nbytes // 2
@@ -424,31 +425,66 @@ def test_a_lack_of_memory_is_told_from_other_errors():
     assert not is_out_of_memory(RuntimeError("a shape is wrong"))
 
 
+calls: list[tuple[float, float]] = []
+
+
 @torch.library.custom_op("ucudnn_tests::picky", mutates_args=())
-def picky(x: Tensor) -> Tensor:
-    """Refuses the values that an operator is measured with."""
-    if bool((x == 1).all()):
-        raise ValueError("all ones")
+def picky(x: Tensor, least: float, most: float) -> Tensor:
+    """Refuses some of the values that an operator is measured with."""
+    if bool((x < least).any()) or bool((x > most).any()):
+        raise ValueError("a value is refused")
+    calls.append((x.min().item(), x.max().item()))
+    if len(calls) == 1:
+        time.sleep(0.5)
     return x.clone()
 
 
 @picky.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, least: float, most: float) -> Tensor:
     return torch.empty_like(x)
 
 
+@pytest.fixture
+def no_operators(monkeypatch):
+    """No operator has been measured yet in this process."""
+    monkeypatch.setattr("ucudnn.benchmark.operators._known", {})
+
+
 class Picky(nn.Module):
+    def __init__(self, least: float = -inf, most: float = inf) -> None:
+        super().__init__()
+        self.bounds = least, most
+
     def forward(self, x: Tensor) -> Tensor:
-        return picky(x.detach()) + x
+        return picky(x.detach().sigmoid(), *self.bounds) + x
 
 
+@pytest.mark.usefixtures("no_operators")
 def test_an_operator_that_cannot_be_measured_is_noted():
-    model, x = nn.Sequential(conv(3, 8), Picky()), torch.randn(IMAGES)
+    model, x = nn.Sequential(conv(3, 8), Picky(0.0, 0.99)), torch.randn(IMAGES)
     found = foreseer(model, x).step()
     (note,) = found.notes
     assert "picky" in note
-    assert "all ones" in note
+    assert "a value is refused" in note
     assert found.own_bytes == near(real_bytes(model, x))
+
+
+@pytest.mark.usefixtures("no_operators")
+def test_an_operator_that_refuses_negative_values_is_measured():
+    model, x = nn.Sequential(conv(3, 8), Picky(0.0)), torch.randn(IMAGES)
+    assert not foreseer(model, x).step().notes
+
+
+@pytest.mark.usefixtures("no_operators")
+def test_operators_are_measured_with_values_of_both_signs_after_a_first_call():
+    # A branch on a sign takes longer if it is not always the same.
+    model, x = nn.Sequential(conv(3, 8), Picky()), torch.randn(IMAGES)
+    calls.clear()
+    found = foreseer(model, x).step()
+    assert len(calls) > 1
+    assert all(least < -1 and most > 1 for least, most in calls)
+    # The first call, which has slept, is not what the operator takes.
+    assert found.time_ns < 500_000_000
 
 
 def test_what_fills_the_peak_is_named_by_module():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,8 @@ class Inside(NamedTuple):
     time_ns: int
     # What it really returns, which some operators do not on fake tensors; empty: not known.
     results: tuple[TensorSpec, ...] = ()
+    # Why it could not be called alone; empty: it could.
+    failure: str = ""
 
 
 class OperatorTable:
@@ -68,13 +70,14 @@ class OperatorTable:
 
     Args:
         backend: backend of the device that computes them.
+        known: what is known already; new measurements are added.
     """
 
-    def __init__(self, backend: AbstractBackend) -> None:
+    def __init__(self, backend: AbstractBackend, known: dict[Hashable, Inside]) -> None:
         self._backend = backend
-        self._known: dict[Hashable, Inside] = {}
-        # Operators that could not be called alone, with the reason.
-        self.failed: dict[str, str] = {}
+        self._known = known
+        # For each device, memory that is written before an operator is timed.
+        self._others: dict[torch.device, Tensor] = {}
 
     def inside(
         self,
@@ -100,8 +103,7 @@ class OperatorTable:
             is_weight: tells which of the tensors have no samples, and are never cut.
         """
         if any(one in str(operator) for one in _UNSAFE):
-            self.failed[str(operator)] = "it takes memory of its own kind"
-            return Inside(0, SMALL_NS)
+            return Inside(0, SMALL_NS, failure="it takes memory of its own kind")
         with context or nullcontext():
             return self._measured(operator, args, kwargs, way, most_bytes, is_weight)
 
@@ -137,8 +139,7 @@ class OperatorTable:
             except _ERRORS as error:
                 # Some operators need values that are not known here, such as a range of indices.
                 if not is_out_of_memory(error) or 2 * parts > count or count < _LEAST_CUT:
-                    self.failed[str(operator)] = first_line(error)
-                    return Inside(0, SMALL_NS)
+                    return Inside(0, SMALL_NS, failure=first_line(error))
                 free_after(error)
                 del error
                 parts *= 2
@@ -150,12 +151,14 @@ class OperatorTable:
             return Inside(size, time_ns, tuple(results))
 
     def _known_of(self, operator: Any, args: Any, kwargs: Any, way: Hashable) -> Inside:
-        key = (operator, way, _settings(), *map(_key, tree_leaves((args, kwargs))))
+        # What a forward returns is kept for the backward.
+        is_kept = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        key = (operator, way, is_kept, _settings(), *map(_key, tree_leaves((args, kwargs))))
         if key not in self._known:
-            self._known[key] = self._run(operator, args, kwargs)
+            self._known[key] = self._run(operator, args, kwargs, is_kept)
         return self._known[key]
 
-    def _run(self, operator: Any, args: Any, kwargs: Any) -> Inside:
+    def _run(self, operator: Any, args: Any, kwargs: Any, is_kept: bool) -> Inside:
         # What reaches an operator in a step has passed autocast; called alone, it would be cast
         # once more.
         with (
@@ -165,34 +168,60 @@ class OperatorTable:
             torch.autocast("cpu", enabled=False),
             torch.autocast("cuda", enabled=False),
         ):
-            args, kwargs = tree_map(_real, (args, kwargs))
-            run, results = partial(operator, *args, **kwargs), list[Any]()
+            try:
+                return self._timed(operator, tree_map(_noise, (args, kwargs)), is_kept)
+            except _ERRORS as error:
+                if is_out_of_memory(error):
+                    raise
+            # Some operators refuse values: a standard deviation is not negative.
+            return self._timed(operator, tree_map(_ones, (args, kwargs)), is_kept)
 
-            def elapsed_ns() -> int:
-                results.clear()  # as in a step, the results lie in fresh memory
-                return self._backend.elapsed_ns(lambda: results.append(run()))
+    def _timed(self, operator: Any, arguments: Any, is_kept: bool) -> Inside:
+        backend, results, times = self._backend, list[Any](), list[int]()
+        args, kwargs = arguments
+        operands = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
+        others = [self._other(device) for device in {one.device for one in operands}]
+        # On a CPU, what is kept lies in memory that the system gives out page by page, when it is
+        # first written to. On a GPU, torch's allocator gives out memory that it had before.
+        is_new = is_kept and backend.device().type == "cpu"
 
-            # The first call also looks up what is kept for later ones.
-            times = [elapsed_ns()]
+        def call() -> None:
+            if not is_new:
+                results.clear()
+            for other in others:
+                other.zero_()  # in a step, most of what an operator reads has left the caches
+            times.append(backend.elapsed_ns(lambda: results.append(operator(*args, **kwargs))))
+
+        call()  # also looks up what is kept for later calls
+        results.clear()
+        times.clear()
+        spans = backend.spans(lambda _: call())
+        assert spans is not None
+        if times[0] < _LONG_NS:
             results.clear()
-            spans = self._backend.spans(lambda _: results.append(run()))
-            assert spans is not None
-            if times[0] < _LONG_NS:
-                times = [elapsed_ns() for _ in range(_ROUNDS)]
+            times.clear()
+            for _ in range(_ROUNDS):
+                call()
         workspace = max(span.peak_bytes for span in spans) - spans[-1].end_bytes
         tensors = [one for one in tree_leaves(results[-1]) if isinstance(one, Tensor)]
         is_plain = all(one.layout is torch.strided for one in tensors)
         found = tuple(map(TensorSpec.of, tensors)) if is_plain else ()
         return Inside(max(0, workspace), sorted(times)[len(times) // 2], found)
 
+    def _other(self, device: torch.device) -> Tensor:
+        """Memory that fills half of a device's last cache when it is written."""
+        if device not in self._others:
+            size = self._backend.cache_bytes() // 2
+            self._others[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._others[device]
 
-_tables: dict[Hashable, OperatorTable] = {}
+
+_known: dict[Hashable, dict[Hashable, Inside]] = {}
 
 
 def operators_of(backend: AbstractBackend) -> OperatorTable:
-    """The table of a device, which all steps of this process share."""
-    key = backend.name, backend.device()
-    return _tables.setdefault(key, OperatorTable(backend))
+    """A table for a step on a device; what is measured is kept for all steps of this process."""
+    return OperatorTable(backend, _known.setdefault((backend.name, backend.device()), {}))
 
 
 def _settings() -> Hashable:
@@ -215,17 +244,41 @@ def _key(leaf: Any) -> Hashable:
     return leaf if isinstance(leaf, (int, float, bool, str, type(None))) else repr(leaf)
 
 
-def _real(leaf: Any) -> Any:
+@cache
+def _drawn() -> Tensor:
+    """Random values that are repeated, because drawing all would take longer than timing."""
+    generator = torch.Generator().manual_seed(0)  # the user's random state stays as it is
+    return torch.randn(1 << 16, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _noise(leaf: Any) -> Any:
+    """A tensor with memory of its own in place of a fake one: random values; indices are 0.
+
+    Operators that compare values, such as pooling, take longer if the outcome cannot be predicted.
+    """
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return _ones(leaf)
+    count = _extent(leaf)
+    drawn = _drawn().to(leaf.device, leaf.dtype)
+    return drawn.repeat(-(-count // len(drawn)))[:count].as_strided(leaf.shape, leaf.stride())
+
+
+def _ones(leaf: Any) -> Any:
     """A tensor with memory of its own in place of a fake one; indices are 0, all else is 1."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not isinstance(leaf, FakeTensor) and not leaf.is_floating_point():
         return leaf.detach().clone()
-    sizes = zip(leaf.shape, leaf.stride(), strict=True)
-    count = 1 + sum((size - 1) * stride for size, stride in sizes) if leaf.numel() else 0
     is_index = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
     fill = torch.zeros if is_index else torch.ones
-    return fill(count, dtype=leaf.dtype, device=leaf.device).as_strided(leaf.shape, leaf.stride())
+    memory = fill(_extent(leaf), dtype=leaf.dtype, device=leaf.device)
+    return memory.as_strided(leaf.shape, leaf.stride())
+
+
+def _extent(tensor: Tensor) -> int:
+    """Number of elements of memory that a tensor spans."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else 0
 
 
 def _bytes(leaf: Any) -> int:

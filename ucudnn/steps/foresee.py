@@ -109,7 +109,7 @@ class _StepLog(StepRecorder):
         # What weights lie in, in any dtype: they have no samples.
         self._weights = weakref.WeakKeyDictionary[Any, bool]()
         self._has_begun = False
-        self._called: set[Any] = set()
+        self._failed: dict[str, str] = {}
         # Numbers that forward reads, by module, and how many of them were read.
         self.values: Mapping[str, Sequence[Any]] = {}
         self._read: dict[str, int] = {}
@@ -250,7 +250,6 @@ class _StepLog(StepRecorder):
         moved = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)]
         if self._operators == "none":
             return Inside(0, 0)
-        self._called.add(func)
         most_bytes = _PART_BYTES if self._operators == "in part" else None
         if sum(one.numel() * one.element_size() for one in moved) < _SMALL:
             return Inside(0, SMALL_NS)
@@ -259,17 +258,21 @@ class _StepLog(StepRecorder):
         covered = [] if plan is None else [plan.split(one) for one in kernels if plan.covers(one)]
         splits = tuple(one for one in covered if not one.is_default)
         context = Installation(self._kind, self._runner) if splits else None
-        return self._table.inside(
+        inside = self._table.inside(
             *(func, args, kwargs, splits or None, context),
             most_bytes=most_bytes,
             is_weight=self._is_weight,
         )
+        if inside.failure:
+            self._failed[str(func)] = inside.failure
+        return inside
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Operators that could not be measured, which count as if they needed nothing inside."""
-        found = {str(func) for func in self._called} & self._table.failed.keys()
-        return tuple(f"{one} was not measured ({self._table.failed[one]})" for one in sorted(found))
+        return tuple(
+            f"{name} was not measured ({why})" for name, why in sorted(self._failed.items())
+        )
 
 
 @cache

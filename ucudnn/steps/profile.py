@@ -121,7 +121,7 @@ class ModuleWatcher:
             self.root.forward = [self.mark()]
             step()
             end_mark = self.mark()
-        self._close(end_mark, self.root)
+        self._close(end_mark, [])
         counts: dict[str | None, int] = {}
         for call in self.root.walk():
             call.number = counts.get(call.name, 0)
@@ -139,6 +139,7 @@ class ModuleWatcher:
             call = ModuleCall(name, [], samples=batch_of((args, kwargs)), rows=tuple(rows))
             self._stack[-1].children.append(call)
             self._stack.append(call)
+            path = self._stack[1:]
             given = dict[int, tuple[Tensor, Tensor, int]]()
 
             def apart(tensor: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ class ModuleWatcher:
                     number = self.mark()
                     self._open.remove(call)
                     call.backward.append(number)
-                    self._close(number, call)
+                    self._close(number, path)
 
             for tensor in ends:
                 assert tensor.grad_fn is not None
@@ -196,10 +197,10 @@ class ModuleWatcher:
 
         def began(_: object) -> None:
             # When the backward of a call begins, that of each call around it has begun, too.
-            for one in path:
+            for depth, one in enumerate(path, 1):
                 if not one.backward:
                     number = self.mark()
-                    self._close(number, one)
+                    self._close(number, path[:depth])
                     one.backward.append(number)
                     self._open.append(one)
 
@@ -208,9 +209,9 @@ class ModuleWatcher:
                 tensor.grad_fn.register_prehook(began)
         return result
 
-    def _close(self, number: int, at: ModuleCall) -> None:
-        """End the backward of each open call, but for the call `at` and the calls around it."""
-        held = [one for one in self._open if at in one.walk()]
+    def _close(self, number: int, path: Sequence[ModuleCall]) -> None:
+        """End the backward of each open call, but for those on the path to a call."""
+        held = [one for one in self._open if one in path]
         for one in self._open:
             if one not in held:
                 one.backward.append(number)
