@@ -211,8 +211,10 @@ class OperatorTable:
     def _other(self, device: torch.device) -> Tensor:
         """Memory that fills half of a device's last cache when it is written."""
         if device not in self._others:
-            size = self._backend.cache_bytes() // 2
-            self._others[device] = torch.empty(size, dtype=torch.uint8, device=device)
+            empty = partial(torch.empty, self._backend.cache_bytes() // 2, dtype=torch.uint8)
+            # glibc's malloc keeps freed blocks once it has freed one that is as large, as in a step.
+            empty(device=device)
+            self._others[device] = empty(device=device)
         return self._others[device]
 
 
