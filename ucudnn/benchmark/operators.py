@@ -212,7 +212,7 @@ class OperatorTable:
         """Memory that fills half of a device's last cache when it is written."""
         if device not in self._others:
             empty = partial(torch.empty, self._backend.cache_bytes() // 2, dtype=torch.uint8)
-            # glibc's malloc keeps freed blocks once it has freed one that is as large, as in a step.
+            # As in a step, glibc's malloc keeps freed blocks once one that is as large was freed.
             empty(device=device)
             self._others[device] = empty(device=device)
         return self._others[device]
