@@ -260,9 +260,13 @@ def _noise(leaf: Any) -> Any:
     """
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return _ones(leaf)
-    count = _extent(leaf)
+    memory = torch.empty(_extent(leaf), dtype=leaf.dtype, device=leaf.device)
     drawn = _drawn().to(leaf.device, leaf.dtype)
-    return drawn.repeat(-(-count // len(drawn)))[:count].as_strided(leaf.shape, leaf.stride())
+    count = len(memory) // len(drawn)
+    end = count * len(drawn)
+    memory[:end].view(count, len(drawn)).copy_(drawn)
+    memory[end:].copy_(drawn[: len(memory) - end])
+    return memory.as_strided(leaf.shape, leaf.stride())
 
 
 def _ones(leaf: Any) -> Any:
