@@ -122,6 +122,12 @@ def in_a_process(name: str, setting: str) -> dict[str, Any]:
             return {"network": name, "setting": setting, "refused": "the process was aborted"}
 
 
+def errors(row: dict[str, Any]) -> tuple[float, float]:
+    """By how much of the real ones the foreseen peak and time are too high."""
+    median_ns = statistics.median(row["samples_ns"])
+    return row["foreseen_peak_bytes"] / row["peak_bytes"] - 1, row["foreseen_ns"] / median_ns - 1
+
+
 def described(row: dict[str, Any]) -> str:
     """One line for a person."""
     line = f"{row['network']:22} {row['setting']:13}"
@@ -130,28 +136,30 @@ def described(row: dict[str, Any]) -> str:
         line += f" {row['peak_bytes'] / 2**20:7.1f} MiB {median_ns / 1e6:7.0f} ms"
     if "refused" in row:
         return f"{line} {row['refused']}"
-    peak_error = row["foreseen_peak_bytes"] / row["peak_bytes"] - 1
-    time_error = row["foreseen_ns"] / median_ns - 1
+    peak_error, time_error = errors(row)
     return f"{line} {peak_error:+9.4%} {time_error:+5.0%} in {row['foresight_s']:.1f} s"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """How many peaks and times are near, for a person."""
     rows = [row for row in rows if "refused" not in row]
-    peaks = [abs(row["foreseen_peak_bytes"] / row["peak_bytes"] - 1) for row in rows]
-    times = [row["foreseen_ns"] / statistics.median(row["samples_ns"]) - 1 for row in rows]
-    lines = [f"{sum(one <= 0.001 for one in peaks)} of {len(rows)} peaks are within 0.1 %"]
+    near = sum(abs(errors(row)[0]) <= 0.001 for row in rows)
+    lines = [f"{near} of {len(rows)} peaks are within 0.1 %"]
     for kind, is_meant in (("at least", True), ("less than", False)):
-        some = [
-            time_error
-            for row, time_error in zip(rows, times, strict=True)
+        times = [
+            errors(row)[1]
+            for row in rows
             if (statistics.median(row["samples_ns"]) >= LONG_NS) == is_meant
         ]
-        near = sum(abs(one) <= 0.15 for one in some)
+        near = sum(abs(one) <= 0.15 for one in times)
         lines.append(
-            f"{near} of {len(some)} times of steps of {kind} {LONG_NS / 1e9} s are within 15 %"
-            + (f" (median {statistics.median(some):+.0%})" if some else "")
+            f"{near} of {len(times)} times of steps of {kind} {LONG_NS / 1e9} s are within 15 %"
+            + (f" (median {statistics.median(times):+.0%})" if times else "")
         )
+    took = [row["foresight_s"] for row in rows]
+    if took:
+        median = statistics.median(took)
+        lines.append(f"a network took {min(took)} to {max(took)} s, {median:.1f} s in the median")
     return "\n".join(lines)
 
 

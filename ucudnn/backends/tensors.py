@@ -53,6 +53,12 @@ def in_channels_last(tensor: Tensor) -> Tensor:
     return tensor if layout is None else tensor.to(memory_format=layout)
 
 
+def repeat_into(memory: Tensor, values: Tensor) -> None:
+    """Write values to a tensor of one axis, again and again until it is full."""
+    for part in memory.split(len(values)):
+        part.copy_(values[: len(part)])
+
+
 def torch_dtype(problem: Problem) -> torch.dtype:
     """The problem's dtype in torch.
 

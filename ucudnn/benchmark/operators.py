@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ucudnn.backends import AbstractBackend
+from ucudnn.backends.tensors import repeat_into
 from ucudnn.benchmark.failures import free_after, is_out_of_memory
 from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import batch_of
@@ -185,23 +186,20 @@ class OperatorTable:
         # first written to. On a GPU, torch's allocator gives out memory that it had before.
         is_new = is_kept and backend.device().type == "cpu"
 
-        def call() -> None:
+        def call() -> int:
             if not is_new:
                 results.clear()
             for other in others:
                 other.zero_()  # in a step, most of what an operator reads has left the caches
-            times.append(backend.elapsed_ns(lambda: results.append(operator(*args, **kwargs))))
+            return backend.elapsed_ns(lambda: results.append(operator(*args, **kwargs)))
 
         call()  # also looks up what is kept for later calls
         results.clear()
-        times.clear()
-        spans = backend.spans(lambda _: call())
+        spans = backend.spans(lambda _: times.append(call()))
         assert spans is not None
         if times[0] < _LONG_NS:
             results.clear()
-            times.clear()
-            for _ in range(_ROUNDS):
-                call()
+            times = [call() for _ in range(_ROUNDS)]
         workspace = max(span.peak_bytes for span in spans) - spans[-1].end_bytes
         tensors = [one for one in tree_leaves(results[-1]) if isinstance(one, Tensor)]
         is_plain = all(one.layout is torch.strided for one in tensors)
@@ -261,11 +259,7 @@ def _noise(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return _ones(leaf)
     memory = torch.empty(_extent(leaf), dtype=leaf.dtype, device=leaf.device)
-    drawn = _drawn().to(leaf.device, leaf.dtype)
-    count = len(memory) // len(drawn)
-    end = count * len(drawn)
-    memory[:end].view(count, len(drawn)).copy_(drawn)
-    memory[end:].copy_(drawn[: len(memory) - end])
+    repeat_into(memory, _drawn().to(leaf.device, leaf.dtype))
     return memory.as_strided(leaf.shape, leaf.stride())
 
 

@@ -19,6 +19,7 @@ from ucudnn.backends._base import (
     Roofline,
     Span,
 )
+from ucudnn.backends.tensors import repeat_into
 from ucudnn.backends.torch_cpu import processor
 from ucudnn.backends.torch_cpu.algorithm import ONEDNN_KERNELS, empty
 from ucudnn.backends.torch_cpu.diagonal import DiagonalGemm
@@ -202,6 +203,5 @@ def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator
     memory = whole.as_strided((whole.numel(),), (1,))
     drawn = torch.empty(min(len(memory), _DRAWN), dtype=torch.float32, device="cpu")
     drawn.normal_(generator=generator)
-    for part in memory.split(_DRAWN):
-        part.copy_(drawn[: len(part)])
+    repeat_into(memory, drawn)
     return whole
