@@ -58,6 +58,12 @@ class UnsupportedError(UcudnnError):
     """A valid problem that this backend or this algorithm cannot compute."""
 
 
+# Two base classes, because tuning expects an UnsupportedError if a candidate cannot run, and code
+# that calls torch's operators expects a RuntimeError.
+class RefusedError(UnsupportedError, RuntimeError):
+    """An algorithm's first run has shown that it does not compute these operands."""
+
+
 class BusyError(UcudnnError):
     """Nothing can be measured now, for a temporary reason; no failure is written to the cache."""
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from by_hand import in_chunks
 from torch import nn
+from torch.backends import cudnn
 
 import ucudnn
+from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.config import Config
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.kernels.tuner import tune_problems
@@ -84,6 +87,51 @@ def test_a_split_step_computes_what_float64_computes(
     assert not any(kernel.is_default for kernel in plan.kernels)
     ucudnn.convert_(model, plan)
     assert_alike(step(model, inputs, dtype), expected, tolerance)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The engines that are launched: whatever is missing is torch's own."""
+    engines, launch = [], Runtime.launch
+
+    def noting(self, device, launches):
+        engines.extend(plan for plan, _ in launches)
+        launch(self, device, launches)
+
+    monkeypatch.setattr(Runtime, "launch", noting)
+    return engines
+
+
+@pytest.mark.parametrize("before", [None, True, False])
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True)])
+def test_no_plan_runs_cudnn_while_it_is_switched_off(
+    backend, model, inputs, launched, flags, before
+):
+    layer, x = model[0], inputs.detach().requires_grad_()
+    expected = step(copy.deepcopy(layer).double(), x.double())
+    plan = split_plan(backend, trace_layers(layer, x).layers)
+    planned = ucudnn.convert_(layer, plan).model
+
+    def run(forward, backward):
+        for tensor in (x, *planned.parameters()):
+            tensor.grad = None
+        with cudnn.flags(enabled=forward):
+            loss = planned(x).square().mean() * 2**16
+        with cudnn.flags(enabled=backward):
+            loss.backward()
+        return [loss.detach(), x.grad, *(parameter.grad for parameter in planned.parameters())]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if before is not None:
+            run(before, before)
+        launched.clear()
+        found = run(*flags)
+    said = "cudnn.enabled is False: torch's own convolution computes it"
+    assert [said in str(one.message) for one in caught] == [True]
+    # A call of which torch computes every pass is torch's in backward, too.
+    assert len(launched) == (3 if flags[0] else 0)
+    assert_alike(found, expected, 3e-3)
 
 
 def test_tuning_on_the_gpu_and_training_by_the_plan(backend, model, inputs, tmp_path):

@@ -7,12 +7,14 @@ default that is safe for every backend: for example, `cost` returns None.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ucudnn.backends.tensors import Slices
     from ucudnn.measurement import Candidate, Conditions, Device, Software
     from ucudnn.problem import Problem
 
@@ -62,6 +64,26 @@ def add_bias(result: Tensor, bias: Tensor) -> Tensor:
     """Add one element of the bias to each channel of a result, in place."""
     # Channels are the second axis in either layout: nhwc is the same shape with other strides.
     return result.add_(bias.view(-1, *[1] * (result.dim() - 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundChunk:
+    """A chunk of a split: its problem, its executable, and its slices of the whole tensors."""
+
+    problem: Problem | None  # None if the result is zero for any operands
+    algorithm: str
+    executable: Executable
+    a: Slices  # of the first operand: x for fprop and wgrad, dy for dgrad
+    b: Slices  # of the second operand: w for fprop and dgrad, dy for wgrad
+    out: Slices
+
+
+class Launcher(Protocol):
+    """Computes all chunks of a call with fewer steps on the host than one chunk after the other."""
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The result; None if the chunks must be computed one by one this time."""
+        ...
 
 
 class Activity(NamedTuple):
@@ -238,6 +260,11 @@ class AbstractBackend(ABC):
         Raises:
             UnsupportedError: the algorithm does not compute the problem.
         """
+
+    def launcher(self, problem: Problem, chunks: Sequence[BoundChunk]) -> Launcher | None:
+        """A faster way to compute all chunks of a problem; None if there is none."""
+        del problem, chunks
+        return None
 
     # This is not part of `refusal`, which is called for every batch size and so must not build
     # anything.

@@ -100,13 +100,16 @@ def tf32_allowed() -> bool:
     return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
 
 
-def setting_of(tensor: Tensor) -> bool:
-    """The setting of torch that decides which convolutions of a tensor a plan may compute now.
+def setting_of(tensor: Tensor) -> tuple[bool, ...]:
+    """The settings of torch that decide which convolutions of a tensor a plan may compute now.
 
-    On a GPU it is whether TF32 is allowed, on a CPU whether oneDNN is switched on.
+    On a GPU they are whether TF32 is allowed and whether cuDNN is switched on, on a CPU whether
+    oneDNN is switched on.
     """
-    # Both are read in C++, because this is read at every call of a planned convolution.
-    return tf32_allowed() if tensor.is_cuda else torch._C._get_mkldnn_enabled()
+    # All are read in C++, because this is read at every call of a planned convolution.
+    if tensor.is_cuda:
+        return tf32_allowed(), torch._C._get_cudnn_enabled()
+    return (torch._C._get_mkldnn_enabled(),)
 
 
 def _boxed(name: str, dispatch_key: str) -> Callable[..., Any]:

@@ -82,13 +82,13 @@ class AbstractRunner(ABC):
         """The `Bound` for operands like x and w (shape, strides, dtype); made at the first call."""
         # The key consists of attributes of the tensors. A Problem would do as well, but to build
         # one at each call would take longer than to launch a small GPU kernel. The key also has
-        # the only setting of torch on which a problem or its algorithms depend.
-        flag = aten.setting_of(x)
-        key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, flag)
+        # the only settings of torch on which a problem or its algorithms depend.
+        now = aten.setting_of(x)
+        key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, now)
         try:
             return self._bounds[key]
         except KeyError:
-            bound = Bound(self, geometry, self.problems(x, w, geometry), x, w, flag)
+            bound = Bound(self, geometry, self.problems(x, w, geometry), x, w, now)
         # The Bound was made outside the lock. If two threads have made a Bound for the same key,
         # `setdefault` returns the first Bound to both of them, so that they share the calls that
         # are looked up later.
@@ -121,7 +121,7 @@ class Bound:
         problems: dict[str, Problem],
         x: Tensor,
         w: Tensor,
-        setting: bool,
+        setting: tuple[bool, ...],
     ) -> None:
         self._runner = runner
         self._setting = setting
@@ -141,7 +141,7 @@ class Bound:
         self._is_last = uses_channels_last(x, w, geometry, x.device.type)
 
     def now(self, x: Tensor, w: Tensor) -> Bound:
-        """The `Bound` of the same operands by torch's present setting, mostly this one."""
+        """The `Bound` of the same operands by torch's present settings, mostly this one."""
         is_same = self._setting == aten.setting_of(x)
         return self if is_same else self._runner.bound(x, w, self.geometry)
 

@@ -11,6 +11,7 @@ import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
+from ucudnn.backends._base import BoundChunk, Launcher
 from ucudnn.backends.tensors import Slices, memory_format
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
@@ -58,32 +59,25 @@ def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundChunk:
-    """A chunk of a split: its problem, its executable, and its slices of the whole tensors."""
-
-    problem: Problem | None  # None if the result is zero for any operands
-    algorithm: str
-    executable: Executable
-    a: Slices  # of the first operand: x for fprop and wgrad, dy for dgrad
-    b: Slices  # of the second operand: w for fprop and dgrad, dy for wgrad
-    out: Slices
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
     """A problem's split with executables for its chunks; to call a `Call` computes the problem."""
 
     problem: Problem
     split: Split
     chunks: tuple[BoundChunk, ...]
+    launcher: Launcher | None = None  # the backend's own way to compute all chunks
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the problem; all splits of it give the same result, apart from rounding.
 
         The operands must be contiguous in the problem's layout. A bias (only in fprop and dgrad) is
         added to each chunk of the result, either by the executable itself or right after it, while
-        the chunk is still in the processor's cache.
+        the chunk is still in the processor's cache. A launcher may add it to the whole result.
         """
+        if self.launcher is not None:
+            launched = self.launcher(a, b, bias)
+            if launched is not None:
+                return launched
         if len(self.chunks) == 1:
             (only,) = self.chunks
             if self.split.axis == "spatial":  # the slab may read only some rows of a and b
@@ -119,7 +113,7 @@ class Call:
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     """Build the executables of a split; chunks that one executable can compute share it."""
-    bound = []
+    bound = list[BoundChunk]()
     # Chunks of the same algorithm share an executable, and what it has prepared in cuDNN, if they
     # are micro-batches or if they are slabs with equal problems.
     built: dict[tuple[Problem | None, str], Executable] = {}
@@ -139,7 +133,7 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
                 )
             built[key] = backend.executable(whole, chunk.algorithm) if whole else _Zero(problem)
         bound.append(BoundChunk(part, chunk.algorithm, built[key], *places(problem, x, y)))
-    return Call(problem, split, tuple(bound))
+    return Call(problem, split, tuple(bound), backend.launcher(problem, bound))
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:

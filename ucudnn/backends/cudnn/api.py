@@ -176,14 +176,6 @@ class Cudnn:
         pack.set_pointers(Attribute.VARIANT_PACK_WORKSPACE, workspace)
         return pack.finalize()
 
-    def execute(self, handle: Handle, plan: Descriptor, pack: Descriptor) -> None:
-        """Enqueue a plan on the handle's stream."""
-        # This runs for every chunk of a training step. To save time, `check` is only called after
-        # an error.
-        status = self.functions.cudnnBackendExecute(handle.pointer, plan.pointer, pack.pointer)
-        if status:
-            self.check(status, "execute a plan")
-
 
 class Descriptor:
     """A cuDNN object, whose attributes are set before it is finalized and can be read afterwards.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, DeviceState, Executable, Span
+from ucudnn.backends._base import (
+    AbstractBackend,
+    BoundChunk,
+    DeviceState,
+    Executable,
+    Launcher,
+    Span,
+)
 from ucudnn.backends.cudnn import gpu
 from ucudnn.backends.cudnn.api import Cudnn, find_library
 from ucudnn.backends.cudnn.engine import parse_identity
-from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
+from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineCall, EngineExecutable, Part
 from ucudnn.backends.cudnn.gpu import empty_raw
 from ucudnn.backends.cudnn.graph import MOST_ELEMENTS, views_of
 from ucudnn.backends.cudnn.runtime import Runtime
@@ -39,6 +46,7 @@ _torch: Any = torch.backends.cudnn  # `Any`, because torch replaces this module 
 class _Settings(NamedTuple):
     """Settings of torch on which its own choice of a kernel depends."""
 
+    enabled: bool
     benchmark: bool
     deterministic: bool
     precision: str
@@ -47,10 +55,12 @@ class _Settings(NamedTuple):
     def read(cls) -> _Settings:
         # The settings are passed on to the measuring worker, another process, where torch starts
         # with its default settings.
-        return cls(_torch.benchmark, _is_deterministic(), _torch.conv.fp32_precision)
+        precision = _torch.conv.fp32_precision
+        return cls(_torch.enabled, _torch.benchmark, _is_deterministic(), precision)
 
     def apply(self) -> None:
-        _torch.benchmark, _torch.deterministic, _torch.conv.fp32_precision = self
+        _torch.enabled, _torch.benchmark, _torch.deterministic = self[:3]
+        _torch.conv.fp32_precision = self.precision
 
 
 def _is_deterministic() -> bool:
@@ -162,6 +172,8 @@ class CudnnBackend(AbstractBackend):
             return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
         if algorithm == DEFAULT_ALGORITHM:
             return None
+        if not torch._C._get_cudnn_enabled():
+            return "torch.backends.cudnn.enabled is False"
         largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
         if largest > MOST_ELEMENTS:
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
@@ -169,16 +181,19 @@ class CudnnBackend(AbstractBackend):
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """torch's own convolution, then the engines that PyTorch's settings allow, best first."""
-        engines = self._candidates(problem, _is_deterministic(), False)
+        engines = self._engines(problem, bias=False)
         # torch may pick a nondeterministic engine, unless it is set to be deterministic.
         default = Candidate(problem, DEFAULT_ALGORITHM, is_deterministic=_is_deterministic())
         return default, *engines
 
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """cuDNN's engines for the fused pattern (convolution + bias), which only fprop has."""
-        if problem.op != "fprop":
-            return ()
-        return self._candidates(problem, _is_deterministic(), True)
+        return self._engines(problem, bias=True) if problem.op == "fprop" else ()
+
+    def _engines(self, problem: Problem, bias: bool) -> tuple[Candidate, ...]:
+        # What is remembered was listed while cuDNN was switched on.
+        is_on = torch._C._get_cudnn_enabled()
+        return self._candidates(problem, _is_deterministic(), bias) if is_on else ()
 
     def _enumerate(
         self, problem: Problem, deterministic: bool, bias: bool
@@ -223,6 +238,21 @@ class CudnnBackend(AbstractBackend):
         if algorithm == DEFAULT_ALGORITHM:
             return padded(problem, DefaultExecutable)
         return EngineExecutable(self.runtime, problem, algorithm)
+
+    def launcher(self, problem: Problem, chunks: Sequence[BoundChunk]) -> Launcher | None:
+        """A call that launches all engines in one loop; None unless engines compute all chunks."""
+        is_sum = problem.op == "wgrad"
+        # In half precision torch adds the chunks of a sum, in float32.
+        is_torchs_sum = is_sum and len(chunks) > 1 and problem.bytes_per_element < 4
+        parts = list[Part]()
+        for chunk in chunks:
+            is_engine = isinstance(chunk.executable, EngineExecutable)
+            if chunk.problem is None or not is_engine or is_torchs_sum:
+                return None
+            places = (chunk.a, chunk.b, chunk.out)
+            beta = 1.0 if is_sum and parts else 0.0
+            parts.append(Part(chunk.problem, chunk.algorithm, places, beta=beta))
+        return EngineCall(self.runtime, problem, parts)
 
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Build an engine's execution plans for this batch; return why one fails, or None."""

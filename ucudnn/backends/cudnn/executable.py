@@ -6,29 +6,31 @@ allocator on the current stream.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ucudnn.backends import aten
-from ucudnn.backends._base import Executable
+from ucudnn.backends._base import Executable, add_bias
 from ucudnn.backends.cudnn.engine import parse_identity
-from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
-from ucudnn.backends.tensors import memory_format, torch_dtype
-from ucudnn.errors import UnsupportedError
+from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views
+from ucudnn.backends.tensors import Slices, memory_format, torch_dtype
+from ucudnn.errors import RefusedError, UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 
 if TYPE_CHECKING:
+    from ucudnn.backends.cudnn.api import Descriptor
     from ucudnn.backends.cudnn.engine import ExecutionPlan
     from ucudnn.backends.cudnn.runtime import Runtime
 
-# The most variant packs (sets of addresses) that are kept for an execution plan. Training steps
-# repeat their addresses. A program that never repeats any would otherwise keep one pack per call.
-_MOST_PACKS = 256
+# The most variant packs (addresses of a chunk) that are kept for tensors of one layout; one takes 4
+# KiB. Training steps repeat their addresses, but a program that never repeats any would otherwise
+# keep all its packs.
+_MOST_PACKS = 512
 # The gradient of a chunk may exceed the largest float16 number, 65504, even if the sum of all
 # chunks does not. So each chunk writes a sixteenth of its gradient, which overflows only from a
 # million on. In exchange, float16 has its full precision from 2**-10 on instead of from 2**-14.
@@ -38,18 +40,123 @@ _cudnn: Any = torch.backends.cudnn  # `Any`, because torch replaces this module 
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
 
-# Two base classes, because tuning expects an UnsupportedError if a candidate cannot run, and a
-# training step expects a RuntimeError, which torch's own operators raise.
-class RefusedError(UnsupportedError, RuntimeError):
-    """An engine's first run has shown that it does not compute these operands."""
+class Part(NamedTuple):
+    """What an engine computes in a call: alpha * convolution + beta * (old value of the result)."""
+
+    problem: Problem
+    identity: str
+    places: tuple[Slices, Slices, Slices] = ((), (), ())  # of the operands and of the result
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    @property
+    def adds_bias(self) -> bool:
+        """True if the engine adds a bias, too."""
+        return parse_identity(self.identity)[2]
+
+
+class EngineCall:
+    """A call whose parts are all computed by cuDNN's engines, launched one right after the other.
+
+    An execution plan of cuDNN is for one number of samples, strides and alignments. So the plans
+    are built when operands and result of these strides and alignments first occur.
+    """
+
+    def __init__(self, runtime: Runtime, problem: Problem, parts: Sequence[Part]) -> None:
+        self._runtime = runtime
+        self._problem = problem
+        # Both are kept, because to derive them takes as long as to launch two chunks.
+        self._shape, self._layout = problem.result_shape, memory_format(problem)
+        self._parts = parts
+        self._need_bias = any(part.adds_bias for part in parts)
+        self._add_bias = all(part.adds_bias for part in parts)
+        # A refusal is remembered, too, so that a refused layout is not tried again in every step.
+        self._built: dict[Hashable, _Built | str] = {}
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Compute a new result; None if an engine does not take the tensors as they lie."""
+        out = self.new_result(a)
+        if self.launch(a, b, out, bias if self._add_bias else None) is not None:
+            return None
+        return out if bias is None or self._add_bias else add_bias(out, bias)
+
+    def new_result(self, like: Tensor) -> Tensor:
+        """A tensor for the result, on the device and in the dtype of an operand."""
+        form = self._layout
+        return torch.empty(self._shape, dtype=like.dtype, device=like.device, memory_format=form)
+
+    def launch(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> str | None:
+        """Launch all parts; return None, or why an engine does not take the tensors as they lie.
+
+        After a refusal, the memory of the result may have been written to.
+        """
+        first, second, result = pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        # `place` is all that the plans depend on. Of an address only the remainder modulo 16 bytes
+        # counts, because no engine asks for a larger alignment. So many addresses share a plan.
+        place = (
+            *(a.shape, a.stride(), a.dtype, first % ALIGNMENT_BYTES, a.get_device()),
+            *(b.shape, b.stride(), b.dtype, second % ALIGNMENT_BYTES),
+            *(out.stride(), result % ALIGNMENT_BYTES),
+        )
+        built = self._built.get(place)
+        if built is None:
+            built = self._built[place] = self._build(a, b, out)
+        if isinstance(built, str):
+            return built
+        if self._need_bias:
+            bias = self._usable_bias(a, bias)
+        try:
+            built.launch(a, pointers if bias is None else (*pointers, bias.data_ptr()))
+        except UnsupportedError as error:
+            # Some engines accept an alignment when a plan is built, and not at the launch.
+            reason = self._built[place] = str(error)
+            return reason
+        return None
+
+    def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
+        """A contiguous, aligned bias on the operands' device; zeros if there is none."""
+        # Zeros are made anew for each call. Kept zeros could be read by a stream that does not wait
+        # for the stream that wrote them. If made in a capture, they would belong to a CUDA graph.
+        if bias is None:
+            return like.new_zeros(self._problem.out_channels)
+        if (bias.device, bias.dtype) != (like.device, like.dtype):
+            raise ValueError(
+                f"the bias must be {like.dtype} on {like.device} as the operands of "
+                f"{self._problem}, got {bias.dtype} on {bias.device}"
+            )
+        is_usable = bias.is_contiguous() and bias.data_ptr() % ALIGNMENT_BYTES == 0
+        return bias if is_usable else bias.clone(memory_format=torch.contiguous_format)
+
+    def _build(self, a: Tensor, b: Tensor, out: Tensor) -> _Built | str:
+        """Plans for tensors of these strides and alignments, or why an engine refuses them."""
+        device, wholes = a.get_device(), (a, b, out)
+        plans: dict[Hashable, ExecutionPlan] = {}
+        placed = []
+        for part in self._parts:
+            problem = part.problem
+            tensors = [whole[place] for whole, place in zip(wholes, part.places, strict=True)]
+            _require_one_kind(problem, tensors)
+            views = Views(*(_view(one, problem.layout) for one in _as_xwy(problem, *tensors)))
+            key = (problem, part.identity, part.alpha, part.beta, views)
+            # Equal chunks share a plan.
+            if key not in plans:
+                try:
+                    plans[key] = self._runtime.build_plan(device, *key)
+                except UnsupportedError as error:
+                    return str(error)
+            offsets = [
+                one.data_ptr() - whole.data_ptr()
+                for one, whole in zip(tensors, wholes, strict=True)
+            ]
+            # Every part adds the same bias.
+            placed.append((plans[key], (*offsets, 0) if part.adds_bias else tuple(offsets)))
+        return _Built(self._runtime, device, placed)
 
 
 class EngineExecutable(Executable):
     """A cuDNN engine for operands with any number of samples, strides and alignment.
 
-    An execution plan of cuDNN is for one number of samples, strides and alignments, and is built
-    when these first occur. If cuDNN does not support the strides or alignments, the engine runs on
-    copies of the tensors.
+    If cuDNN does not support the strides or alignments, the engine runs on copies of the tensors.
     """
 
     def __init__(self, runtime: Runtime, problem: Problem, identity: str) -> None:
@@ -57,7 +164,7 @@ class EngineExecutable(Executable):
         self._problem = problem
         self._identity = identity
         self._adds_bias = parse_identity(identity)[2]
-        self._built: dict[Hashable, _Built | None] = {}
+        self._calls: dict[Hashable, EngineCall] = {}
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         return self._new(a, b)
@@ -74,12 +181,7 @@ class EngineExecutable(Executable):
             self._run(a, b, out, bias=bias)
 
     def _new(self, a: Tensor, b: Tensor, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
-        shape = self._problem.result_shape
-        if self._problem.op != "wgrad":
-            shape = (a.shape[0], *shape[1:])
-        out = torch.empty(
-            shape, dtype=a.dtype, device=a.device, memory_format=memory_format(self._problem)
-        )
+        out = self._call(a, alpha).new_result(a)
         self._run(a, b, out, alpha, bias=bias)
         return out
 
@@ -109,69 +211,30 @@ class EngineExecutable(Executable):
         beta: float = 0.0,
         bias: Tensor | None = None,
     ) -> None:
-        pointers: tuple[int, ...] = (a.data_ptr(), b.data_ptr(), out.data_ptr())
-        # `place` is all that a plan depends on. Of an address only the remainder modulo 16 bytes
-        # counts, because no engine asks for a larger alignment. So many addresses share a plan.
-        kinds = (a.shape, b.shape, a.dtype, b.dtype, a.get_device())
-        strides = (a.stride(), b.stride(), out.stride())
-        offsets = tuple(pointer % ALIGNMENT_BYTES for pointer in pointers)
-        place = (kinds, strides, offsets, alpha, beta)
-        try:
-            built = self._built[place]
-        except KeyError:
-            # None is remembered, too, so that a refused layout is not tried again in every step.
-            built = self._built[place] = self._build(a, b, out, alpha, beta)
-        if built is not None:
-            if self._adds_bias:
-                bias = self._usable_bias(a, bias)
-                pointers = (*pointers, bias.data_ptr())
-            try:
-                built.launch(a, pointers)
-            except UnsupportedError as error:
-                # Some engines accept an alignment when a plan is built, and not at the launch.
-                if not any(offsets):
-                    raise RefusedError(str(error)) from error
-                built = self._built[place] = None
-        if built is None:
-            # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
-            # raises, so that the nested call never gets to this branch.
-            layout = memory_format(self._problem)
-            inner = torch.empty_like(out, memory_format=layout)
-            # With beta = 0 cuDNN does not read the old result.
-            if beta:
-                inner.copy_(out)
-            a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
-            self._run(a, b, inner, alpha, beta, bias)
-            out.copy_(inner)
+        call = self._call(a, alpha, beta)
+        if call.launch(a, b, out, bias) is None:
+            return
+        # Copies are contiguous and fully aligned: an engine that refuses them refuses any.
+        layout = memory_format(self._problem)
+        inner = torch.empty_like(out, memory_format=layout)
+        # With beta = 0 cuDNN does not read the old result.
+        if beta:
+            inner.copy_(out)
+        a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
+        reason = call.launch(a, b, inner, bias)
+        if reason is not None:
+            raise RefusedError(reason)
+        out.copy_(inner)
 
-    def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
-        """A contiguous, aligned bias on the operands' device; zeros if there is none."""
-        # Zeros are made anew for each call. Kept zeros could be read by a stream that does not wait
-        # for the stream that wrote them. If made in a capture, they would belong to a CUDA graph.
-        if bias is None:
-            return like.new_zeros(self._problem.out_channels)
-        if (bias.device, bias.dtype) != (like.device, like.dtype):
-            raise RefusedError(
-                f"the bias must be {like.dtype} on {like.device} as the operands of "
-                f"{self._problem}, got {bias.dtype} on {bias.device}"
-            )
-        is_usable = bias.is_contiguous() and bias.data_ptr() % ALIGNMENT_BYTES == 0
-        return bias if is_usable else bias.clone(memory_format=torch.contiguous_format)
-
-    def _build(self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> _Built | None:
-        """A plan for tensors of these strides and alignments; None if cuDNN needs copies."""
-        problem = self._problem.with_batch(a.shape[0])
-        _require_one_kind(problem, (a, b, out))
-        tensors = _as_xwy(problem, a, b, out)
-        views = Views(*(_view(tensor, problem.layout) for tensor in tensors))
-        device = a.get_device()
-        try:
-            plan = self._runtime.build_plan(device, problem, self._identity, alpha, beta, views)
-        except UnsupportedError as error:
-            if views == Views(*(View(view.strides) for view in views_of(problem))):
-                raise RefusedError(str(error)) from error  # a copy would have the same layout
-            return None
-        return _Built(self._runtime, device, plan)
+    def _call(self, a: Tensor, alpha: float, beta: float = 0.0) -> EngineCall:
+        """The call for as many samples as the first operand has."""
+        key = (a.shape[0], alpha, beta)
+        call = self._calls.get(key)
+        if call is None:
+            problem = self._problem.with_batch(a.shape[0])
+            part = Part(problem, self._identity, alpha=alpha, beta=beta)
+            call = self._calls.setdefault(key, EngineCall(self._runtime, problem, (part,)))
+        return call
 
 
 def _headroom(like: Tensor) -> float:
@@ -179,50 +242,74 @@ def _headroom(like: Tensor) -> float:
 
 
 class _Built:
-    """An execution plan and the variant packs of its launches; one thread at a time launches it.
+    """The execution plans of a call and the variant packs of its launches, one thread at a time.
 
     cuDNN does not guarantee for all engines that two threads may execute one plan at once. So
     PyTorch keeps plans per thread. Here a lock is used instead, which costs a tenth of a
     microsecond: plans per thread would be built again in each thread, even during a graph capture.
+
+    Args:
+        runtime: what builds packs and launches plans.
+        device: index of the GPU.
+        placed: for each part its plan, and where its tensors begin, in bytes after those of the
+            call.
     """
 
-    def __init__(self, runtime: Runtime, device: int, plan: ExecutionPlan) -> None:
+    def __init__(
+        self, runtime: Runtime, device: int, placed: Sequence[tuple[ExecutionPlan, tuple[int, ...]]]
+    ) -> None:
         self._runtime = runtime
         self._device = device
-        self._plan = plan
-        self._packs: dict[tuple[int, ...], Any] = {}
+        self._placed = placed
+        # The parts run one after the other, so they share the workspace of the largest.
+        self._workspace_bytes = max(plan.workspace_bytes for plan, _ in placed)
+        self._launches: dict[tuple[int, ...], list[tuple[ExecutionPlan, Descriptor]]] = {}
         self._launching = ForkSafeLock()
 
     def launch(self, like: Tensor, pointers: tuple[int, ...]) -> None:
-        size, workspace, address = self._plan.workspace_bytes, None, 0
-        if size:
-            # The workspace is freed when the launch is enqueued, not when it has run. This is safe:
-            # the memory is reused only by later launches on this stream.
-            workspace = torch.empty(size, dtype=torch.uint8, device=like.device)
+        """Launch all parts for tensors at these addresses: operands, result, and bias if any."""
+        workspace, address = None, 0
+        if self._workspace_bytes:
+            # The workspace is freed when the launches are enqueued, not when they have run. This is
+            # safe: the memory is reused only by later launches on this stream.
+            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=like.device)
             address = workspace.data_ptr()
         key = (*pointers, address)
         with self._launching:
-            pack = self._packs.get(key)
-            if pack is None:
-                # All packs are dropped: finding the least recently used would slow every launch.
-                if len(self._packs) >= _MOST_PACKS:
-                    self._packs.clear()
-                pack = self._packs[key] = self._runtime.pack(self._plan, pointers, address)
-            self._runtime.launch(self._device, self._plan, pack)
+            launches = self._launches.get(key)
+            if launches is None:
+                launches = self._packed(pointers, address)
+                # The oldest is dropped: to find the least recently used would slow every launch.
+                if len(self._launches) * len(launches) >= _MOST_PACKS:
+                    del self._launches[next(iter(self._launches))]
+                self._launches[key] = launches
+            self._runtime.launch(self._device, launches)
         del workspace
 
+    def _packed(
+        self, pointers: tuple[int, ...], address: int
+    ) -> list[tuple[ExecutionPlan, Descriptor]]:
+        launches = []
+        for plan, offsets in self._placed:
+            # A plan without a bias has no offset for the last of the addresses.
+            begins = zip(pointers, offsets, strict=False)
+            of_part = tuple(pointer + offset for pointer, offset in begins)
+            workspace = address if plan.workspace_bytes else 0
+            launches.append((plan, self._runtime.pack(plan, of_part, workspace)))
+        return launches
 
-def _require_one_kind(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+
+def _require_one_kind(problem: Problem, tensors: Sequence[Tensor]) -> None:
     kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
     if len(kinds) > 1 or torch_dtype(problem) not in {tensor.dtype for tensor in tensors}:
         there = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
-        raise RefusedError(
+        raise ValueError(
             f"operands and result of {problem} must be {problem.dtype} on one device, got {there}"
         )
     shapes = (*problem.operand_shapes, problem.result_shape)
     found = tuple(tuple(tensor.shape) for tensor in tensors)
     if found != shapes:
-        raise RefusedError(
+        raise ValueError(
             f"operands and result of {problem} must have the shapes {shapes}, got {found}"
         )
 

@@ -8,7 +8,7 @@ cuDNN load CUDA modules. So a call must run once before it is captured.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -82,20 +82,26 @@ class Runtime:
         with _failures():
             return self.cudnn.variant_pack(plan.uids, pointers, workspace)
 
-    def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
-        """Enqueue a plan on the current stream of a device.
+    def launch(self, device: int, launches: Iterable[tuple[ExecutionPlan, Descriptor]]) -> None:
+        """Enqueue plans, each with its pack of addresses, on the current stream of a device.
 
         Raises:
-            UnsupportedError: the engine does not accept the addresses after all.
+            UnsupportedError: an engine does not accept the addresses after all.
             RuntimeError: cuDNN fails.
         """
         # Entering `torch.cuda.device` takes time, and nearly all launches can do without.
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():
-                self.cudnn.execute(self._handle(device), plan.descriptor, pack)
+                handle, execute = self._handle(device), self.cudnn.functions.cudnnBackendExecute
+                # This runs for every chunk of a training step. To save time, `check` is only called
+                # after an error.
+                for plan, pack in launches:
+                    status = execute(handle.pointer, plan.descriptor.pointer, pack.pointer)
+                    if status:
+                        self.cudnn.check(status, "execute a plan")
         except CudnnError as error:  # not by `_failures`, whose generator takes a microsecond
-            if error.name == "CUDNN_STATUS_BAD_PARAM_MISALIGNED_POINTER":
+            if error.is_refusal:
                 raise UnsupportedError(str(error)) from error
             raise RuntimeError(str(error)) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,11 +113,17 @@ def _building(build: Callable[..., Any]) -> Callable[..., _Plan]:
     return built
 
 
-def _launch(self: runtime.Runtime, device: int, plan: _Plan, pack: _Pack) -> None:
-    """Compute alpha * convolution + bias + beta * result, with the given addresses alone."""
-    faults.at_launch(plan.built.identity)
+def _launch(self: runtime.Runtime, device: int, launches: Iterable[tuple[_Plan, _Pack]]) -> None:
+    """Compute each plan with the addresses of its pack alone."""
     handle: Any = self._handle(device)
     assert handle.stream == torch.cuda.current_stream().cuda_stream, "it follows another stream"
+    for plan, pack in launches:
+        _compute(plan, pack)
+
+
+def _compute(plan: _Plan, pack: _Pack) -> None:
+    """Compute alpha * convolution + bias + beta * result."""
+    faults.at_launch(plan.built.identity)
     assert bool(pack.workspace) == bool(plan.workspace_bytes), "it has no workspace"
     problem = plan.problem
     shapes = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
