@@ -26,6 +26,7 @@ from torch import Tensor
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.backends.cudnn.executable import DefaultExecutable
+from ucudnn.backends.cudnn.gpu import keep_busy
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import bind, empty_result
 from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
@@ -45,7 +46,7 @@ BLOCK_US = 1500  # calls of one round take about this long, so that clocks are r
 MOST_CALLS = 20
 TIMINGS = (
     *("name", "op", "dtype", "layout", "batch", "algorithm", "workspace_bytes", "mode", "rank"),
-    *("notes", "median_us", "min_us", "samples", "error", "beta1_error"),
+    *("notes", "median_us", "min_us", "samples", "error", "beta1_error", "host_us"),
 )
 # columns that end in "rounds_us" hold a time per round, separated by spaces
 SPLITS = (
@@ -187,19 +188,21 @@ def time_size(
 
         def measured(
             executable: Any = executable, run: Callable[[], None] = run, fastest: float = fastest
-        ) -> tuple[tuple[str, str], list[float]]:
+        ) -> tuple[tuple[str, str], float, list[float]]:
             errors = ("", "")
             if expected is not None:
                 errors = check(chunk, executable, operands.samples(problem, 0, size), expected)
-            return errors, sample(run, fastest)
+            run()  # what is built at a first call
+            host = host_us(run, 1)
+            return errors, host, sample(run, fastest, host)
 
         done = suite.attempt(f"{chunk} {one.identity}", measured, label="run")
         if done is None:
             continue
-        errors, samples = done
+        errors, host, samples = done
         median = statistics.median(samples)
         fastest = min(fastest, median)
-        numbers = (f"{median:.2f}", f"{min(samples):.2f}", len(samples), *errors)
+        numbers = (f"{median:.2f}", f"{min(samples):.2f}", len(samples), *errors, f"{host:.2f}")
         yield Choice(axis, size, one, problem.batch // size * median), numbers
 
 
@@ -278,18 +281,25 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def sample(run: Callable[[], object], fastest_us: float = float("inf")) -> list[float]:
-    """Times of consecutive runs in microseconds: some milliseconds of them, one if it is slow."""
+def sample(
+    run: Callable[[], object], fastest_us: float = float("inf"), ahead_us: float = 0.0
+) -> list[float]:
+    """Times of consecutive runs in microseconds: some milliseconds of them, one if it is slow.
+
+    Given the host's time of a run, `ahead_us`, they are those of the device alone.
+    """
     run()
-    first = elapsed_us(run, 1)[0]
+    first = elapsed_us(run, 1, ahead_us)[0]
     if first > TOO_SLOW * fastest_us + 50:
         return [first]
-    return elapsed_us(run, max(5, min(40, int(4000 / max(first, 1.0)))))
+    return elapsed_us(run, max(5, min(40, int(4000 / max(first, 1.0)))), ahead_us)
 
 
-def elapsed_us(run: Callable[[], object], count: int) -> list[float]:
-    """Times between events on the stream that is current."""
+def elapsed_us(run: Callable[[], object], count: int, ahead_us: float = 0.0) -> list[float]:
+    """Times between events on the stream that is current, which may wait for the host first."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    if ahead_us:
+        keep_busy(round(1000 * count * ahead_us))
     events[0].record()
     for event in events[1:]:
         run()

@@ -86,6 +86,18 @@ class Launcher(Protocol):
         ...
 
 
+class Elapsed(NamedTuple):
+    """Times of a run, in nanoseconds; where a run blocks the host, both are the same.
+
+    Args:
+        device_ns: time in which the device computes it.
+        host_ns: time in which the host launches it.
+    """
+
+    device_ns: int
+    host_ns: int
+
+
 class Activity(NamedTuple):
     """CPU time that a process has used up to some moment.
 
@@ -309,6 +321,19 @@ class AbstractBackend(ABC):
     @abstractmethod
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time that it took on the device, in nanoseconds."""
+
+    # Kernels are ranked by the time of the device alone, because in a step, other kernels may hide
+    # what the host takes to launch them. Steps are judged by `elapsed_ns`, which has both.
+    def elapsed_apart(self, run: Callable[[], object], host_ns: int) -> Elapsed:
+        """Run once and return the times of the device and of the host, each without the other.
+
+        Args:
+            run: what is timed.
+            host_ns: about how long the host takes to launch it, in nanoseconds; 0 if unknown.
+        """
+        del host_ns
+        elapsed_ns = self.elapsed_ns(run)
+        return Elapsed(elapsed_ns, elapsed_ns)
 
     # A CUDA error such as an illegal address makes every later call of the process fail.
     def is_broken(self) -> bool:

@@ -28,12 +28,12 @@ from ucudnn.units import format_sizes
 
 # This number is part of every key in the cache. Raise it if a change of this module makes new times
 # incomparable with stored ones.
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """The parameters of protocol 5: input cold, workspace warm, result new, eager calls.
+    """The parameters of protocol 6: input cold, workspace warm, result new, eager calls.
 
     >>> Protocol().target
     0.05
@@ -311,11 +311,18 @@ class Sampler:
         self._times = loop.least_times
         self._most_ns = 0
         self._once_ns = 0
+        self._host_ns = 0  # of one run, when it was last launched
 
     def once_ns(self) -> int:
         """The time of one run."""
-        self._once_ns = max(1, self._backend.elapsed_ns(self._loop.prepare(1)))
+        self._once_ns = max(1, self._elapsed_ns(1))
         return self._once_ns
+
+    def _elapsed_ns(self, times: int) -> int:
+        run, host_ns = self._loop.prepare(times), times * self._host_ns
+        elapsed = self._backend.elapsed_apart(run, host_ns)
+        self._host_ns = elapsed.host_ns // times
+        return elapsed.device_ns
 
     def shortest_ns(self, before_ns: int = 0) -> int:
         """Time of one run; for a short run, which is easily perturbed, the shortest of three.
@@ -344,7 +351,8 @@ class Sampler:
             before = time_ns
         # A sample has so many runs that it takes about `Protocol.sample_ns`, which is long compared
         # with reading the clock. But it has at most 64 runs.
-        self._times = max(self._loop.least_times, min(64, protocol.sample_ns // time_ns))
+        times = protocol.sample_ns // max(time_ns, self._host_ns)
+        self._times = max(self._loop.least_times, min(64, times))
         # A sample that takes longer than this was perturbed; the method `sample_ns` then shortens
         # the next ones.
         self._most_ns = 4 * protocol.sample_ns
@@ -352,7 +360,7 @@ class Sampler:
     def sample_ns(self) -> int:
         """Mean time of a run over consecutive ones."""
         times = self._times
-        elapsed_ns = self._backend.elapsed_ns(self._loop.prepare(times))
+        elapsed_ns = self._elapsed_ns(times)
         # After a sample that took too long, the next ones have fewer runs: other processes keep the
         # machine busy, and short samples are less likely to be perturbed.
         if elapsed_ns > self._most_ns:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ucudnn.backends._base import (
     AbstractBackend,
     BoundChunk,
     DeviceState,
+    Elapsed,
     Executable,
     Launcher,
     Span,
@@ -324,6 +326,16 @@ class CudnnBackend(AbstractBackend):
         end.synchronize()
         elapsed_ms: float = begin.elapsed_time(end)
         return round(elapsed_ms * 1e6)
+
+    def elapsed_apart(self, run: Callable[[], object], host_ns: int) -> Elapsed:
+        def launch() -> None:
+            nonlocal host_ns
+            began = perf_counter_ns()
+            run()
+            host_ns = perf_counter_ns() - began
+
+        gpu.keep_busy(host_ns)
+        return Elapsed(self.elapsed_ns(launch), host_ns)
 
     def cache_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self._index).L2_cache_size)

@@ -38,6 +38,20 @@ _SLOWDOWNS = {
 }
 
 
+def keep_busy(host_ns: int) -> None:
+    """Keep the current stream busy until the host has launched what takes it about `host_ns`.
+
+    Then the device runs these kernels one right after the other, and never waits for the host.
+    """
+    # At least 0.2 ms, because 0 is passed for what was never launched before. At most 10 ms: if a
+    # run waits for the device by itself, its time on the host has this wait, too, and would double
+    # from one time to the next.
+    wait_ns = min(max(2 * host_ns, 200_000), 10_000_000)
+    # torch waits for a number of clock cycles. No GPU has many more than 2 in a nanosecond; one
+    # that has fewer waits longer.
+    torch.cuda._sleep(2 * wait_ns)
+
+
 def slowdowns(reasons: int) -> tuple[str, ...]:
     """Names of NVML's reasons for a lower clock that perturb a measurement, from a bit mask.
 
