@@ -161,6 +161,30 @@ def test_a_chunk_beyond_float16_is_no_infinity_where_the_sum_is_within(runtime):
     assert total.item() == pytest.approx(3.0, abs=64)  # as float16 rounds numbers of that size
 
 
+class _Operators(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_sum_of_bfloat16_begins_without_a_factor(backend, exact, runtime):
+    """Each operator would be one more small kernel; bfloat16 has the range of float32."""
+    problem = Problem("wgrad", 2, 3, 4, (9,), (3,), dtype="bfloat16")
+    x, dy = backend.operands(problem, 2)
+    with _Operators() as called:
+        total = EngineExecutable(runtime, problem, "eng0").begin(x, dy)
+    assert total.dtype == torch.float32
+    assert relative_error(total, exact(problem, x, dy)) < 1e-2
+    assert called.names.count("_to_copy") == 1
+    assert "mul_" not in called.names
+
+
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_a_slab_is_run_where_it_lies(backend, exact, runtime, layout):
     """Rows 2 to 5 of the output read rows 2 to 7 of the input; nothing is copied."""

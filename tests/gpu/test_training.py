@@ -13,11 +13,13 @@ from torch import nn
 from torch.backends import cudnn
 
 import ucudnn
+from ucudnn.backends.cudnn.executable import EngineCall
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.config import Config
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.kernels.tuner import tune_problems
 from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.problem import OPS
 from ucudnn.segment import Segment
 from ucudnn.steps.tracing import trace_layers
 
@@ -132,6 +134,36 @@ def test_no_plan_runs_cudnn_while_it_is_switched_off(
     # A call of which torch computes every pass is torch's in backward, too.
     assert len(launched) == (3 if flags[0] else 0)
     assert_alike(found, expected, 3e-3)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_an_engine_refuses_on_any_operands_is_torchs(
+    backend, model, inputs, launched, monkeypatch, op
+):
+    expected = step(copy.deepcopy(model).double(), inputs.double())
+    plan = split_plan(backend, trace_layers(model, inputs).layers)
+    ucudnn.convert_(model, plan)
+    step(model, inputs)
+    launch, launches = EngineCall.launch, len(launched)
+    refused = []
+
+    def refusing(call, *arguments):
+        if call._problem.op != op:
+            return launch(call, *arguments)
+        refused.append(call)
+        return "no engine for these strides"
+
+    monkeypatch.setattr(EngineCall, "launch", refusing)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            launched.clear()
+            assert_alike(step(model, inputs), expected, 3e-3)
+    said = "no engine for these strides: torch's own convolution computes it"
+    assert [said in str(one.message) for one in caught] == [True] * 3  # one per layer
+    assert 0 < len(launched) < launches
+    # the whole call, then a chunk as it lies and on copies
+    assert len(refused) == 3 * 3
 
 
 def test_tuning_on_the_gpu_and_training_by_the_plan(backend, model, inputs, tmp_path):

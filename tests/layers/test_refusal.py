@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +14,15 @@ from torch import nn
 import ucudnn
 from ucudnn.check import check
 from ucudnn.config import Config
-from ucudnn.errors import MismatchWarning, PlanError, UnsupportedError
+from ucudnn.errors import (
+    MismatchWarning,
+    PlanError,
+    RefusedError,
+    UnplannedWarning,
+    UnsupportedError,
+)
+from ucudnn.execution.execute import Call
+from ucudnn.problem import OPS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,6 +144,74 @@ def test_a_step_that_cannot_be_built_is_refused(plan, monkeypatch):
     monkeypatch.setattr("ucudnn.execution.runner.build", refuse)
     with pytest.raises(PlanError, match="unplanned='error' refuses .*im2col_gemm was removed"):
         model(torch.ones(INPUT))
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """A function that lets the planned calls of an op refuse to run; it returns their number."""
+    compute = Call.__call__
+
+    def refuse(op):
+        tried = []
+
+        def called(call, *operands):
+            if call.problem.op != op:
+                return compute(call, *operands)
+            tried.append(call)
+            raise RefusedError("the engine refuses these strides")
+
+        monkeypatch.setattr(Call, "__call__", called)
+        return tried
+
+    return refuse
+
+
+def step(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return (y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters())))
+
+
+@pytest.mark.parametrize("is_converted", [True, False], ids=["converted", "installed"])
+@pytest.mark.parametrize("op", OPS)
+def test_what_an_algorithm_refuses_at_its_first_run_is_torchs(
+    plan_by_hand, refusing, op, is_converted
+):
+    """Of each layer one pass, of which torch also computes the bias or its gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.ConvTranspose2d(4, 2, 2))
+    x = torch.randn(INPUT)
+    expected = step(copy.deepcopy(model).double(), x.double())
+    plan = plan_by_hand(model, torch.empty(INPUT, requires_grad=True))
+    assert {kernel.problem.op for kernel in plan.kernels} == set(OPS)
+    if is_converted:
+        ucudnn.convert_(model, plan)
+    tried = refusing(op)
+    with (
+        nullcontext() if is_converted else ucudnn.installed(plan),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for found, truth in zip(step(model, x), expected, strict=True):
+                torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-4)
+    # once for each of the two layers, and never again
+    assert len(tried) == 2
+    said = "the engine refuses these strides: torch's own convolution computes it"
+    assert [(one.category, said in str(one.message)) for one in caught] == [
+        (UnplannedWarning, True)
+    ] * 2
+
+
+def test_what_an_algorithm_refuses_at_its_first_run_ends_a_step_that_must_follow_its_plan(
+    plan, refusing
+):
+    model = small_model()
+    ucudnn.convert_(model, plan)
+    refusing("fprop")
+    for _ in range(2):
+        with pytest.raises(PlanError, match="unplanned='error' refuses .*refuses these strides"):
+            model(torch.ones(INPUT))
 
 
 def test_the_environment_goes_before_the_plan(plan, monkeypatch):

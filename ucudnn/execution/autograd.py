@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 from ucudnn.backends import aten
 from ucudnn.backends.registry import BACKENDS
 from ucudnn.backends.tensors import PLAIN, memory_format, uses_channels_last
+from ucudnn.errors import RefusedError
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.execute import Call, as_kernel
 from ucudnn.execution.selective import Selective
@@ -105,6 +106,10 @@ class AbstractRunner(ABC):
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
         """Look up a plan's call for a pass, kept in `bound`; None: torch computes the pass."""
 
+    @abstractmethod
+    def decline(self, problem: Problem, sentence: str) -> None:
+        """Say why torch computes a problem that is planned, or raise a PlanError."""
+
 
 class Bound:
     """A convolution of operands of fixed shapes, with the plan's calls for its passes."""
@@ -182,7 +187,8 @@ class Bound:
         fprop = self.planned("fprop", bias is not None)
         if fprop is None or not self.takes(bias):
             return aten.convolution(x, w, bias, *self.geometry)
-        return as_kernel(fprop, x, w, bias)
+        result = as_kernel(self._run, "fprop", fprop, x, w, bias)
+        return aten.convolution(x, w, bias, *self.geometry) if result is None else result
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
@@ -200,6 +206,9 @@ class Bound:
         if True in rest:
             dx, dw, db = self._torchs_gradients(dy, x, w, bias_sizes, rest)
         own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
+        if (dgrad and own_dx is None) or (wgrad and own_dw is None):
+            # What was refused is torch's from now on, so this happens only once.
+            return self.backward(dy, x, w, bias_sizes, mask)
         return own_dx if dgrad else dx, own_dw if wgrad else dw, db
 
     def _torchs_gradients(
@@ -219,11 +228,23 @@ class Bound:
     def _gradients(
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        dx = dgrad(dy, w) if dgrad else None
+        dx = self._run("dgrad", dgrad, dy, w) if dgrad else None
         # A transposed convolution is planned as the dgrad of a convolution. In the wgrad problem of
         # that convolution, x and dy have changed places.
         a, b = (dy, x) if self.geometry.transposed else (x, dy)
-        return dx, wgrad(a, b) if wgrad else None
+        return dx, self._run("wgrad", wgrad, a, b) if wgrad else None
+
+    def _run(
+        self, which: str, planned: Pass, a: Tensor, b: Tensor, bias: Tensor | None = None
+    ) -> Tensor | None:
+        """Compute a pass by the plan; None if its algorithm refuses the operands after all."""
+        try:
+            return planned(a, b, bias)
+        except RefusedError as error:
+            said = f"{error}: torch's own convolution computes it; tune again"
+            self._runner.decline(self.problems[which], said)
+            self.follow(which, None)
+            return None
 
 
 def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

@@ -58,6 +58,9 @@ class Recorder(AbstractRunner):
             self._counts[bound.problems[which], has_bias] += 1
         return None
 
+    def decline(self, problem: Problem, sentence: str) -> None:
+        """Say nothing: there is no plan."""
+
     def clear(self) -> None:
         """Set all counts to zero; a forked child does so, because its parent saves these counts."""
         self._counts.clear()

@@ -108,7 +108,7 @@ class Runner(AbstractRunner):
         }
         planned_for = self.plan.device.type if self.plan else here
         if problems and planned_for != here:
-            self._decline(
+            self.decline(
                 next(iter(problems.values())),
                 f"the plan was made for {planned_for} and the tensors are on {here}: torch's own "
                 f"convolution computes them; tune with the model there",
@@ -171,10 +171,11 @@ class Runner(AbstractRunner):
         try:
             return build(self._backend, problem, split)
         except UnsupportedError as error:  # threads, versions or settings differ from the plan's
-            self._decline(problem, f"{error}: torch's own convolution computes it; tune again")
+            self.decline(problem, f"{error}: torch's own convolution computes it; tune again")
             return None
 
-    def _decline(self, problem: Problem, sentence: str) -> None:
+    def decline(self, problem: Problem, sentence: str) -> None:
+        """Warn that torch computes a problem, once per shape, or with unplanned='error' refuse."""
         if self._refuses:
             raise PlanError(f"unplanned='error' refuses {problem} without its plan: {sentence}")
         self._warn(problem, sentence)
