@@ -181,7 +181,6 @@ def test_a_sum_of_bfloat16_begins_without_a_factor(backend, exact, runtime):
         total = EngineExecutable(runtime, problem, "eng0").begin(x, dy)
     assert total.dtype == torch.float32
     assert relative_error(total, exact(problem, x, dy)) < 1e-2
-    assert called.names.count("_to_copy") == 1
     assert "mul_" not in called.names
 
 
