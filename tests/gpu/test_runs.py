@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.backends import cudnn
 
 from ucudnn.backends.cudnn.backend import CudnnBackend
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import bind
-from ucudnn.plan import Chunk, Split
+from ucudnn.plan import DEFAULT_ALGORITHM, Chunk, Split
 from ucudnn.problem import OPS, Problem
 
 LAYER = Problem("fprop", 10, 16, 32, (14, 14), (3, 3), padding=((1, 1), (1, 1)), math="tf32")
@@ -151,6 +153,20 @@ def test_operands_of_any_strides(backend, exact, tolerance, op):
 
 def test_backends_of_a_process_share_its_handles(backend):
     assert CudnnBackend().runtime is backend.runtime
+
+
+def test_no_engine_is_listed_while_cudnn_is_switched_off(backend):
+    """Nor is it used by the worker that measures for this process."""
+    listed = backend.candidates(LAYER)
+    assert len(listed) > 1
+    with cudnn.flags(enabled=False):
+        assert [one.algorithm for one in backend.candidates(LAYER)] == [DEFAULT_ALGORITHM]
+        assert backend.bias_candidates(LAYER) == ()
+        sent = pickle.dumps(backend)
+    assert backend.candidates(LAYER) == listed
+    with cudnn.flags(enabled=True):
+        pickle.loads(sent)  # as the worker does
+        assert not cudnn.enabled
 
 
 def test_nan_in_a_filter_arrives(backend):
