@@ -160,6 +160,21 @@ def host_costs(loops: Sequence[Loop]) -> str:
     return table("Host time per chunk", columns, rows)
 
 
+def launches(timings: Sequence[dict[str, str]]) -> str:
+    """Host time of one engine's launch, and how many engines take the device less than that."""
+    rows = []
+    key = lambda row: (row["dtype"], row["layout"])  # noqa: E731
+    # tables of before this column was written have times that include the host's
+    measured = [row for row in timings if row.get("host_us")]
+    for kind, members in groupby(sorted(measured, key=key), key):
+        cells = [(float(row["host_us"]), float(row["median_us"])) for row in members]
+        shorter = sum(device < host for host, device in cells)
+        share = f"{100 * shorter / len(cells):.0f} %"
+        rows.append((*kind, len(cells), *quantile_cells([host for host, _ in cells], 1), share))
+    columns = "dtype | layout | engines | 10 % us | median us | 90 % us | device takes less"
+    return table("Host time to launch one engine", columns, rows)
+
+
 def captures(loops: Sequence[Loop]) -> str:
     """Eager over captured time of a loop, by its number of chunks."""
     rows = []
@@ -315,6 +330,7 @@ def kernel_tables(folder: Path, loops: Sequence[Loop], least: float, count: int)
     yield against_unlimited(loops, timings, least)
     yield predictions(loops)
     yield host_costs(loops)
+    yield launches(timings)
     yield captures(loops)
     yield errors(timings)
     for baseline in HEADINGS:

@@ -25,14 +25,14 @@ t:a,fprop,fp32,nchw,8,8,batch,1,8,6.0,320,320,6,400 400 400,800 800 800,400 400 
 """
 TIMINGS = """\
 name,op,dtype,layout,batch,algorithm,workspace_bytes,mode,rank,notes,median_us,min_us,samples,\
-error,beta1_error
-t:a,fprop,fp32,nchw,8,eng67,205520896,A,0,TENSOR_CORE,250,249,9,,
-t:a,fprop,fp32,nchw,8,eng0,0,B,1,,8,7,9,,
-t:a,fprop,fp32,nchw,8,eng0,0,B,1,,800,790,9,,
-t:a,fprop,fp32,nchw,2,eng67,51380224,A,0,TENSOR_CORE,40,39,9,3e-4,
-t:c,fprop,fp32,nchw,8,eng67,41943040,A,0,TENSOR_CORE,50,50,9,,
-t:a,wgrad,fp32,nchw,4,eng1,0,A,0,,10,10,9,1e-6,2e-6
-t:a,wgrad,fp32,nchw,4,eng2,0,A,0,,10,10,9,3e-6,CUDNN_STATUS_NOT_SUPPORTED
+error,beta1_error,host_us
+t:a,fprop,fp32,nchw,8,eng67,205520896,A,0,TENSOR_CORE,250,249,9,,,40
+t:a,fprop,fp32,nchw,8,eng0,0,B,1,,8,7,9,,,20
+t:a,fprop,fp32,nchw,8,eng0,0,B,1,,800,790,9,,,30
+t:a,fprop,fp32,nchw,2,eng67,51380224,A,0,TENSOR_CORE,40,39,9,3e-4,,50
+t:c,fprop,fp32,nchw,8,eng67,41943040,A,0,TENSOR_CORE,50,50,9,,,
+t:a,wgrad,fp32,nchw,4,eng1,0,A,0,,10,10,9,1e-6,2e-6,
+t:a,wgrad,fp32,nchw,4,eng2,0,A,0,,10,10,9,3e-6,CUDNN_STATUS_NOT_SUPPORTED,
 """
 ANSWERS = {
     "cudnn": 92800,
@@ -116,3 +116,7 @@ def test_loops_against_predictions_capture_and_host(tables):
     ]
     # divided: host 4, 8, 5, 6; time per chunk 50, 50, 12.5, 50: the first alone is 10x
     assert found["Host time per chunk"] == [["fp32 nchw", "4", "4.0", "5.0", "8.0", "25 %"]]
+    # of each engine the last row: 40, 30, 50 of the host beside 250, 800, 40 of the device
+    assert found["Host time to launch one engine"] == [
+        ["fp32", "nchw", "3", "30.0", "40.0", "50.0", "33 %"]
+    ]
