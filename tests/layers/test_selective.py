@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ucudnn
@@ -89,6 +90,67 @@ def test_gradients_and_statistics_are_torchs(
 def test_tracked_statistics_of_instances_are_updated_once() -> None:
     model = block(lambda width: nn.InstanceNorm2d(width, track_running_stats=True), nn.ReLU())
     assert_same(model, torch.randn(4, 3, 9, 9))
+
+
+NORMS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
+    "groups": lambda x, w, b: functional.group_norm(x, 4, w, b),
+    "torch's groups": lambda x, w, b: torch.group_norm(x, 2, weight=w, bias=b),
+    "channels": lambda x, w, b: functional.group_norm(x, 8, w, bias=b),
+    "batch": lambda x, w, b: functional.batch_norm(x, None, None, w, b, True),
+    "tracked": lambda x, w, b: functional.batch_norm(x, torch.zeros(8), torch.ones(8), w, b, True),
+    "instances": lambda x, w, b: functional.instance_norm(x, None, None, w, b),
+}
+
+
+class Moments(TorchDispatchMode):
+    """Counts the operators that compute means and deviations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_trained = func is torch.ops.aten.native_batch_norm.default and args[5]
+        self.count += bool(is_trained or func is torch.ops.aten.native_group_norm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+@pytest.mark.parametrize("given", ["", "weight", "bias", "weight and bias"])
+@pytest.mark.parametrize("shape", [(3, 8, 5, 7), (3, 8, 4, 3, 5), (3, 8, 6), (1, 8, 4, 4)], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_is_repeated_by_the_moments_that_it_has_kept(
+    norm: str, shape: tuple[int, ...], given: str, layout: str
+) -> None:
+    x = 3 * torch.randn(shape) + 1
+    if layout == "channels_last" and len(shape) > 3:
+        form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        x = x.contiguous(memory_format=form)
+    elif layout == "transposed":
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    x.requires_grad_()
+    weight, bias = (torch.randn(8) if name in given else None for name in ("weight", "bias"))
+    doubled = list[Tensor]()
+    with Selective():
+        y = NORMS[norm](x, weight, bias)
+        y.register_hook(doubled.append)
+        result = (y * y).sum()
+    with Moments() as moments:
+        result.backward()  # type: ignore[no-untyped-call]
+    assert moments.count == 0
+    is_grouped = norm in ("groups", "torch's groups", "channels")
+    if layout != "transposed" and (given == "weight and bias" or not is_grouped):
+        assert torch.equal(doubled[0], 2 * y)
+    else:
+        torch.testing.assert_close(doubled[0], 2 * y, rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_of_half_precision_is_repeated_bit_for_bit() -> None:
+    """Only with moments of full precision they are used."""
+    for weights in (torch.float32, torch.bfloat16):
+        model = block(group_norm, nn.SiLU()).bfloat16()
+        for one in model.modules():
+            if isinstance(one, nn.GroupNorm):
+                one.to(weights)
+        assert_same(model, torch.randn(4, 3, 9, 9).bfloat16())
 
 
 @pytest.mark.parametrize("inplace", [False, True])

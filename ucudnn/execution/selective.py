@@ -3,7 +3,8 @@
 A normalisation or an activation function keeps its input for its own backward. Its result can be
 computed from this input in little time, so operations that need the result in backward do not keep
 it. In many networks these results are a large part of all activations (Korthikanti et al., Reducing
-Activation Recomputation in Large Transformer Models, MLSys 2023, section 5).
+Activation Recomputation in Large Transformer Models, MLSys 2023, section 5). The mean and the
+deviation that a normalisation keeps for its backward turn its repetition into one multiply-add.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ _KEEP_RESULT = {
     *(functional.relu, functional.sigmoid, functional.tanh),
     *(torch.relu, torch.sigmoid, torch.tanh),
 }
+# Functions whose result is a multiply-add of their input, and the place of their weight, before
+# that of their bias. In a layer norm the factor differs in each element, so that it would take more
+# than one, and torch's kernel reads a row only once anyway.
+_MULTIPLY_ADDS: dict[Any, int] = {
+    **dict.fromkeys((functional.group_norm, torch.group_norm), 2),
+    **dict.fromkeys((functional.batch_norm, functional.instance_norm), 3),
+}
+# The nodes that keep their mean and reciprocal deviation, in this order, after all other numbers.
+_KEEP_MOMENTS = {"NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0"}
 # Functions that update running statistics if this argument is true; they do not depend on them
 # then.
 _UPDATING = {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
@@ -47,12 +57,13 @@ class _Call:
 
     Attributes:
         uses: how many operations still need the result in backward.
+        run: computes the result from the first argument.
     """
 
     def __init__(self, source: _Call | None, run: Callable[[Tensor], Tensor]) -> None:
         self.source = source
         self.uses = 0
-        self._run = run
+        self.run = run
         self._stored: tuple[Tensor, int] | None = None
 
     def result(self, base: Tensor) -> Tensor:
@@ -60,7 +71,7 @@ class _Call:
         result, version = self._stored or (None, 0)
         # A checkpoint inside the segment may have given the result to code that changed it.
         if result is None or result._version != version:
-            result = self._run(base if self.source is None else self.source.result(base))
+            result = self.run(base if self.source is None else self.source.result(base))
         self._stored = (result, result._version) if self.uses > 0 else None
         return result
 
@@ -126,9 +137,10 @@ class _Rectified(torch.autograd.Function):
 class Selective(TorchFunctionMode):
     """In this context, no results of normalisations and activation functions are kept for backward.
 
-    The gradients are the same, bit for bit. What is still kept, is kept as the context around this
-    one says, which may be a checkpoint or `save_on_cpu`. Inside such a context that is entered
-    later, and inside another `Selective`, this one does nothing.
+    The gradients are the same: on a CPU bit for bit, or up to rounding if a normalisation has an
+    input with gaps or a group norm has no weights; on a GPU up to rounding. What is still kept, is
+    kept as the context around this one says, which may be a checkpoint or `save_on_cpu`. Inside
+    such a context that is entered later, and inside another `Selective`, this one does nothing.
     """
 
     def __init__(self) -> None:
@@ -181,11 +193,14 @@ class Selective(TorchFunctionMode):
             result = run()
         finally:
             self._pending = None
+        kept = [one.base for one in pending]
         for one in pending:
             if one.base is result:
                 call.uses += 1
                 one.call, one.base = call, base
             self._keep(one)
+        if func in _MULTIPLY_ADDS:
+            call.run = _MultiplyAdd.of(func, args, kwargs, result, kept) or call.run
         self._repeatable[result] = _Repeatable(call, base, _versions(result, base))
         return result
 
@@ -309,3 +324,85 @@ def _repetition(
         return result
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class _MultiplyAdd:
+    """Repeats a normalisation by the moments that it has kept for its backward.
+
+    Args:
+        mean: of each group of channels, of one sample or of the whole batch, (samples or 1, groups,
+            1).
+        rstd: the reciprocal deviation, as `mean`.
+        weight: of each channel, or None.
+        bias: of each channel, or None.
+        versions: of the weight and the bias, as they were.
+        like: shape, strides and dtype of the result.
+    """
+
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    versions: tuple[int, ...]
+    like: tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+    @classmethod
+    def of(
+        cls, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor, kept: list[Tensor]
+    ) -> _MultiplyAdd | None:
+        """That of a call, which has kept these tensors; None if it saves no time, or has none."""
+        node = result.grad_fn
+        if func is functional.instance_norm and node is not None:
+            node = node.next_functions[0][0]  # its result is a view of that of a batch norm
+        if node is None or node.name() not in _KEEP_MOMENTS or _is_transformed():
+            return None
+        mean, rstd = [one.detach() for one in kept if one.is_floating_point()][-2:]
+        # In evaluation there are none, and those of half precision are too rough.
+        if not mean.numel() or mean.dtype not in (torch.float32, torch.float64):
+            return None
+        input_, place = args[0], _MULTIPLY_ADDS[func]
+        given = [*args[place : place + 2], None, None]
+        weight, bias = kwargs.get("weight", given[0]), kwargs.get("bias", given[1])
+        shape = 1 if func is functional.batch_norm else len(input_), -1, 1
+        found = cls(
+            mean.view(shape),
+            rstd.view(shape),
+            None if weight is None else weight.detach(),
+            None if bias is None else bias.detach(),
+            _versions(*(one for one in (weight, bias) if one is not None)),
+            (result.shape, result.stride(), result.dtype),
+        )
+        # On a CPU, operators of several dtypes copy their operands.
+        is_fast = input_.device.type != "cpu" or input_.dtype == result.dtype == mean.dtype
+        return found if is_fast or found._is_flat(input_) else None
+
+    def __call__(self, input_: Tensor) -> Tensor:
+        """The normalisation of an input."""
+        shape, strides, dtype = self.like
+        rows, groups, _ = self.mean.shape
+        _require_unmodified(self.versions, *(b for b in (self.weight, self.bias) if b is not None))
+        with torch.autocast(input_.device.type, enabled=False):
+            if self.weight is None:
+                factor = self.rstd.expand(rows, groups, shape[1] // groups)
+            else:
+                factor = self.rstd * self.weight.view(groups, -1)
+            if self.bias is None:
+                addend = -self.mean * factor
+            else:
+                addend = torch.addcmul(self.bias.view(groups, -1), self.mean, factor, value=-1)
+            if self._is_flat(input_):
+                # A batch norm by given statistics is the fastest multiply-add on a CPU.
+                factor, addend = factor.reshape(-1), addend.reshape(-1)
+                given = torch.zeros_like(factor), torch.ones_like(factor)
+                flat = input_ if rows == 1 else input_.view(1, rows * shape[1], *shape[2:])
+                scaled = torch.batch_norm(flat, factor, addend, *given, False, 0.0, 0.0, False)
+                return scaled.view(shape) if rows > 1 else scaled
+            form = (rows, shape[1], *[1] * len(shape[2:]))
+            place = input_.new_empty_strided(shape, strides, dtype=dtype)
+            return torch.addcmul(addend.reshape(form), input_, factor.reshape(form), out=place)
+
+    def _is_flat(self, input_: Tensor) -> bool:
+        """True if a batch norm on a CPU can multiply each channel of each sample by a factor."""
+        is_one = len(self.mean) == 1 or input_.is_contiguous()
+        return is_one and input_.device.type == "cpu" and input_.dtype == self.like[2]
