@@ -187,6 +187,8 @@ class Way:
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
         own_bytes: the foreseen peak without the workspace of convolutions; 0 if it is not known.
+        split_bytes: the foreseen peak if convolutions are divided into chunks, which need a part of
+            the workspace; 0 if it is not known.
         division: segments and micro-batches of the step; in a plan, the name alone tells them.
     """
 
@@ -203,16 +205,13 @@ class Way:
     rounds: Count = 0
     is_allowed: bool = True
     own_bytes: Count = 0
+    split_bytes: Count = 0
     division: StepDivision = WHOLE
 
     @property
     def most_bytes(self) -> int:
         """The measured peak, or else the foreseen one."""
         return self.peak_bytes or self.foreseen_bytes
-
-    def fits(self, limit: int) -> bool:
-        """True if it may be chosen, and is foreseen to have a peak within a limit in bytes."""
-        return self.is_allowed and self.foreseen_bytes <= limit
 
     @property
     def step_ns(self) -> int:

@@ -414,16 +414,22 @@ def test_modules_may_be_examined_on_different_numbers_of_samples(monkeypatch):
 
 def test_a_way_that_was_timed_again_is_not_faster_than_itself():
     division = StepDivision((Segment("a", 2),))
-    way = Way("segments", "a", 50, 100, time_ns=100, own_bytes=40, division=division)
+    way = Way("segments", "a", 50, 100, time_ns=100, split_bytes=40, division=division)
 
     class Search:
         ways = (way,)
+        is_split = False
+        is_clearly_faster = SegmentSearch.is_clearly_faster
+        _clearly = 0.95
 
         def begin(self, deadline):
             pass
 
+        def fits(self, way, limit):
+            return True
+
         def within(self, limit, **_):
-            self.ways = (replace(way, time_ns=90 if limit > 60 else 100),)
+            self.ways = (replace(way, time_ns=90 if self.is_split else 100),)
             return self.ways[0]
 
     (choice,) = _chosen(Search(), Deadline.never(), 60, loop=False)

@@ -490,39 +490,37 @@ class _Choice(NamedTuple):
 def _chosen(search: SegmentSearch, end: Deadline, limit: int, *, loop: bool) -> list[_Choice]:
     """The way to plan kernels for; empty if no step fits, even without workspace."""
 
-    def best(most: int, *, inside: bool) -> Way:
+    def best(*, inside: bool, is_split: bool) -> Way | None:
+        search.is_split = is_split
         # A loop with segments inside recomputes less than segments alone, so it comes first.
-        in_parts = search.in_parts(most, inside=inside) if loop else None
-        found = search.within(most, inside=inside)
-        if in_parts is None or found.fits(most):
-            return found if in_parts is None else search.faster_of(in_parts, found)
-        return in_parts
-
-    def but_for_workspace() -> list[Way]:
-        ways = [one for one in search.ways if one.is_allowed and (loop or one.kind != "loop")]
-        return [one for one in ways if one.own_bytes <= limit]
+        in_parts = search.in_parts(limit, inside=inside) if loop else None
+        found = search.within(limit, inside=inside)
+        if in_parts is None:
+            return found if search.fits(found, limit) else None
+        return search.faster_of(in_parts, found) if search.fits(found, limit) else in_parts
 
     # Segments inside micro-batches are tried last, because small micro-batches that recompute
     # modules are slow.
     for inside, share in _SHARES.items():
         search.begin(end.part(share))
-        fitting = best(limit, inside=inside)
-        if not fitting.fits(limit):
+        fitting = best(inside=inside, is_split=False)
+        # Convolutions that are divided into chunks leave room for a faster way.
+        split = best(inside=inside, is_split=True)
+        search.is_split = False
+        if split is None:
             continue
-        # A clearly faster step may fit but for its workspace. Micro-batches twice as large may
-        # need twice the workspace.
-        best(limit + 2 * (fitting.foreseen_bytes - fitting.own_bytes), inside=inside)
+        if fitting is None:
+            return [_Choice(split)]
         # It may have been timed once more.
         fitting = next(one for one in search.ways if one.division == fitting.division)
-        least_ns = CLEARLY * fitting.step_ns
-        faster = [one for one in but_for_workspace() if 0 < one.time_ns < least_ns]
-        if not faster:
-            return [_Choice(fitting)]
-        return [_Choice(min(faster, key=lambda one: one.time_ns), fitting)]
+        if search.is_clearly_faster(split, fitting):
+            return [_Choice(split, fitting)]
+        return [_Choice(fitting)]
     # A way whose steps exceed the budget only by their workspace is accepted, too: limits for the
     # workspace may suffice.
-    by_peak = sorted(but_for_workspace(), key=lambda one: one.foreseen_bytes)
-    return [_Choice(one) for one in by_peak[:1]]
+    ways = [one for one in search.ways if one.is_allowed and (loop or one.kind != "loop")]
+    by_peak = sorted(ways, key=lambda one: one.foreseen_bytes)
+    return [_Choice(one) for one in by_peak if one.own_bytes <= limit][:1]
 
 
 def _checked(
@@ -537,8 +535,9 @@ def _checked(
     for _ in range(2):
         plan = make_plan(step)
         if choice.fitting is not None:
+            factor = CLEARLY[plan.device.type]
             slowed_ns = choice.way.step_ns * (1 + _lost(plan))
-            if slowed_ns >= CLEARLY * choice.fitting.step_ns:
+            if slowed_ns >= factor * choice.fitting.step_ns:
                 return None
         profile = step.foreseen(plan)
         if profile.peak_bytes <= budget:

@@ -74,6 +74,9 @@ _HALVED = 3
 # No larger batch is looked for.
 _MOST_BATCH = 1 << 24
 Operators = Literal["whole", "in part", "none"]
+# The most chunks into which a convolution is assumed to be divided, so that it needs a part of its
+# workspace. More of them take time.
+_CHUNKS = 8
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -550,16 +553,18 @@ def _run_all(
 def _profile(log: _StepLog, root: ModuleCall, held: Held, torchs: Collection[Layer]) -> StepProfile:
     """What the events of a step add up to."""
     now = own_peak = peak = time_ns = top = 0
-    spans, times, calls = list[Span](), list[int](), list[ConvolutionCall]()
-    highest = 0  # since the last mark
+    spans, split_spans = list[Span](), list[Span]()
+    times, calls = list[int](), list[ConvolutionCall]()
+    highest = highest_split = 0  # since the last mark
     for number, event in enumerate(log.events):
         if event.is_mark:
             spans.append(Span(highest, now))
+            split_spans.append(Span(highest_split, now))
             times.append(time_ns)
-            highest = now
+            highest = highest_split = now
             continue
         now += event.change
-        within = now
+        within = split = now
         if event.inside is not None:
             within += event.inside.workspace_bytes
             time_ns += event.inside.time_ns
@@ -572,14 +577,21 @@ def _profile(log: _StepLog, root: ModuleCall, held: Held, torchs: Collection[Lay
             # limited.
             is_limited = event.kernels and not any(Layer.of(one) in torchs for one in event.kernels)
             own_peak = max(own_peak, beside if is_limited else within)
-        own_peak, highest = max(own_peak, now), max(highest, within)
+            split = within
+            if is_limited:
+                chunks = min(_CHUNKS, *(one.batch for one in event.kernels))
+                split = beside + max(0, within - beside) // chunks
+        own_peak = max(own_peak, now)
+        highest, highest_split = max(highest, within), max(highest_split, split)
         if within > peak:
             peak, top = within, number
     spans.append(Span(highest, now))
+    split_spans.append(Span(highest_split, now))
     return StepProfile(
         held=held,
         root=root,
         spans=spans,
+        split_spans=split_spans,
         times_ns=times,
         own_peak_bytes=held.total + own_peak,
         calls=tuple(calls),

@@ -305,8 +305,10 @@ class StepProfile:
         root: the whole step as a call, which contains all other calls.
         spans: memory between marks, above what is held; the span with a mark's number ends at this
             mark.
+        split_spans: the same as `spans` if each convolution that a plan can limit is divided into
+            chunks, which need less workspace.
         times_ns: time in ns at each mark.
-        own_peak_bytes: peak without the workspace of convolutions that a plan can limit.
+        own_peak_bytes: peak without the workspace of these convolutions.
         calls: the kernels of convolutions, in the order of the step.
         alive: what is allocated at the peak: for each module that runs in forward, the bytes that
             it allocated; those of backward; and what an operator needs inside.
@@ -318,6 +320,7 @@ class StepProfile:
     held: Held
     root: ModuleCall
     spans: Sequence[Span]
+    split_spans: Sequence[Span]
     times_ns: Sequence[int]
     own_peak_bytes: int
     calls: tuple[ConvolutionCall, ...] = ()
@@ -325,6 +328,11 @@ class StepProfile:
     notes: tuple[str, ...] = ()
     layers: tuple[tuple[str, Problem], ...] = ()
     biased: frozenset[Problem] = frozenset()
+
+    @property
+    def split(self) -> StepProfile:
+        """The step with convolutions that are divided into chunks."""
+        return replace(self, spans=self.split_spans)
 
     @property
     def peak_bytes(self) -> int:

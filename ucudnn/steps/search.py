@@ -72,6 +72,7 @@ class SegmentSearch:
     ) -> None:
         self._foreseer = foreseer
         self._is_training, self._backend = foreseer.is_training, foreseer.backend
+        self._clearly = CLEARLY[foreseer.backend.device().type]
         self._modules: Mapping[str, nn.Module] = foreseer.modules
         self.deadline = deadline or Deadline.never()
         self.findings: dict[str, Independence] = {}
@@ -90,7 +91,11 @@ class SegmentSearch:
                 # recomputation does not know the results that they are views of.
                 profile = foreseer.step(everywhere, names=foreseer.holders)
                 selective = self._add(everywhere, profile)
-        self.costs = SegmentCosts(foreseer, self._own, selective, self._may_be)
+        self._costs = [SegmentCosts(foreseer, self._own, selective, self._may_be)]
+        split = None if selective is None else selective.split
+        self._costs.append(SegmentCosts(foreseer, self._own.split, split, self._may_be))
+        # True: convolutions count with the workspace that they need if they are divided.
+        self.is_split = False
         steps = partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training)
         self._copy = copy or cache(steps)
         # For each module that was examined, the samples of that step; and for each number of
@@ -106,6 +111,19 @@ class SegmentSearch:
     def batch(self) -> int:
         """Samples of the step."""
         return self._foreseer.batch
+
+    @property
+    def costs(self) -> SegmentCosts:
+        """What segments cost, with the workspace that counts now."""
+        return self._costs[self.is_split]
+
+    def needs(self, way: Way) -> int:
+        """The foreseen peak of a way, with the workspace that counts now."""
+        return way.split_bytes if self.is_split else way.foreseen_bytes
+
+    def fits(self, way: Way, limit: int) -> bool:
+        """True if a way may be chosen and is foreseen to keep a limit in bytes."""
+        return way.is_allowed and self.needs(way) <= limit
 
     @property
     def ways(self) -> list[Way]:
@@ -188,7 +206,7 @@ class SegmentSearch:
             for kept in (1, 0) if inside else ():
                 # Backward begins with the last micro-batch, so keeping it needs no additional
                 # memory, unless the results of the model are large.
-                if not self._best(limit).fits(limit) and not self.reason_against_parts():
+                if not self.fits(self._best(limit), limit) and not self.reason_against_parts():
                     self._go_inside(limit, kept)
             if not self._has_run(self._best(limit), limit):
                 break
@@ -197,13 +215,22 @@ class SegmentSearch:
 
     def _has_run(self, best: Way, limit: int) -> bool:
         """Run the best step within a limit, if it was not; False if there is nothing to run."""
-        if self.is_dry or best.time_ns or not best.fits(limit) or self.is_over(2):
+        if self.is_dry or best.time_ns or not self.fits(best, limit) or self.is_over(2):
             return False
         if self._foreseer.can_run(best.foreseen_bytes):
             self.run(best)
+        elif self.is_split:
+            return False  # with a plan there may be memory for it
         else:
             self.leave_out(best.division)
         return True
+
+    def is_clearly_faster(self, one: Way, other: Way) -> bool:
+        """True if one way takes clearly less time; both times are measured, or none."""
+        both = (one, other)
+        is_measured = all(way.time_ns for way in both)
+        times = [way.time_ns if is_measured else way.foreseen_ns for way in both]
+        return times[0] < self._clearly * times[1]
 
     def _solve(self, limit: int) -> None:
         """Foresee what the solver chooses, until it chooses what was foreseen already."""
@@ -213,9 +240,9 @@ class SegmentSearch:
                 break
             table = self.costs.table()
             least_ns = table.time_ns(max(room, table.smallest_bytes)) or 0
-            found_ns = [one.foreseen_ns for one in self._segmented() if one.fits(limit)]
+            found_ns = [one.foreseen_ns for one in self._segmented() if self.fits(one, limit)]
             # What fits already is as fast as the solver hopes, or there is no time to look further.
-            if found_ns and (min(found_ns) * CLEARLY <= least_ns or self.deadline.is_over):
+            if found_ns and (min(found_ns) * self._clearly <= least_ns or self.deadline.is_over):
                 break
             options = table.choose(max(room, table.smallest_bytes))
             chosen = _one_for_each([option for option in options if option.choice is not None])
@@ -235,27 +262,31 @@ class SegmentSearch:
             # Segments inside others, and modules that run several times, have no costs of their
             # own in a step with them. So the solver does not learn what they cost, and gets less
             # room instead.
-            if found.fits(limit) or room <= table.smallest_bytes:
+            if self.fits(found, limit) or room <= table.smallest_bytes:
                 break
-            room -= found.foreseen_bytes - limit
+            room -= self.needs(found) - limit
 
     def _segmented(self) -> list[Way]:
         """The steps that were foreseen, without loops over micro-batches."""
         return [one for one in self.ways if one.kind != "loop"]
 
     def _best(self, limit: int) -> Way:
-        return min(self._segmented(), key=partial(_cost, limit))
+        return min(self._segmented(), key=partial(self._cost, limit))
 
     def smallest(self, *, loop: bool) -> Way:
         """The step with the smallest peak, which is a loop only if loops are allowed."""
-        return min(self.ways if loop else self._segmented(), key=partial(_cost, 0))
+        return min(self.ways if loop else self._segmented(), key=partial(self._cost, 0))
+
+    def _cost(self, limit: int, one: Way) -> tuple[bool, int, int]:
+        """Sort key, less for the better way: bytes of the peak beyond a limit, then the time."""
+        return not one.is_allowed, max(0, self.needs(one) - limit), one.step_ns
 
     def _time_again(self, limit: int) -> None:
         """Time the fastest steps within a limit again, as long as there is time.
 
         A single time is noisy, and of several times of a step the least is the best estimate.
         """
-        fitting = [one for one in self._segmented() if one.time_ns and one.fits(limit)]
+        fitting = [one for one in self._segmented() if one.time_ns and self.fits(one, limit)]
         fitting = sorted(fitting, key=lambda one: one.time_ns)[:_FASTEST]
         if len(fitting) < 2 or self.is_over(len(fitting)):
             return
@@ -293,26 +324,27 @@ class SegmentSearch:
                 break
             inner = SegmentSearch(self._foreseer.of_batch(size), self.deadline)
             inner.share_with(self)
-            room = limit - max(0, outer.foreseen_bytes - inner.ways[0].foreseen_bytes)
+            room = limit - max(0, self.needs(outer) - inner.needs(inner.ways[0]))
             for is_first in (True, False, False):
                 inner._solve(max(0, room))
                 segments = inner._best(max(0, room)).division.segments
                 last = self.foresee(division(size, segments))
-                if last is None or last.foreseen_bytes <= limit or room <= 0:
+                if last is None or self.needs(last) <= limit or room <= 0:
                     break
                 if self.deadline.is_over:
                     return
                 # Beside the current micro-batch, the step may hold more memory than estimated. So
                 # the second attempt leaves more room for that. The third and last attempt takes the
                 # segments with the smallest peak.
-                room = room - 2 * (last.foreseen_bytes - limit) if is_first else 0
-            if last is None or last.foreseen_bytes > limit:
+                room = room - 2 * (self.needs(last) - limit) if is_first else 0
+            if last is None or self.needs(last) > limit:
                 break
             size *= 2
 
     def share_with(self, other: SegmentSearch) -> None:
-        """Use what another search finds out about modules."""
+        """Use what another search finds out about modules, and count the same workspace."""
         self.findings, self._unselective, self._outer = other.findings, other._unselective, other
+        self.is_split = other.is_split
 
     def in_parts(self, limit: int = _ANY, *, inside: bool = False) -> Way | None:
         """The fastest loop over micro-batches that fits, after steps of it were run, or None.
@@ -329,7 +361,7 @@ class SegmentSearch:
             raise ConfigError(f"loop runs a model on parts of the batch, and {reason}")
 
         def fitting() -> list[Way]:
-            return [one for one in self.ways if one.kind == "loop" and one.fits(limit)]
+            return [one for one in self.ways if one.kind == "loop" and self.fits(one, limit)]
 
         self.foresee_loops()
         if inside and not fitting():
@@ -374,11 +406,11 @@ class SegmentSearch:
         tried = [one for one in self.ways if one.time_ns]
         if own not in tried:
             return WHOLE
-        fastest = min(tried, key=partial(_cost, own.foreseen_bytes))
-        if fastest.time_ns > own.time_ns * CLEARLY:
+        fastest = min(tried, key=partial(self._cost, own.foreseen_bytes))
+        if fastest.time_ns > own.time_ns * self._clearly:
             return WHOLE
         # Of the divisions that take about as long, the one with the smallest peak.
-        most_ns = min(own.time_ns * CLEARLY, fastest.time_ns / CLEARLY)
+        most_ns = min(own.time_ns * self._clearly, fastest.time_ns / self._clearly)
         tried = [one for one in tried if one.time_ns <= most_ns]
         best = min(tried, key=lambda one: one.foreseen_bytes)
         samples = race(
@@ -524,7 +556,8 @@ class SegmentSearch:
                 self.exclude_the_cause(division, error)
             else:
                 self._add(division, profile)
-                self.costs.foreseen(division, profile)
+                for costs, one in zip(self._costs, (profile, profile.split), strict=True):
+                    costs.foreseen(division, one)
         return self._ways.get(division)
 
     def run_if_fits(self, way: Way) -> Way | None:
@@ -555,7 +588,8 @@ class SegmentSearch:
         assert spans is not None
         peak = self._own.held.total + max(one.peak_bytes for one in spans)
         self.note(way, times[-1] - times[0], peak)
-        self.costs.measured(way.division, root, times)
+        for costs in self._costs:
+            costs.measured(way.division, root, times)
 
     def exclude_the_cause(self, division: StepDivision, error: BaseException) -> None:
         """Exclude the segments by which, each alone, a step fails; or else the innermost one."""
@@ -623,13 +657,15 @@ def _way(division: StepDivision, profile: StepProfile) -> Way:
     name = f"{len(segments)} segments" if len(segments) > 1 else "".join(map(str, segments))
     if size is not None:
         kind, name = "loop", f"loop, micro-batches of {size}{', ' * bool(segments)}{name}"
-    took = profile.peak_bytes, profile.time_ns
-    return Way(kind, name or "torch", *took, own_bytes=profile.own_peak_bytes, division=division)
-
-
-def _cost(limit: int, one: Way) -> tuple[bool, int, int]:
-    """Sort key, less for the better way: bytes of the peak beyond a limit, then the time."""
-    return not one.is_allowed, max(0, one.foreseen_bytes - limit), one.step_ns
+    return Way(
+        kind,
+        name or "torch",
+        profile.peak_bytes,
+        profile.time_ns,
+        own_bytes=profile.own_peak_bytes,
+        split_bytes=profile.split.peak_bytes,
+        division=division,
+    )
 
 
 def _one_for_each(options: Sequence[Option | OuterOption]) -> list[Segment]:
