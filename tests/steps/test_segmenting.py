@@ -429,7 +429,7 @@ def test_a_way_that_was_timed_again_is_not_faster_than_itself():
             return True
 
         def within(self, limit, **_):
-            self.ways = (replace(way, time_ns=90 if self.is_split else 100),)
+            self.ways = (replace(way, time_ns=100 if self.is_split else 90),)
             return self.ways[0]
 
     (choice,) = _chosen(Search(), Deadline.never(), 60, loop=False)

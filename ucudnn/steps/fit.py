@@ -503,16 +503,14 @@ def _chosen(search: SegmentSearch, end: Deadline, limit: int, *, loop: bool) -> 
     # modules are slow.
     for inside, share in _SHARES.items():
         search.begin(end.part(share))
-        fitting = best(inside=inside, is_split=False)
         # Convolutions that are divided into chunks leave room for a faster way.
-        split = best(inside=inside, is_split=True)
-        search.is_split = False
+        split, fitting = (best(inside=inside, is_split=one) for one in (True, False))
         if split is None:
             continue
         if fitting is None:
             return [_Choice(split)]
         # It may have been timed once more.
-        fitting = next(one for one in search.ways if one.division == fitting.division)
+        split = next(one for one in search.ways if one.division == split.division)
         if search.is_clearly_faster(split, fitting):
             return [_Choice(split, fitting)]
         return [_Choice(fitting)]
