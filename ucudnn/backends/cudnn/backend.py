@@ -30,6 +30,12 @@ from ucudnn.split import DEFAULT_ALGORITHM
 # Engines that compute wrong results if the padding at both ends of an axis differs, without an
 # error. Found with cuDNN 9.19 on an H100; PyTorch never asks cuDNN for such padding.
 _WRONG_WITH_UNEQUAL_PADDING = {"fprop": (), "dgrad": (50,), "wgrad": (1, 18, 20)}
+# Versions of cuDNN whose 3-D engines compute wrong results without an error. In half precision and
+# channels-first layout torch does not use them, unless the filter has one element (Convolution.cpp
+# since torch 2.9.1; pytorch#163539, PR#166480). For TF32 cuDNN's developers name no limits but the
+# versions, 9.10.2 to 9.15 (PR#167024).
+_WRONG_IN_HALF = range(90800, 91500)
+_WRONG_IN_TF32 = range(91002, 91600)
 # Number of problems whose engines are remembered. Listing the engines of a problem takes
 # milliseconds, and tuning asks for the same problem many times.
 _MOST_PROBLEMS = 4096
@@ -81,7 +87,17 @@ def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) ->
     return memory.movedim(-1, 1)
 
 
-def _engine_refusal(problem: Problem, algorithm: str) -> str | None:
+def _is_wrong_in_3d(problem: Problem, version: int) -> bool:
+    """True if this version of cuDNN, a number such as 91002, may compute a 3-D problem wrongly."""
+    if problem.rank < 3:
+        return False
+    if problem.dtype == "float32":
+        return problem.math == "tf32" and version in _WRONG_IN_TF32
+    is_half = problem.bytes_per_element == 2 and problem.layout == "nchw"
+    return is_half and max(problem.kernel_size) > 1 and version in _WRONG_IN_HALF
+
+
+def _engine_refusal(problem: Problem, algorithm: str, version: int) -> str | None:
     """Reason why an engine cannot compute a problem; None if it can, or may do so."""
     try:
         engine, _, adds_bias = parse_identity(algorithm)
@@ -92,6 +108,10 @@ def _engine_refusal(problem: Problem, algorithm: str) -> str | None:
     is_unequal = any(begin != end for begin, end in problem.padding)
     if is_unequal and engine in _WRONG_WITH_UNEQUAL_PADDING[problem.op]:
         return "its results are wrong if the padding at both ends of an axis differs"
+    if _is_wrong_in_3d(problem, version):
+        return (
+            "3-D engines of this version of cuDNN may compute wrong results; install 9.16 or newer"
+        )
     return None
 
 
@@ -165,7 +185,7 @@ class CudnnBackend(AbstractBackend):
         largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
         if largest > MOST_ELEMENTS:
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
-        return _engine_refusal(problem, algorithm)
+        return _engine_refusal(problem, algorithm, self.runtime.cudnn.version)
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """torch's own convolution, then the engines that PyTorch's settings allow, best first."""
