@@ -43,20 +43,32 @@ _torch: Any = torch.backends.cudnn  # `Any`, because torch replaces this module 
 
 
 class _Settings(NamedTuple):
-    """Settings of torch on which its own choice of a kernel depends."""
+    """Settings of torch on which its own choice of a kernel depends, and its limit of memory."""
 
     benchmark: bool
+    benchmark_limit: int
     deterministic: bool
     precision: str
+    memory_fraction: float
 
     @classmethod
-    def read(cls) -> _Settings:
+    def read(cls, index: int) -> _Settings:
         # The settings are passed on to the measuring worker, another process, where torch starts
         # with its default settings.
-        return cls(_torch.benchmark, _is_deterministic(), _torch.conv.fp32_precision)
+        fraction = torch.cuda.get_per_process_memory_fraction(index)
+        if fraction < 1:
+            # The user limits this process, so both processes together stay within the limit.
+            whole = torch.cuda.get_device_properties(index).total_memory
+            fraction = max(0.0, fraction - torch.cuda.memory_reserved(index) / whole)
+        return cls(
+            *(_torch.benchmark, _torch.benchmark_limit, _is_deterministic()),
+            *(_torch.conv.fp32_precision, fraction),
+        )
 
-    def apply(self) -> None:
-        _torch.benchmark, _torch.deterministic, _torch.conv.fp32_precision = self
+    def apply(self, index: int) -> None:
+        _torch.benchmark, _torch.benchmark_limit, _torch.deterministic = self[:3]
+        _torch.conv.fp32_precision = self.precision
+        torch.cuda.set_per_process_memory_fraction(self.memory_fraction, index)
 
 
 def _is_deterministic() -> bool:
@@ -65,7 +77,7 @@ def _is_deterministic() -> bool:
 
 def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
     torch.cuda.set_device(index)
-    settings.apply()
+    settings.apply(index)
     return CudnnBackend()
 
 
@@ -142,7 +154,7 @@ class CudnnBackend(AbstractBackend):
 
     # Handles and plans of cuDNN cannot be pickled; the worker opens the backend anew.
     def __reduce__(self) -> tuple[Callable[..., CudnnBackend], tuple[int, _Settings]]:
-        return _opened_elsewhere, (self._index, _Settings.read())
+        return _opened_elsewhere, (self._index, _Settings.read(self._index))
 
     def device(self) -> Device:
         return gpu.cuda_device(self._index)

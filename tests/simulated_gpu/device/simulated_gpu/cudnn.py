@@ -165,7 +165,7 @@ def _exact(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _let_torch_see_its_tensors() -> None:
     """Tell torch the true devices of tensors where it asks for them below Python."""
-    from ucudnn.steps import tracing
+    from ucudnn.steps import foresee, tracing
 
     BACKENDS["cudnn"] = replace(BACKENDS["cudnn"], dispatch_key="CPU")
     trace_layers = tracing.trace_layers
@@ -175,3 +175,10 @@ def _let_torch_see_its_tensors() -> None:
             return trace_layers(*arguments, device_type=device_type or "cuda", **options)
 
     tracing.trace_layers = traced
+    foreseen = foresee.Foreseer._foreseen
+
+    def on_fakes(*arguments: Any) -> Any:
+        with tensors.as_they_are():
+            return foreseen(*arguments)
+
+    foresee.Foreseer._foreseen = on_fakes  # type: ignore[method-assign]
