@@ -345,8 +345,9 @@ class Race:
             self._refused[title] = first_line(error)
         else:
             self._ways[title] = way
+            # Where torch's own step does not fit, the way has the place of torch.
             self._rows[title]["beside_torch_ns"] = [
-                self._time_ns(one) for one in (self._ways["torch"], way)
+                self._time_ns(one) for one in (self._ways.get("torch", way), way)
             ]
             print(f"{self.found['network']}: {title}: {said(self._rows[title])}", flush=True)
         self._write()
