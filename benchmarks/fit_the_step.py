@@ -3,12 +3,17 @@
     python benchmarks/fit_the_step.py --out fit_the_step.json          # all networks, an hour
     python benchmarks/fit_the_step.py segresnet convnext --rounds 5
     python benchmarks/fit_the_step.py resnet50 --device cuda --shape 256,3,224,224 --no-compile
+    python benchmarks/fit_the_step.py segresnet --budget-of checkpoint,compile --out fit.json
 
 Each network runs in a process of its own. Its ways run in turn, on the same weights and inputs;
 peaks are torch's allocator's own count, with parameters and inputs. Beside the measured peak and
 time of a way is what was foreseen of it, without running it; a compiled way is not foreseen. Each
 way of the inference has a process of its own, because malloc keeps blocks that other ways have
 freed.
+
+The file is written after each way and each round, so a run that is cut off keeps what it has. The
+last rounds have all ways in turn. A way that they do not reach has the times of one step by torch
+and one by itself ("beside_torch_ns"). Plans are saved beside the file.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -38,10 +44,12 @@ from torch.utils.checkpoint import checkpoint
 import ucudnn
 from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.errors import PlanError
+from ucudnn.errors import UcudnnError, first_line
 from ucudnn.steps.run import tensors_of
 
 FEW = 4
+# Ways by torch in less memory, by the names that --budget-of has for them.
+RIVALS = {"checkpoint": "torch.utils.checkpoint", "compile": "torch.compile, activation budget 0.5"}
 INFERENCE = "resnet50-inference"
 KEEPING = "eager, malloc that keeps blocks"
 
@@ -123,9 +131,10 @@ class Contestant(NamedTuple):
         self.model.zero_grad()
         parts = [x] if self.plan is None else (part[0] for part in self.plan.micro_batches(x))
         for part in parts:
-            results = tensors_of(self.model(part))
             weight = len(part) / len(x)
-            torch.autograd.backward([weight * one.square().mean() for one in results])
+            # No name holds the results during backward: they would count in every peak.
+            losses = [weight * one.square().mean() for one in tensors_of(self.model(part))]
+            torch.autograd.backward(losses)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -200,10 +209,10 @@ def foreseen(contestant: Contestant, x: Tensor) -> dict[str, Any]:
 
 
 def gradients(contestant: Contestant, x: Tensor) -> list[Tensor]:
-    """Those of one step."""
+    """Those of one step, in the memory of the host."""
     torch.manual_seed(1)
     contestant.step(x)
-    return [p.grad.double() for p in contestant.model.parameters() if p.grad is not None]
+    return [p.grad.double().cpu() for p in contestant.model.parameters() if p.grad is not None]
 
 
 def deviation(some: list[Tensor], exact: list[Tensor]) -> float:
@@ -230,48 +239,182 @@ def held_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
-def measured(
-    name: str, case: Case, device: str, rounds: int, compiles: bool, config: ucudnn.Config
-) -> dict[str, Any]:
-    """All ways of one network, as JSON values."""
-    torch.manual_seed(0)
-    model, x = case.make().to(device), torch.randn(case.shape, device=device)
-    backend = backend_of(x)
-    ways = {"torch": Contestant(model), "torch.utils.checkpoint": Contestant(checkpointed(model))}
-    if compiles:
-        ways["torch.compile, activation budget 0.5"] = compiled(model, x)
-    refused: dict[str, str] = {}
-    wanted = [(share, False) for share in case.shares] + [(share, True) for share in case.loops]
-    for share, loop in wanted:
-        title = f"{'loop' if loop else 'segments'} within {share}"
+def allocated_beside(model: nn.Module, x: Tensor) -> int:
+    """Bytes of other models on a GPU, which count in a budget that is given in bytes."""
+    return max(0, backend_of(x).allocated_bytes() - held_bytes(model, x))
+
+
+class Asked(NamedTuple):
+    """What is asked of the networks.
+
+    Args:
+        device: "cpu" or "cuda".
+        rounds: in which all ways run in turn.
+        compiles: True: torch.compile is a way.
+        rivals: keys of `RIVALS`, at whose peaks plans run.
+        config: of plans, but for the budget.
+    """
+
+    device: str
+    rounds: int
+    compiles: bool
+    rivals: tuple[str, ...]
+    config: ucudnn.Config
+
+
+class Race:
+    """The ways of one network: each is measured when it is added, and then they run in turn.
+
+    Args:
+        name: of the network.
+        case: what is run.
+        asked: how.
+        out: the file that is written after each way and each round; None: none is.
+        before: what the file has of other networks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        case: Case,
+        asked: Asked,
+        out: Path | None = None,
+        before: list[dict[str, Any]] | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = case.make().to(asked.device)
+        self.x = torch.randn(case.shape, device=asked.device)
+        self._case, self._asked, self._out, self._before = case, asked, out, before or []
+        self._began = time.monotonic()
+        self._ways: dict[str, Contestant] = {}
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._refused: dict[str, str] = {}
+        self.found: dict[str, Any] = {
+            "network": name,
+            "shape": case.shape,
+            "made": provenance(),
+            "ways": self._rows,
+            "refused": self._refused,
+        }
+        # float64 takes ten times as long: of some samples, of which each has its part in the
+        # gradients.
+        self._few = self.x[:FEW]
+        twin = copy.deepcopy(self.model).double()
+        self._exact = gradients(Contestant(twin), self._few.double())
+
+    def run(self) -> dict[str, Any]:
+        """All ways, those by torch first, as JSON values."""
+        asked, config = self._asked, self._asked.config
+        self._add("torch", partial(Contestant, self.model))
+        self._add(RIVALS["checkpoint"], lambda: Contestant(checkpointed(self.model)))
+        if asked.compiles:
+            self._add(RIVALS["compile"], lambda: compiled(self.model, self.x))
+        for rival in asked.rivals:
+            if peak := self._rows.get(RIVALS[rival], {}).get("peak_bytes"):
+                self._add_plan(f"segments at the peak of {RIVALS[rival]}", config, peak)
+        for share in self._case.shares:
+            self._add_plan(f"segments within {share}", config, share)
+        for share in self._case.loops:
+            self._add_plan(f"loop within {share}", replace(config, loop=True), share)
+        for number in range(asked.rounds + 1):
+            taken = {title: self._time_ns(way) for title, way in self._ways.items()}
+            if number:  # the first round warms up
+                for title, time_ns in taken.items():
+                    self._rows[title]["samples_ns"].append(time_ns)
+                self._write()
+        return self.found
+
+    def _add_plan(self, title: str, config: ucudnn.Config, budget: int | str) -> None:
+        """A plan within a share of torch's peak, or within bytes for this model alone."""
+
+        def make() -> Contestant:
+            beside = allocated_beside(self.model, self.x)
+            within = budget + beside if isinstance(budget, int) else budget
+            return planned(self.model, self.x, replace(config, memory_budget=within))
+
+        self._add(title, make)
+
+    def _add(self, title: str, make: Callable[[], Contestant]) -> None:
+        for other in self._ways.values():
+            other.model.zero_grad()  # gradients of other ways are no memory of this one
         try:
-            within = replace(config, memory_budget=share, loop=loop)
-            ways[title] = planned(model, x, within)
-        except PlanError as error:
-            refused[title] = str(error).splitlines()[0]
-    # float64 takes ten times as long: of some samples, of which each has its part in the gradients.
-    few = x[:FEW]
-    exact = gradients(Contestant(copy.deepcopy(model).double()), few.double())
-    rows: dict[str, dict[str, Any]] = {
-        title: {
-            "peak_bytes": peak_bytes(way, x),
-            "deviation": deviation(gradients(way, few), exact),
+            way = make()
+            self._rows[title] = self._row(title, way)
+        # What torch.compile raises is a RuntimeError, and so is a lack of memory.
+        except (UcudnnError, RuntimeError) as error:
+            self._refused[title] = first_line(error)
+        else:
+            self._ways[title] = way
+            # Where torch's own step does not fit, the way has the place of torch.
+            self._rows[title]["beside_torch_ns"] = [
+                self._time_ns(one) for one in (self._ways.get("torch", way), way)
+            ]
+            print(f"{self.found['network']}: {title}: {said(self._rows[title])}", flush=True)
+        self._write()
+
+    def _row(self, title: str, way: Contestant) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "peak_bytes": peak_bytes(way, self.x),
+            "deviation": deviation(gradients(way, self._few), self._exact),
             "tuning_s": round(way.tuning_s, 1),
             "segments": 0 if way.plan is None else len(way.plan.segments),
             "micro_batch": None if way.plan is None else way.plan.micro_batch,
             "samples_ns": [],
         }
-        for title, way in ways.items()
+        if way.plan is not None:
+            row |= described(way.plan)
+            if self._out is not None:
+                file = re.sub(r"[^\w.]+", "-", f"{self._out.stem} {self.found['network']} {title}")
+                row["plan"] = f"{file}.plan.json"
+                way.plan.save(self._out.with_name(row["plan"]))
+        return row if title == RIVALS["compile"] else row | foreseen(way, self.x)
+
+    def _time_ns(self, way: Contestant) -> int:
+        return backend_of(self.x).elapsed_ns(partial(way.step, self.x))
+
+    def _write(self) -> None:
+        self.found["wall_s"] = round(time.monotonic() - self._began)
+        save(self._out, [*self._before, self.found])
+
+
+def described(plan: ucudnn.Plan) -> dict[str, Any]:
+    """What a plan does to a step, in words, and what it says of what it leaves alone."""
+    assert plan.memory is not None
+    assert plan.origin is not None
+    return {
+        "budget_bytes": plan.memory.budget_bytes,
+        "divided": [str(one) for one in plan.segments],
+        "notes": [
+            *(f"{module}: {reason}" for module, reason in plan.reasons),
+            *plan.origin.left_out,
+            *plan.origin.over_limit,
+        ],
     }
-    for title, way in ways.items():
-        if not title.startswith("torch.compile"):
-            rows[title] |= foreseen(way, x)
-    for number in range(rounds + 1):
-        for title, way in ways.items():
-            time_ns = backend.elapsed_ns(partial(way.step, x))
-            if number:  # the first round warms up
-                rows[title]["samples_ns"].append(time_ns)
-    return {"network": name, "shape": case.shape, "ways": rows, "refused": refused}
+
+
+def said(row: dict[str, Any]) -> str:
+    """Peak and time of a way, and what was foreseen of it."""
+    samples = row["samples_ns"] or row["beside_torch_ns"][1:]
+    text = f"{row['peak_bytes'] / 2**20:.1f} MiB, {sorted(samples)[len(samples) // 2] / 1e6:.0f} ms"
+    if "foreseen_ns" in row:
+        mib, ms = row["foreseen_bytes"] / 2**20, row["foreseen_ns"] / 1e6
+        text += f"; foreseen {mib:.1f} MiB, {ms:.0f} ms"
+    return text
+
+
+def save(path: Path | None, found: list[dict[str, Any]]) -> None:
+    """Write what was found, if there is a file for it: all or nothing."""
+    if path is not None:
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(found, indent=1) + "\n")
+        temporary.replace(path)
+
+
+def raced(
+    name: str, case: Case, asked: Asked, out: Path | None, before: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """All ways of one network, as JSON values."""
+    return Race(name, case, asked, out, before).run()
 
 
 class Served(NamedTuple):
@@ -367,23 +510,25 @@ def inferred(rounds: int) -> dict[str, Any]:
     return {"network": INFERENCE, "shape": (32, 3, 224, 224), "ways": rows, "refused": {}}
 
 
-def in_a_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def in_a_process(
+    name: str, arguments: argparse.Namespace, before: list[dict[str, Any]]
+) -> dict[str, Any]:
     """All ways of a network."""
-    began, rounds = time.monotonic(), arguments.rounds
     if name == INFERENCE:
-        found = inferred(rounds)
-    else:
-        case = CASES[name]
-        if arguments.shape:
-            case = case._replace(shape=arguments.shape)
-        if arguments.shares or arguments.loops:
-            case = case._replace(shares=arguments.shares, loops=arguments.loops)
-        config = ucudnn.Config(effort="quick", time_budget_s=arguments.time_budget_s)
-        compiles = not arguments.no_compile
-        with process() as own:
-            task = own.submit(measured, name, case, arguments.device, rounds, compiles, config)
-            found = task.result()
-    return {**found, "wall_s": round(time.monotonic() - began), "made": provenance()}
+        began = time.monotonic()
+        found = inferred(arguments.rounds)
+        return {**found, "wall_s": round(time.monotonic() - began), "made": provenance()}
+    case = CASES[name]
+    if arguments.shape:
+        case = case._replace(shape=arguments.shape)
+    if arguments.shares or arguments.loops or arguments.budget_of:
+        case = case._replace(shares=arguments.shares, loops=arguments.loops)
+    asked = Asked(
+        *(arguments.device, arguments.rounds, not arguments.no_compile, arguments.budget_of),
+        ucudnn.Config(effort="quick", time_budget_s=arguments.time_budget_s),
+    )
+    with process() as own:
+        return own.submit(raced, name, case, asked, arguments.out, before).result()
 
 
 def listed(text: str) -> tuple[str, ...]:
@@ -397,7 +542,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Run the networks, and write what was found after each."""
+    """Run the networks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -408,6 +553,9 @@ def main() -> None:
     parser.add_argument("--shape", type=shape, help="of the inputs, such as 256,3,224,224")
     parser.add_argument("--shares", type=listed, default=(), help="for segments, such as 50%%,30%%")
     parser.add_argument("--loops", type=listed, default=(), help="shares for loops")
+    parser.add_argument(
+        *("--budget-of",), type=listed, default=(), help="plans at peaks of: checkpoint,compile"
+    )
     parser.add_argument("--time-budget-s", type=float, help="for tuning each plan")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = parser.parse_args()
@@ -417,20 +565,18 @@ def main() -> None:
             f"networks on {arguments.device} must be of {', '.join(known)}, got "
             f"{', '.join(sorted(unknown))}"
         )
+    rivals = [name for name in RIVALS if name != "compile" or not arguments.no_compile]
+    if unknown := set(arguments.budget_of) - {*rivals}:
+        parser.error(f"--budget-of must be of {', '.join(rivals)}, got {', '.join(unknown)}")
     found: list[dict[str, Any]] = []
     for name in arguments.networks or known:
-        found.append(in_a_process(name, arguments))
+        found.append(in_a_process(name, arguments, found))
+        print(f"{name}: all ways in turn")
         for title, row in found[-1]["ways"].items():
-            median = sorted(row["samples_ns"])[arguments.rounds // 2] / 1e6
-            said = f"{row['peak_bytes'] / 2**20:.1f} MiB, {median:.0f} ms"
-            if "foreseen_ns" in row:
-                mib, ms = row["foreseen_bytes"] / 2**20, row["foreseen_ns"] / 1e6
-                said += f"; foreseen {mib:.1f} MiB, {ms:.0f} ms"
-            print(f"{name}: {title}: {said}", flush=True)
+            print(f"{name}: {title}: {said(row)}", flush=True)
         for title, reason in found[-1]["refused"].items():
             print(f"{name}: {title}: {reason}", flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        save(arguments.out, found)
 
 
 if __name__ == "__main__":

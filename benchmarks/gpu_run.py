@@ -92,7 +92,8 @@ def parts(out: Path, layers: Path, tiny: bool) -> list[Part]:
 _ALEXNET, _RESNET, _UNET = "alexnet_ucudnn_csv", "resnet50_n256", "nnunet_3d_fullres_n2"
 _TABLES = (_ALEXNET, _RESNET, _UNET)
 _UNET_VARIANTS = (
-    "eager,benchmark,channels_last,channels_last+benchmark,compile,ucudnn@none,ucudnn@64MiB"
+    "eager,benchmark,benchmark@all,channels_last,channels_last+benchmark,compile,"
+    "ucudnn@none,ucudnn@64MiB"
 )
 _RESNET_VARIANTS = (
     "eager,channels_last,channels_last+benchmark,compile,ucudnn@64MiB,channels_last+ucudnn@64MiB"

@@ -5,9 +5,9 @@ took for a shape, whatever cudnn.benchmark said at that time: in one process the
 would run the kernels of the first. It also keeps each peak of memory apart. Only one process works
 at a time. Before and after its turn a process gives its cached memory back.
 
-A variant is written as parts joined by "+": eager, channels_last, benchmark (cudnn.benchmark),
-compile (torch.compile), ucudnn@64MiB or ucudnn@none (the workspace limit), and wscap@64
-(CUDNN_CONV_WSCAP_DBG, in MiB).
+A variant is written as parts joined by "+": eager, channels_last, benchmark (cudnn.benchmark, which
+tries the first ten of cuDNN's engines), benchmark@all (all of them), compile (torch.compile),
+ucudnn@64MiB or ucudnn@none (the workspace limit), and wscap@64 (CUDNN_CONV_WSCAP_DBG, in MiB).
 """
 
 from __future__ import annotations

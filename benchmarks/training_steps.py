@@ -17,7 +17,7 @@ from step_workers import DTYPES, Job, Run, load, measure, report, save, usual_op
 
 NETWORKS = {"resnet50": 256, "alexnet": 256, "unet3d": 2, "convnext": 128, "sd15": 8}
 VARIANTS = (
-    *("eager", "benchmark", "channels_last", "channels_last+benchmark", "compile"),
+    *("eager", "benchmark", "benchmark@all", "channels_last", "channels_last+benchmark", "compile"),
     *("ucudnn@64MiB", "ucudnn@none", "channels_last+ucudnn@64MiB"),
 )
 CPU_VARIANTS = ("eager", "channels_last", "compile", "ucudnn@8MiB", "ucudnn@none")

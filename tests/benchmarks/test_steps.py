@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -43,6 +44,19 @@ def test_processes_take_steps_in_turn(workers):
     # the same weights and inputs give the same loss, whatever the layout
     assert runs[0].setup["loss"] == pytest.approx(runs[1].setup["loss"], rel=1e-4)
     assert len(seen) == 3 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("variant", "benchmark", "limit"),
+    [("benchmark", True, 10), ("channels_last+benchmark@all", True, 0), ("eager", False, None)],
+)
+def test_a_rival_tries_ten_engines_or_all(script, workers, monkeypatch, variant, benchmark, limit):
+    settings = torch.backends.cudnn
+    monkeypatch.setattr(settings, "benchmark", False)
+    monkeypatch.setattr(settings, "benchmark_limit", None)
+    job = workers.Job("unet3d", variant, "tf32", 2, "cpu", small=True)
+    script("step_runner").Runner(job)
+    assert (settings.benchmark, settings.benchmark_limit) == (benchmark, limit)
 
 
 def test_the_table_compares_rounds(workers, make_run):

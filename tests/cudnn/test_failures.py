@@ -16,7 +16,8 @@ from ucudnn.backends.cudnn.backend import CudnnBackend
 from ucudnn.backends.cudnn.graph import views_of
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.errors import UcudnnError, UnsupportedError
-from ucudnn.problem import Problem
+from ucudnn.problem import OPS, Problem
+from ucudnn.split import DEFAULT_ALGORITHM
 
 PROBLEM = Problem("fprop", 2, 4, 4, (9, 9), (3, 3))
 # Says by a line that a descriptor is destroyed.
@@ -87,3 +88,38 @@ def test_descriptors_are_left_to_the_end_of_the_process(compiled, python):
     )
     done = python("-c", program, compiled(91900, SOURCE))
     assert (done.stdout, done.stderr) == ("destroyed\n", "")
+
+
+HALF = {"dtype": "float16"}
+TF32 = {"math": "tf32"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "after"),
+    [
+        (HALF, 90800, 91500),
+        ({"dtype": "bfloat16"}, 90800, 91500),
+        (TF32, 91002, 91600),
+        # torch leaves these to every version of cuDNN
+        ({}, None, None),
+        ({**HALF, "layout": "nhwc"}, None, None),
+        ({**HALF, "kernel_size": (1, 1, 1)}, None, None),
+        ({**HALF, "input_size": (9, 9), "kernel_size": (3, 3)}, None, None),
+        ({**TF32, "input_size": (9, 9), "kernel_size": (3, 3)}, None, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("op", OPS)
+def test_engines_of_versions_that_are_wrong_in_3d_are_refused(op, fields, first, after):
+    sizes = {"input_size": (9,) * 3, "kernel_size": (3,) * 3, **fields}
+    problem = Problem(op, 2, 4, 4, **sizes)
+    backend = CudnnBackend.__new__(CudnnBackend)
+    refused = []
+    for version in (90701, 90800, 91001, 91002, 91400, 91500, 91501, 91600, 91900):
+        backend.runtime = SimpleNamespace(cudnn=SimpleNamespace(version=version))
+        assert backend.refusal(problem, DEFAULT_ALGORITHM) is None
+        if (reason := backend.refusal(problem, "eng1")) is not None:
+            assert "this version of cuDNN may compute wrong results" in reason
+            refused.append(version)
+    known = (90800, 91001, 91002, 91400, 91500, 91501)
+    assert refused == [one for one in known if first and first <= one < after]

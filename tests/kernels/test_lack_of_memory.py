@@ -206,6 +206,28 @@ def test_a_kernel_that_nothing_fits_is_left_to_torch(scripted, monkeypatch):
         tune_problems([("wide", wide), ("layer", SMALL)], Config(unplanned="error"))
 
 
+def test_memory_for_operands_is_not_looked_for_by_each_candidate(scripted, monkeypatch):
+    """They would all fail as the first did, each after as long a search."""
+    backend = scripted(
+        torch_default=lambda size: (size * MS, 0),
+        **{f"engine{number}": lambda size: (size * MS, 0) for number in range(3)},
+    )
+    asked, operands = list[int](), backend.operands
+
+    def limited_operands(problem, samples):
+        if problem.in_channels > 2:
+            asked.append(samples)
+            raise RuntimeError("CUDA out of memory")
+        return operands(problem, samples)
+
+    monkeypatch.setattr(backend, "operands", limited_operands)
+    wide = Problem("fprop", 4, 3, 2, (4, 4), (1, 1))
+    with pytest.warns(UntunedWarning, match=r"too little memory \(CUDA out of memory\)"):
+        tune_problems([("wide", wide), ("layer", SMALL)], Config(effort="thorough"))
+    # Once to look at the candidates, and once to race them.
+    assert asked == [4, 2, 1] * 2
+
+
 def test_tuning_ends_where_trials_lack_memory(scripted):
     """A trial is small, and is not run again and again."""
     scripted(torch_default=lambda size: (size * MS, 0), hungry=_hungry)

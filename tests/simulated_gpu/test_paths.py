@@ -110,6 +110,42 @@ def test_everything_at_once_and_again(simulated, layers, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
+    ("network", "variants"),
+    [
+        ("alexnet", "eager,benchmark,benchmark@all,ucudnn@none,ucudnn@64MiB"),
+        ("unet3d", "eager,channels_last,ucudnn@64MiB,ucudnn@none"),
+    ],
+)
+def test_steps_are_timed_in_every_variant(simulated, tmp_path, network, variants):
+    options = ("--networks", network, "--dtypes", "tf32", "--rounds", "3", "--variants", variants)
+    simulated("benchmarks/training_steps.py", "--out", tmp_path, "--tiny", *options, *TUNING)
+    runs = json.loads((tmp_path / "training_steps.json").read_text())["runs"]
+    assert [run["job"]["variant"] for run in runs] == variants.split(",")
+    assert [(run["failed"], len(run["samples_ns"])) for run in runs] == [(None, 3)] * len(runs)
+
+
+@pytest.mark.nightly
+def test_steps_in_less_memory_are_timed(simulated, tmp_path):
+    """Peaks that are measured lack all but what is held: so a rival's is too small a budget."""
+    pytest.importorskip("monai")
+    shape = ("--device", "cuda", "--shape", "2,1,32,32,32", "--rounds", "3", "--no-compile")
+    budgets = ("--budget-of", "checkpoint", "--shares", "90%,5%", "--time-budget-s", "15")
+    out = tmp_path / "fit.json"
+    done = simulated("benchmarks/fit_the_step.py", "segresnet", *shape, *budgets, "--out", out)
+    assert "has no plan" not in done.stderr  # each call meets the kernel that was planned for it
+    [found] = json.loads(out.read_text())
+    within = "segments within 90%"
+    assert [*found["ways"]] == ["torch", "torch.utils.checkpoint", within]
+    assert [len(way["samples_ns"]) for way in found["ways"].values()] == [3] * 3
+    assert found["ways"][within]["divided"]
+    assert (tmp_path / found["ways"][within]["plan"]).exists()
+    rivals = "segments at the peak of torch.utils.checkpoint"
+    assert [*found["refused"]] == [rivals, "segments within 5%"]
+    assert all("is too small" in reason for reason in found["refused"].values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
     "command",
     [
         ("demo_unet.py", "--dtypes", "tf32", "--variants", "eager,ucudnn@none"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.accuracy import Check, Reference
-from ucudnn.benchmark.failures import CANDIDATE_ERRORS, failure_of
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, CandidateError, Failure, failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.errors import UnsupportedError
@@ -116,14 +116,23 @@ class LocalBench(AbstractBench):
         self._on_turn = on_turn
         self._how = how
         self._ring: Ring | None = None
+        self._lack: Failure | None = None
         self._samplers: dict[Arm, Sampler] = {}
         self._references: dict[Problem, Reference] = {}
 
     @property
     def ring(self) -> Ring:
         """The operands of all candidates, allocated before the first run."""
+        # Without memory for the operands every candidate fails alike. To try again takes as long as
+        # to time a candidate.
+        if self._lack is not None:
+            raise CandidateError(self._lack.reason, self._lack.kind)
         if self._ring is None:
-            self._ring = Ring.allocate(self._backend, self._axis.problem)
+            try:
+                self._ring = Ring.allocate(self._backend, self._axis.problem)
+            except CANDIDATE_ERRORS as error:
+                self._lack = failure_of(error)
+                raise
         return self._ring
 
     def look(self, arm: Arm, limit: int | None) -> Look:

@@ -125,7 +125,7 @@ class Ring:
         if needed > room:
             need, half = format_sizes(needed, room)
             raise CandidateError(
-                f"{problem} needs {need} of operands to be measured, and half of the free memory "
+                f"{problem} needs {need} of operands to be measured, and half of what is available "
                 f"is {half}",
                 FailureKind.OUT_OF_MEMORY,
             )

@@ -168,9 +168,9 @@ class KernelMeasurer:
         return bool(first_runs or wanted)
 
     @property
-    def lacks_memory(self) -> bool:
-        """True if a chunk could not be run, because there was too little memory."""
-        return bool(self._records.skipped)
+    def lack_of_memory(self) -> str:
+        """Why a chunk could not be run for lack of memory; "" if there was enough."""
+        return next(iter(self._records.skipped.values()), "")
 
     def _is_over(self) -> bool:
         """True after the time for chunks; if a plan is still needed, after the time for races."""
@@ -266,7 +266,7 @@ class KernelMeasurer:
             # A candidate that ran out of memory is not kept as failed, because there may be more
             # memory at another time.
             if kind == FailureKind.OUT_OF_MEMORY:
-                self._records.skipped.add(arm)
+                self._records.skipped[arm] = reason
                 return
             self._records.keep(arm, Measurement(entry.key, "failed", reason=reason, failure=kind))
             return
@@ -292,7 +292,7 @@ class KernelMeasurer:
         except CANDIDATE_ERRORS as error:
             kind, reason = failure_of(error)
             if kind == FailureKind.OUT_OF_MEMORY:
-                self._records.skipped.add(arm)
+                self._records.skipped[arm] = reason
                 return
             failed = replace(_not_run(key, candidate), status="failed", reason=reason, failure=kind)
             self._records.keep(arm, failed)

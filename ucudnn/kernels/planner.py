@@ -115,7 +115,8 @@ class KernelPlanner:
         # If measuring was cut short, a split that was not measured may fit.
         if not self._is_cut_short:
             error = self._nothing_fits(evidence)
-            error.lacks_memory = error.smallest_bytes is None and self._source.lacks_memory
+            lacks_memory = bool(self._source.lack_of_memory)
+            error.lacks_memory = error.smallest_bytes is None and lacks_memory
             raise error
 
     @property
@@ -195,14 +196,15 @@ class KernelPlanner:
         source, problem, config = self._source, self._problem, self._config
         smallest, limit = _smallest(source, evidence), self._limit
         if smallest is None:
-            return _nothing_allowed(problem, config, evidence)
+            return _nothing_allowed(problem, config, evidence, source.lack_of_memory)
         least, what = smallest
         # A limit that suffices must hold the whole call, not only its largest chunk.
         least += self._call_overhead_bytes
         if limit is None or least <= limit:
-            if source.lacks_memory:
+            if source.lack_of_memory:
                 return PlanError(
-                    f"there was too little memory to time the chunks of any plan for {problem}"
+                    f"there was too little memory to time the chunks of any plan for {problem} "
+                    f"({source.lack_of_memory})"
                 )
             return PlanError(
                 f"no plan for {problem} can be made of what was measured: {what}, needs "
@@ -269,7 +271,7 @@ def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | No
     return Finalist(split, timing, samples=(time_ns,))
 
 
-def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> PlanError:
+def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence, lack: str) -> PlanError:
     ran = list(filter(_ran, evidence.everything))
     if config.deterministic and ran and not any(one.is_deterministic for one in ran):
         return PlanError(
@@ -285,7 +287,7 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> Pl
     # If every candidate ran out of memory, there are no entries, because such failures are not
     # kept.
     if failed or not evidence.everything:
-        reasons = "; ".join(failed) or "there was too little memory"
+        reasons = "; ".join(failed) or f"there was too little memory{lack and f' ({lack})'}"
         return PlanError(f"no algorithm could be run on {problem}: {reasons}")
     return PlanError(
         f"{problem} has no split, because the chunks that were measured do not add up to all of "

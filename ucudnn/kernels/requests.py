@@ -37,8 +37,9 @@ class KernelRecords:
     max_error: float | None
     deterministic: bool = False
     by_arm: dict[Arm, Measurement] = field(default_factory=dict)
-    # Candidates that could not be run this time, because there was too little memory.
-    skipped: set[Arm] = field(default_factory=set)
+    # Candidates that could not be run this time, because there was too little memory, with the text
+    # of that error.
+    skipped: dict[Arm, str] = field(default_factory=dict)
 
     @cached_property
     def workspaces(self) -> WorkspaceModel:

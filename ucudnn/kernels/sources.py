@@ -160,9 +160,9 @@ class AbstractSource(ABC):
         return False
 
     @property
-    def lacks_memory(self) -> bool:
-        """True if a chunk could not be run, because there was too little memory."""
-        return False
+    def lack_of_memory(self) -> str:
+        """Why a chunk could not be run for lack of memory; "" if there was enough."""
+        return ""
 
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
@@ -253,9 +253,10 @@ class LiveSource(AbstractSource):
         return any(measurer.lacks_time for measurer in self._measurer_by_cut.values())
 
     @property
-    def lacks_memory(self) -> bool:
-        """True if a chunk could not be run, because there was too little memory."""
-        return any(measurer.lacks_memory for measurer in self._measurer_by_cut.values())
+    def lack_of_memory(self) -> str:
+        """Why a chunk could not be run for lack of memory; "" if there was enough."""
+        lacks = (measurer.lack_of_memory for measurer in self._measurer_by_cut.values())
+        return next(filter(None, lacks), "")
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Race splits as whole calls if there is time for it, else recall their race."""

@@ -39,6 +39,12 @@ from ucudnn.split import DEFAULT_ALGORITHM
 # Engines that compute wrong results if the padding at both ends of an axis differs, without an
 # error. Found with cuDNN 9.19 on an H100; PyTorch never asks cuDNN for such padding.
 _WRONG_WITH_UNEQUAL_PADDING = {"fprop": (), "dgrad": (50,), "wgrad": (1, 18, 20)}
+# Versions of cuDNN whose 3-D engines compute wrong results without an error. In half precision and
+# channels-first layout torch does not use them, unless the filter has one element (Convolution.cpp
+# since torch 2.9.1; pytorch#163539, PR#166480). For TF32 cuDNN's developers name no limits but the
+# versions, 9.10.2 to 9.15 (PR#167024).
+_WRONG_IN_HALF = range(90800, 91500)
+_WRONG_IN_TF32 = range(91002, 91600)
 # Number of problems whose engines are remembered. Listing the engines of a problem takes
 # milliseconds, and tuning asks for the same problem many times.
 _MOST_PROBLEMS = 4096
@@ -46,23 +52,33 @@ _torch: Any = torch.backends.cudnn  # `Any`, because torch replaces this module 
 
 
 class _Settings(NamedTuple):
-    """Settings of torch on which its own choice of a kernel depends."""
+    """Settings of torch on which its own choice of a kernel depends, and its limit of memory."""
 
     enabled: bool
     benchmark: bool
+    benchmark_limit: int
     deterministic: bool
     precision: str
+    memory_fraction: float
 
     @classmethod
-    def read(cls) -> _Settings:
+    def read(cls, index: int) -> _Settings:
         # The settings are passed on to the measuring worker, another process, where torch starts
         # with its default settings.
-        precision = _torch.conv.fp32_precision
-        return cls(_torch.enabled, _torch.benchmark, _is_deterministic(), precision)
+        fraction = torch.cuda.get_per_process_memory_fraction(index)
+        if fraction < 1:
+            # The user limits this process, so both processes together stay within the limit.
+            whole = torch.cuda.get_device_properties(index).total_memory
+            fraction = max(0.0, fraction - torch.cuda.memory_reserved(index) / whole)
+        return cls(
+            *(_torch.enabled, _torch.benchmark, _torch.benchmark_limit, _is_deterministic()),
+            *(_torch.conv.fp32_precision, fraction),
+        )
 
-    def apply(self) -> None:
-        _torch.enabled, _torch.benchmark, _torch.deterministic = self[:3]
+    def apply(self, index: int) -> None:
+        _torch.enabled, _torch.benchmark, _torch.benchmark_limit, _torch.deterministic = self[:4]
         _torch.conv.fp32_precision = self.precision
+        torch.cuda.set_per_process_memory_fraction(self.memory_fraction, index)
 
 
 def _is_deterministic() -> bool:
@@ -71,7 +87,7 @@ def _is_deterministic() -> bool:
 
 def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
     torch.cuda.set_device(index)
-    settings.apply()
+    settings.apply(index)
     return CudnnBackend()
 
 
@@ -93,7 +109,17 @@ def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) ->
     return memory.movedim(-1, 1)
 
 
-def _engine_refusal(problem: Problem, algorithm: str) -> str | None:
+def _is_wrong_in_3d(problem: Problem, version: int) -> bool:
+    """True if this version of cuDNN, a number such as 91002, may compute a 3-D problem wrongly."""
+    if problem.rank < 3:
+        return False
+    if problem.dtype == "float32":
+        return problem.math == "tf32" and version in _WRONG_IN_TF32
+    is_half = problem.bytes_per_element == 2 and problem.layout == "nchw"
+    return is_half and max(problem.kernel_size) > 1 and version in _WRONG_IN_HALF
+
+
+def _engine_refusal(problem: Problem, algorithm: str, version: int) -> str | None:
     """Reason why an engine cannot compute a problem; None if it can, or may do so."""
     try:
         engine, _, adds_bias = parse_identity(algorithm)
@@ -104,6 +130,10 @@ def _engine_refusal(problem: Problem, algorithm: str) -> str | None:
     is_unequal = any(begin != end for begin, end in problem.padding)
     if is_unequal and engine in _WRONG_WITH_UNEQUAL_PADDING[problem.op]:
         return "its results are wrong if the padding at both ends of an axis differs"
+    if _is_wrong_in_3d(problem, version):
+        return (
+            "3-D engines of this version of cuDNN may compute wrong results; install 9.16 or newer"
+        )
     return None
 
 
@@ -134,7 +164,7 @@ class CudnnBackend(AbstractBackend):
 
     # Handles and plans of cuDNN cannot be pickled; the worker opens the backend anew.
     def __reduce__(self) -> tuple[Callable[..., CudnnBackend], tuple[int, _Settings]]:
-        return _opened_elsewhere, (self._index, _Settings.read())
+        return _opened_elsewhere, (self._index, _Settings.read(self._index))
 
     def device(self) -> Device:
         return gpu.cuda_device(self._index)
@@ -179,7 +209,7 @@ class CudnnBackend(AbstractBackend):
         largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
         if largest > MOST_ELEMENTS:
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
-        return _engine_refusal(problem, algorithm)
+        return _engine_refusal(problem, algorithm, self.runtime.cudnn.version)
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """torch's own convolution, then the engines that PyTorch's settings allow, best first."""

@@ -6,7 +6,8 @@ NVML is missing, as in some containers, fields that only NVML knows are empty.
 Memory for measuring comes from CuPy, so that torch's caching allocator neither holds nor counts it.
 The operands of a benchmark are larger than the GPU's cache. If they came from torch's allocator,
 they would change how it splits its blocks, and would count as workspace if they were allocated
-during a run. Without CuPy (the extras cuda12 and cuda13), the operands come from torch.
+during a run. Without CuPy (the extras cuda12 and cuda13), the operands come from torch. So they do
+if the user limits torch's memory, because CuPy does not know that limit.
 """
 
 from __future__ import annotations
@@ -157,9 +158,9 @@ def _cupy() -> Any:
 
 
 def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new contiguous tensor, in memory from CuPy if it is installed, else from torch."""
+    """A new contiguous tensor, in memory from CuPy where that may be used, else from torch."""
     cupy = _cupy()
-    if cupy is None:
+    if cupy is None or torch.cuda.get_per_process_memory_fraction(device) < 1:
         return torch.empty(shape, dtype=dtype, device=device)
     # CuPy's pool is switched off, because torch could not allocate the memory that the pool keeps.
     with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):

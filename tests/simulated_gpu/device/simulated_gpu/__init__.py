@@ -8,8 +8,8 @@ GPU is simulated, too: see `faults`.
 
 Its times are those of a CPU under load and mean nothing. The device is called "simulated" wherever
 a result names it, and no process may write into benchmarks/results. Left out: torch.compile
-(returns the model as it is), asynchrony, CUDA graphs (a replay does nothing), memory statistics
-(all zero) and NVML. Every tensor claims to be on the GPU unless it was moved to the CPU.
+(returns the model as it is), asynchrony, CUDA graphs (a replay does nothing), peaks of memory (all
+zero; see `memory`) and NVML. Every tensor claims to be on the GPU unless it was moved to the CPU.
 
 Environment:
 
@@ -17,6 +17,7 @@ Environment:
     SIMULATED_GPU_STUBS     folder to build the stub of the driver in
     SIMULATED_GPU_CUDNN     libcudnn.so.9, where torch was built without CUDA
     SIMULATED_GPU_FAULTS    folder of failures to come, see `faults`
+    SIMULATED_GPU_MEMORY    folder of what each process has allocated, see `memory`
     SIMULATED_GPU_PATIENCE  seconds after which a candidate hangs, instead of those of the backend
 """
 

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from simulated_gpu import faults
+from simulated_gpu import faults, memory
 from simulated_gpu.tensors import DEVICE
 
 NAME = "simulated"
-_FREE_BYTES = 4 << 30
 _L2_BYTES = 1 << 20  # small, so that what rotates through it is
 _here = threading.local()
 _captures = [0]
@@ -126,6 +125,7 @@ def install(profile: str) -> None:
         profile: the device as cuDNN describes it, in JSON.
     """
     fields = json.loads(profile)
+    memory.install(fields["totalGlobalMem"])
     major, minor = divmod(fields["deviceVer"] // 10, 10)
     properties = SimpleNamespace(
         name=NAME,
@@ -152,8 +152,11 @@ def install(profile: str) -> None:
         "device": _Device,
         "current_stream": _current_stream,
         "default_stream": lambda *_: _default_stream,
-        "get_per_process_memory_fraction": lambda *_: 1.0,
-        "mem_get_info": lambda *_: (_FREE_BYTES, fields["totalGlobalMem"]),
+        "get_per_process_memory_fraction": memory.fraction,
+        "set_per_process_memory_fraction": memory.set_fraction,
+        "mem_get_info": memory.info,
+        "memory_allocated": memory.allocated,
+        "memory_reserved": memory.allocated,
         "memory_stats": lambda *_: defaultdict(int),
         "get_allocator_backend": lambda: "native",
         "get_rng_state": lambda *_: torch.random.get_rng_state(),
@@ -171,13 +174,9 @@ def install(profile: str) -> None:
 
 _NOTHING = (
     *("_lazy_init", "_sleep", "empty_cache", "init", "manual_seed", "manual_seed_all"),
-    *("reset_peak_memory_stats", "set_device", "set_per_process_memory_fraction"),
-    *("set_rng_state", "set_sync_debug_mode"),
+    *("reset_peak_memory_stats", "set_device", "set_rng_state", "set_sync_debug_mode"),
 )
-_ZERO = (
-    *("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated"),
-    "memory_reserved",
-)
+_ZERO = ("current_device", "max_memory_allocated", "max_memory_reserved")
 
 
 def _constant(value: int | None) -> Any:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,12 +173,23 @@ def _exact(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _let_torch_see_its_tensors() -> None:
     """Tell torch the true devices of tensors where it asks for them below Python."""
     from ucudnn.steps import tracing
+    from ucudnn.steps.foresee import Foreseer
 
     BACKENDS["cudnn"] = replace(BACKENDS["cudnn"], dispatch_key="CPU")
-    trace_layers = tracing.trace_layers
+    init = tracing.StepRecorder.__init__
 
-    def traced(*arguments: Any, device_type: str | None = None, **options: Any) -> Any:
+    def recorder(self: Any, passes: Any, device_type: str | None) -> None:
+        init(self, passes, device_type or "cuda")
+
+    tracing.StepRecorder.__init__ = recorder  # type: ignore[method-assign]
+    tracing.trace_layers = _as_they_are(tracing.trace_layers)
+    Foreseer._foreseen = _as_they_are(Foreseer._foreseen)  # type: ignore[method-assign]
+
+
+def _as_they_are(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
         with tensors.as_they_are():
-            return trace_layers(*arguments, device_type=device_type or "cuda", **options)
+            return function(*arguments, **options)
 
-    tracing.trace_layers = traced
+    return called

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from simulated_gpu import memory
 
 DEVICE = torch.device("cuda", 0)
 _base: Any = torch._C.TensorBase
@@ -87,7 +88,11 @@ def _placed(make: Callable[..., Any]) -> Callable[..., Any]:
         if device is not None and _is_gpu(device):
             del options["device"]
         result = make(*arguments, **options)
-        return _on_host(result) if str(device) == "cpu" else result
+        if str(device) == "cpu":
+            return _on_host(result)
+        if type(result) is torch.Tensor and result.is_cuda:
+            memory.take(result)
+        return result
 
     return made
 
