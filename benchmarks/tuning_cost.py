@@ -23,10 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
@@ -36,12 +36,13 @@ from ucudnn.axis import BatchAxis
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look, Whole
-from ucudnn.benchmark.protocol import FINALS, Protocol, Ring, Sampler, WholeLoop
+from ucudnn.benchmark.protocol import FINALS, AbstractLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
+from ucudnn.kernels.budget import EFFORTS
 from ucudnn.kernels.confirmation import race_calls
 from ucudnn.kernels.measurer import KernelMeasurer
 from ucudnn.kernels.results import Progress
@@ -74,12 +75,16 @@ KERNELS = (
 EXHAUSTIVE = Protocol(least_rounds=8, most_rounds=8, lapped=(), repeats=5)
 SAME_TWICE = Protocol(least_rounds=60, most_rounds=60, lapped=(), repeats=60)
 SAME = ("same", "same again")
+# A sample of later chunks has at least so many runs, see `ChunkLoop.least_times`.
+LATER_RUNS = 4
 # The last samples of each candidate judge choices that were made by the others.
 FRESH = 3
 
 
 class Table:
     """A recorded table, as a backend that lists what is in it."""
+
+    effort = EFFORTS["thorough"]
 
     def __init__(self, path: Path) -> None:
         cache = MemoryCache()
@@ -112,12 +117,20 @@ class _Replayed(RecordedBackend):
     def available_bytes(self) -> int:
         return 1 << 62
 
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        """The time that a run itself tells."""
+        time_ns = run()
+        assert isinstance(time_ns, int)
+        return time_ns
+
 
 class GpuTable(Table):
     """The times of a GPU's kernels in float32, as gpu_suite.py wrote them, with stated workspace.
 
     Each configuration was timed in one role, which stands for all.
     """
+
+    effort = EFFORTS["normal"]
 
     def __init__(self, path: Path) -> None:
         answers = json.loads(path.with_name("answers.json").read_text())
@@ -170,13 +183,68 @@ class _Stating(_Replayed):
         )
 
 
-class ReplayBench(AbstractBench):
-    """Answers from a table."""
+@dataclass
+class Runs:
+    """Runs that were timed: how many, and how long they took together."""
 
-    def __init__(self, backend: AbstractBackend, known: Mapping[Arm, Measurement]) -> None:
+    count: int = 0
+    time_ns: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.count} | {format_ns(self.time_ns)}"
+
+
+def total(several: Iterable[Runs]) -> Runs:
+    """All runs together."""
+    found = Runs()
+    for one in several:
+        found.count += one.count
+        found.time_ns += one.time_ns
+    return found
+
+
+class _Timed(AbstractLoop):
+    """Runs of a candidate that take the recorded time and are counted."""
+
+    def __init__(self, time_ns: int, least_times: int) -> None:
+        self._time_ns = time_ns
+        self._least_times = least_times
+        self.runs = Runs()  # where the next ones are counted
+
+    @property
+    def least_times(self) -> int:
+        """As many runs as a sample of a `ChunkLoop` has at least."""
+        return self._least_times
+
+    def prepare(self, times: int) -> Callable[[], int]:
+        """Runs that tell how long they take."""
+
+        def run() -> int:
+            self.runs.count += times
+            self.runs.time_ns += times * self._time_ns
+            return times * self._time_ns
+
+        return run
+
+
+class ReplayBench(AbstractBench):
+    """Answers from a table, and counts the runs that a `LocalBench` would time."""
+
+    def __init__(
+        self,
+        backend: AbstractBackend,
+        problem: Problem,
+        known: Mapping[Arm, Measurement],
+        protocol: Protocol,
+    ) -> None:
         self._backend = backend
+        self._problem = problem
         self._known = known
+        self._protocol = protocol
         self.asked: set[Arm] = set()
+        self.raced: set[Arm] = set()
+        self.looks, self.races = Runs(), Runs()
+        self._samplers: dict[Arm, tuple[_Timed, Sampler]] = {}
 
     def look(self, arm: Arm, limit: int | None) -> Look:
         """The first sample."""
@@ -185,19 +253,40 @@ class ReplayBench(AbstractBench):
         if entry.status == "failed":
             raise RuntimeError(entry.reason)
         workspace = entry.workspace_bytes or 0
-        over = limit is not None and workspace > limit
-        return Look(workspace, 0.0, None if over else _samples(entry)[0])
+        if limit is not None and workspace > limit:
+            return Look(workspace, 0.0, None)
+        self._sampler(arm, self.looks).shortest_ns()
+        return Look(workspace, 0.0, _samples(entry)[0])
 
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
     ) -> list[Result]:
         """The samples in their order, for as long as the protocol asks."""
         self.asked.update(arms)
-        entrants = []
-        for arm in arms:
-            samples = _samples(self._known[arm])
-            entrants.append(Entrant(partial(next, _repeated(samples)), arm[::2]))
-        return run_rounds(self._backend, entrants, Protocol(), known)
+        self.raced.update(arms)
+        entrants = [Entrant(self._sample_of(arm), arm[::2]) for arm in arms]
+        return run_rounds(self._backend, entrants, self._protocol, known)
+
+    def _sample_of(self, arm: Arm) -> Callable[[], int]:
+        """The recorded samples, each of which counts as runs that take the median."""
+        sampler, samples = self._sampler(arm, self.races), _repeated(_samples(self._known[arm]))
+        sampler.warm_up(self._protocol)
+
+        def sample_ns() -> int:
+            sampler.sample_ns()
+            return next(samples)
+
+        return sample_ns
+
+    def _sampler(self, arm: Arm, runs: Runs) -> Sampler:
+        if arm not in self._samplers:
+            calls = self._problem.batch // arm.size
+            least_times = min(calls, LATER_RUNS) if arm.role == Role.LATER else 1
+            loop = _Timed(self._known[arm].time_ns or 0, least_times)
+            self._samplers[arm] = loop, Sampler(loop, self._backend)
+        loop, sampler = self._samplers[arm]
+        loop.runs = runs
+        return sampler
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
         """A table holds no whole plans."""
@@ -231,6 +320,9 @@ class Replay:
     Args:
         problem: the kernel.
         measured: candidates that were run.
+        raced: those of them that took part in a race.
+        looks: the timed runs of first looks.
+        races: the timed runs of races, with those to warm up.
         candidates: that could have been.
         regret: of the chosen split against the exhaustive choice, by samples that neither saw.
         gap: that the certificate leaves.
@@ -239,6 +331,9 @@ class Replay:
 
     problem: Problem
     measured: int
+    raced: int
+    looks: Runs
+    races: Runs
     candidates: int
     regret: float
     gap: float
@@ -250,8 +345,8 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     recorded = table.known(problem)
     known = {arm: _part(entry, slice(None, -FRESH)) for arm, entry in recorded.items()}
     fresh = [_part(entry, slice(-FRESH, None)) for entry in recorded.values()]
-    session = ReplaySession(table.backend, MemoryCache())
-    session.bench_of = ReplayBench(table.backend, known)
+    session = ReplaySession(table.backend, MemoryCache(), effort=table.effort)
+    session.bench_of = bench = ReplayBench(table.backend, problem, known, table.effort.chunks)
     sizes = sorted({arm.size for arm in known})
     measurer = KernelMeasurer(session, BatchAxis(problem), limit, sizes)
     while measurer.step():
@@ -264,8 +359,17 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     chosen = best_split(problem, measurer.usable, session, limit)
     best = best_split(problem, fitting, session, limit)
     regret = cost_ns(chosen, fresh) / cost_ns(best, fresh) - 1
-    asked, gap = len(session.bench_of.asked), measurer.outlook().gap
-    return Replay(problem, asked, len(fitting), regret, gap, chosen)
+    return Replay(
+        problem,
+        measured=len(bench.asked),
+        raced=len(bench.raced),
+        looks=bench.looks,
+        races=bench.races,
+        candidates=len(fitting),
+        regret=regret,
+        gap=measurer.outlook().gap,
+        split=chosen,
+    )
 
 
 def _part(entry: Measurement, samples: slice) -> Measurement:
@@ -409,16 +513,25 @@ def record(folder: Path) -> None:
 def replay_on_gpus(folder: Path) -> None:
     print("| GPU | workspace limit | kernel | measured | of | regret | split |")
     print("|---|---|---|---|---|---|---|")
+    totals = []
     for path in sorted(folder.rglob("timings.csv")):
         table = GpuTable(path)
-        for limit in (8 << 20, 64 << 20, 512 << 20):
+        for limit in (8 << 20, 64 << 20, None):
             found = [replay(table, problem, limit) for problem in table.kernels]
-            prefix = f"| {path.parent.name} | {format_bytes(limit)} |"
+            prefix = f"| {path.parent.name} | {'none' if limit is None else format_bytes(limit)} |"
             for one in found:
                 count = f"{one.measured} | {one.candidates}"
                 print(f"{prefix} {one.problem} | {count} | {one.regret:.2%} | {one.split} |")
             measured = sum(one.measured for one in found)
             print(f"{prefix} all | {measured} | {sum(one.candidates for one in found)} |||")
+            looks, races = total(one.looks for one in found), total(one.races for one in found)
+            raced, both = sum(one.raced for one in found), total([looks, races])
+            totals.append(f"{prefix} {measured} | {looks} | {raced} | {races} | {both} |")
+    print(
+        "\n| GPU | workspace limit | looked at | timed runs | they take | raced | timed runs "
+        "| they take | all timed runs | they take |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    print(*totals, sep="\n")
 
 
 def replay_all(folder: Path) -> None:
