@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -246,7 +247,7 @@ class ReplayBench(AbstractBench):
         self.looks, self.races = Runs(), Runs()
         self._samplers: dict[Arm, tuple[_Timed, Sampler]] = {}
 
-    def look(self, arm: Arm, limit: int | None) -> Look:
+    def look(self, arm: Arm, limit: int | None, rival_ns: float = inf) -> Look:
         """The first sample."""
         self.asked.add(arm)
         entry = self._known[arm]
@@ -255,7 +256,7 @@ class ReplayBench(AbstractBench):
         workspace = entry.workspace_bytes or 0
         if limit is not None and workspace > limit:
             return Look(workspace, 0.0, None)
-        self._sampler(arm, self.looks).shortest_ns()
+        self._sampler(arm, self.looks).shortest_ns(rival_ns=rival_ns)
         return Look(workspace, 0.0, _samples(entry)[0])
 
     def rounds(
@@ -346,7 +347,7 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     known = {arm: _part(entry, slice(None, -FRESH)) for arm, entry in recorded.items()}
     fresh = [_part(entry, slice(-FRESH, None)) for entry in recorded.values()]
     session = ReplaySession(table.backend, MemoryCache(), effort=table.effort)
-    session.bench_of = bench = ReplayBench(table.backend, problem, known, table.effort.chunks)
+    session.bench_of = bench = ReplayBench(table.backend, problem, known, session.how.chunks)
     sizes = sorted({arm.size for arm in known})
     measurer = KernelMeasurer(session, BatchAxis(problem), limit, sizes)
     while measurer.step():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.backends import AbstractBackend
+from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.benchmark.accuracy import Check, Reference
 from ucudnn.benchmark.failures import CANDIDATE_ERRORS, CandidateError, Failure, failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
@@ -78,12 +78,13 @@ class AbstractBench(ABC):
     """
 
     @abstractmethod
-    def look(self, arm: Arm, limit: int | None) -> Look:
+    def look(self, arm: Arm, limit: int | None, rival_ns: float = inf) -> Look:
         """Run a candidate for the first time, to find its workspace, its error and its time.
 
         If its workspace exceeds the limit in bytes, the candidate is not run again for its time. If
-        it fails, a RuntimeError or MemoryError is raised, whose first line says why. An
-        UnsupportedError means that this kernel cannot be measured at all.
+        its first timed run takes much longer than `rival_ns`, the time of its fastest rival, this
+        run is not repeated. If it fails, a RuntimeError or MemoryError is raised, whose first line
+        says why. An UnsupportedError means that this kernel cannot be measured at all.
         """
 
     @abstractmethod
@@ -118,6 +119,7 @@ class LocalBench(AbstractBench):
         self._ring: Ring | None = None
         self._lack: Failure | None = None
         self._samplers: dict[Arm, Sampler] = {}
+        self._executables: dict[tuple[Problem, str], Executable] = {}
         self._references: dict[Problem, Reference] = {}
 
     @property
@@ -135,18 +137,18 @@ class LocalBench(AbstractBench):
                 raise
         return self._ring
 
-    def look(self, arm: Arm, limit: int | None) -> Look:
+    def look(self, arm: Arm, limit: int | None, rival_ns: float = inf) -> Look:
         """Run a candidate for the first time, to find its workspace, its error and its time."""
         # The operands are allocated outside of `try`, because that a backend has none is no failure
         # of the candidate.
         ring = self.ring
         try:
-            return self._look(ring, arm, limit)
+            return self._look(ring, arm, limit, rival_ns)
         # Some backends find out that a candidate cannot run only when they build it.
         except UnsupportedError as error:
             raise RuntimeError(str(error)) from error
 
-    def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
+    def _look(self, ring: Ring, arm: Arm, limit: int | None, rival_ns: float) -> Look:
         error, workspace = 0.0, 0
         firsts_ns = list[int]()
         # Slabs at both ends are run, too, because their padding may take workspace or be handled
@@ -164,7 +166,7 @@ class LocalBench(AbstractBench):
         # first run also loads kernels; with other algorithms it also fills memory with NaN.
         is_plain = arm.is_default and self._backend.device().type == "cpu"
         first_ns = firsts_ns[0] if firsts_ns and is_plain else 0
-        return Look(workspace, error, self._sampler(arm).shortest_ns(first_ns))
+        return Look(workspace, error, self._sampler(arm).shortest_ns(first_ns, rival_ns))
 
     def _reference(self, ring: Ring, part: Problem) -> Reference:
         """Float64 values of a part's result, computed once for all algorithms and roles."""
@@ -181,7 +183,7 @@ class LocalBench(AbstractBench):
 
         The time of the run is appended to `times_ns`.
         """
-        executable = self._backend.executable(part, algorithm)
+        executable = self._executable(part, algorithm)
         check = Check(ring, executable, part, role, algorithm == DEFAULT_ALGORITHM)
 
         def run() -> Tensor | None:
@@ -248,10 +250,17 @@ class LocalBench(AbstractBench):
         # earlier tune.
         if arm not in self._samplers:
             part = self._axis.part(arm.size)
-            executable = self._backend.executable(part, arm.algorithm)
+            executable = self._executable(part, arm.algorithm)
             loop = ChunkLoop(self.ring, executable, part, arm.role)
             self._samplers[arm] = Sampler(loop, self._backend)
         return self._samplers[arm]
+
+    def _executable(self, part: Problem, algorithm: str) -> Executable:
+        """The executable of an algorithm, which is checked and timed in all roles."""
+        key = part, algorithm
+        if key not in self._executables:
+            self._executables[key] = self._backend.executable(part, algorithm)
+        return self._executables[key]
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
         """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""

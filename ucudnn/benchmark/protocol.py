@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from math import ceil, prod
+from math import ceil, inf, prod
 
 import torch
 from torch import Tensor
@@ -81,6 +81,10 @@ _LEAST_CHUNKS = 4
 # A run that is shorter than this is easily perturbed, because other processes get time slices of
 # about this length.
 _SHORT_NS = 20_000_000
+# A candidate whose first timed run takes longer than this many times its fastest rival, and what a
+# first run may take longer than later ones, is not run again. A first run may build a plan of cuDNN
+# and may take memory from the system.
+_TOO_SLOW, _FIRST_NS = 1.5, 200_000
 # A run that takes at least this long is certainly a long one: a short run would not take so long
 # even if another process got the processor meanwhile.
 _LONG_NS = 50_000_000
@@ -324,17 +328,20 @@ class Sampler:
         self._host_ns = elapsed.host_ns // times
         return elapsed.device_ns
 
-    def shortest_ns(self, before_ns: int = 0) -> int:
+    def shortest_ns(self, before_ns: int = 0, rival_ns: float = inf) -> int:
         """Time of one run; for a short run, which is easily perturbed, the shortest of three.
 
         `before_ns` is the time of an earlier run outside of the loop. If that run was long, its
-        time is returned, and nothing is run.
+        time is returned, and nothing is run. `rival_ns` is the time of the fastest rival. A run
+        that takes much longer is not repeated.
         """
         if before_ns >= _LONG_NS:
             self._once_ns = before_ns
             return before_ns
         first = self.once_ns()
-        return first if first >= _SHORT_NS else min(first, self.once_ns(), self.once_ns())
+        if first >= min(_SHORT_NS, _TOO_SLOW * rival_ns + _FIRST_NS):
+            return first
+        return min(first, self.once_ns(), self.once_ns())
 
     def warm_up(self, protocol: Protocol) -> None:
         """Run until two successive times agree, and set the number of runs in a sample.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from math import inf
 from multiprocessing.connection import Connection, Pipe
 from time import monotonic
 from typing import Any
@@ -145,9 +146,9 @@ class WorkerBench(AbstractBench):
         self._axis = axis
         self._how = how
 
-    def look(self, arm: Arm, limit: int | None) -> Look:
+    def look(self, arm: Arm, limit: int | None, rival_ns: float = inf) -> Look:
         """Run a candidate for the first time, to find its workspace, its error and its time."""
-        found = self._worker.ask(self._axis, self._how, "look", arm, limit)
+        found = self._worker.ask(self._axis, self._how, "look", arm, limit, rival_ns)
         assert isinstance(found, Look)
         return found
 

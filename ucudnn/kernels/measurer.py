@@ -6,8 +6,9 @@ decisions, and once tuning has ended by itself, a second tune measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
@@ -24,6 +25,10 @@ from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementK
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.system.processes import cached_property
 from ucudnn.verdict import EQUALLY_FAST
+
+# On a GPU, a candidate enters a race if its first time is at most this many times the best one. The
+# first time is the shortest of three, from which medians on an H100 differ by 1 %.
+_STILL_RACES = 1.25
 
 
 class KernelMeasurer:
@@ -233,31 +238,43 @@ class KernelMeasurer:
 
     def _measure(self, arms: Sequence[Arm]) -> bool:
         """Run each new candidate once, then race those that can still win; False if nothing ran."""
-        looked = False
+        looked = set[Arm]()
         for arm in arms:
             entry = self._records.by_arm.get(arm)
             if (entry is None or entry.status == "untimed") and self._in_time([arm]):
                 self._look_at(arm, self._limit)
-                looked = True
-        racing = self._racing(arms)
+                looked.add(arm)
+        # What is asked for again after its first run must be timed, however long that run was.
+        racing = self._racing(arms, {arm for arm in arms if arm not in looked})
         if not racing:
-            return looked
+            return bool(looked)
         # The factor of 2 below is there because each arm also runs before the first round.
         sizes = sum(arm.size for arm in racing)
         if not self._session.end.has_time(2, self.whole_ns * sizes / self._listed.axis.extent):
             self.lacks_time = True
-            return looked
+            return bool(looked)
         results = self.bench.rounds(racing, self._records.best_times())
         for arm, result in zip(racing, results, strict=True):
             winner = _winner_over(result, results)
             self._settle(arm, result, None if winner is None else racing[winner])
         return True
 
-    def _racing(self, arms: Sequence[Arm]) -> list[Arm]:
-        """For each size and role of `arms`: all arms of that size and role that can still win."""
-        is_open = self._records.is_open
-        groups = {arm[::2] for arm in arms if is_open(arm)}
-        return [arm for arm in self._records.by_arm if arm[::2] in groups and is_open(arm)]
+    def _racing(self, arms: Sequence[Arm], needed: Collection[Arm]) -> list[Arm]:
+        """For each size and role of `arms`: all arms of that size and role that can still win.
+
+        On a GPU, these are `needed` arms and those whose known time is near that of the best one.
+        """
+
+        def can_win(arm: Arm) -> bool:
+            if not self._records.is_open(arm):
+                return False
+            if not self._session.is_on_gpu or arm in needed:
+                return True
+            time_ns = self._records.by_arm[arm].time_ns or 0
+            return time_ns <= _STILL_RACES * self._records.rival_ns(arm)
+
+        groups = {arm[::2] for arm in arms if can_win(arm)}
+        return [arm for arm in self._records.by_arm if arm[::2] in groups and can_win(arm)]
 
     def _settle(self, arm: Arm, result: Result, winner: Arm | None) -> None:
         entry = self._records.by_arm[arm]
@@ -288,7 +305,9 @@ class KernelMeasurer:
     def _look_at(self, arm: Arm, limit: int | None) -> None:
         key, candidate = self._records.key(arm), self._listed.by_arm[arm]
         try:
-            look = self.bench.look(arm, limit)
+            # On a CPU, another process may have perturbed the only run.
+            rival_ns = self._records.rival_ns(arm) if self._session.is_on_gpu else inf
+            look = self.bench.look(arm, limit, rival_ns)
         except CANDIDATE_ERRORS as error:
             kind, reason = failure_of(error)
             if kind == FailureKind.OUT_OF_MEMORY:

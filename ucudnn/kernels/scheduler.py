@@ -135,8 +135,7 @@ class TuningScheduler:
         self._total_ns = self._shares.cost_ns(self._layers)
         session = self.session
         if self._has_default and not session.is_recorded:
-            on_gpu = session.backend.device().type == "cuda"
-            self.budget_s = self._effort.budget_s(self._total_ns, on_gpu=on_gpu)
+            self.budget_s = self._effort.budget_s(self._total_ns, on_gpu=session.is_on_gpu)
             if self.budget_s is not None:
                 # The start of a worker does not count towards a default budget: otherwise the
                 # budget could be over on a GPU before anything was measured.

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # A roofline is cached as the times of this many operations and of this many bytes, see `Subject`.
 _UNIT = 10**12
+# Length of a sample of chunks on a GPU: other processes on the host do not lengthen its kernels.
+_GPU_SAMPLE_NS = 2_000_000
 
 
 @dataclass
@@ -134,10 +136,22 @@ class Session:
 
     def bench(self, axis: AbstractAxis) -> AbstractBench:
         """Bench of a kernel's candidates, in this process or in the session's worker."""
-        how = How(self.effort.chunks, self.effort.wholes, self.until.at_s, self.race_until.at_s)
         if self._worker is not None:
-            return WorkerBench(self._worker, axis, how)
-        return LocalBench(self.backend, axis, how=how)
+            return WorkerBench(self._worker, axis, self.how)
+        return LocalBench(self.backend, axis, how=self.how)
+
+    @property
+    def how(self) -> How:
+        """How candidates are timed on this device now."""
+        chunks = self.effort.chunks
+        if self.is_on_gpu:
+            chunks = replace(chunks, sample_ns=_GPU_SAMPLE_NS)
+        return How(chunks, self.effort.wholes, self.until.at_s, self.race_until.at_s)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if the device is a GPU, whose times vary little."""
+        return self._device.type == "cuda"
 
     @property
     def is_recorded(self) -> bool:
