@@ -125,6 +125,24 @@ def test_all_algorithms_and_roles_of_a_size_share_one_reference(monkeypatch):
     assert computed == [2, 4]
 
 
+def test_a_candidate_is_checked_and_timed_by_one_executable(monkeypatch):
+    backend, built = SmallCache(), []
+    build = backend.executable
+
+    def counted(problem, algorithm):
+        built.append((problem.batch, algorithm))
+        return build(problem, algorithm)
+
+    monkeypatch.setattr(backend, "executable", counted)
+    bench = LocalBench(backend, BatchAxis(Problem("wgrad", 4, 4, 4, (8, 8), (3, 3), **PADDED)))
+    arms = [Arm(2, DEFAULT_ALGORITHM, role) for role in (Role.FIRST, Role.LATER)]
+    arms.append(Arm(4, DEFAULT_ALGORITHM, Role.ALONE))
+    for arm in arms:
+        bench.look(arm, None)
+    bench.rounds(arms, {})
+    assert built == [(2, DEFAULT_ALGORITHM), (4, DEFAULT_ALGORITHM)]
+
+
 class IgnoresPadding(SmallCache):
     """Is right where the rows are not padded, and shifts them where they are."""
 

@@ -41,17 +41,24 @@ def test_few_measurements_and_plans_as_good(path, tuning_cost):
         assert one.gap <= 0.02, one  # what lazy measuring stops at
 
 
-@pytest.mark.parametrize(("limit_mib", "most"), [(8, 0.3), (64, 0.15), (512, 0.15)])
+# The runs were counted when every candidate took part in a race.
+@pytest.mark.parametrize(
+    ("limit_mib", "most", "runs_before"),
+    [(8, 0.3, 16_316), (64, 0.15, 14_828), (None, 0.15, 11_481)],
+)
 @pytest.mark.parametrize("path", GPU_TABLES, ids=lambda path: path.parent.name)
-def test_within_a_limit_few_engines_of_a_gpu_are_run(path, limit_mib, most, tuning_cost):
+def test_within_a_limit_few_engines_of_a_gpu_are_run(
+    path, limit_mib, most, runs_before, tuning_cost
+):
     table = tuning_cost.GpuTable(path)
-    found = [tuning_cost.replay(table, problem, limit_mib << 20) for problem in table.kernels]
+    limit = None if limit_mib is None else limit_mib << 20
+    found = [tuning_cost.replay(table, problem, limit) for problem in table.kernels]
     assert len(found) == 15
     # an engine whose stated workspace exceeds the limit is not run at all
     assert sum(one.measured for one in found) <= most * sum(one.candidates for one in found)
+    assert sum(one.looks.count + one.races.count for one in found) <= 0.55 * runs_before
     for one in found:
-        assert one.regret <= 0.2, one
-    assert sum(one.regret for one in found) <= 0.02 * len(found)
+        assert one.regret == 0, one
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from by_hand import chunks_of, front, least_ns, linear
+from by_hand import chunks_of, front, least_ns, linear, random_costs
 
 from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
@@ -21,6 +21,7 @@ from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.measurer import KernelMeasurer
 from ucudnn.kernels.session import Session
 from ucudnn.kernels.tuner import tune_problems
+from ucudnn.measurement import Device
 from ucudnn.plan import Chunk
 from ucudnn.problem import Problem
 
@@ -96,6 +97,60 @@ def test_chooses_the_fastest_split_within_the_limit(scripted, policy, limit_mib)
     assert kernel.timing.time_ns == best
     assert limit is None or kernel.timing.workspace_bytes <= limit
     assert kernel.predicted_time_ns == kernel.timing.time_ns
+
+
+@pytest.fixture
+def on_a_gpu(scripted, monkeypatch):
+    """As `scripted`, but the device is a GPU."""
+
+    def install(**costs):
+        backend = scripted(**costs)
+        monkeypatch.setattr(backend, "device", lambda: Device("cuda", "scripted"))
+        return backend
+
+    return install
+
+
+def test_on_a_gpu_slow_candidates_are_run_once_and_not_raced(scripted, on_a_gpu):
+    costs = {
+        "torch_default": linear(0.1),
+        "near": linear(0.12),
+        "farther": linear(0.14),
+        "far": linear(0.2),
+    }
+    # Each candidate runs once to be checked, and one to three times to see how long it takes.
+    least = {"near": 5, "farther": 4, "far": 2}
+    for install in (scripted, on_a_gpu):
+        backend = install(**costs)
+        tune(policy="undivided", cache=f"{Config().cache}-{install is scripted}")
+        ran = {name: backend.runs.count((name, 16)) for name in least}
+        assert ran["near"] >= least["near"]
+        if install is on_a_gpu:
+            assert (ran["farther"], ran["far"]) == (least["farther"], least["far"])
+        else:
+            assert min(ran.values()) >= least["near"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_on_a_gpu_fewer_runs_find_the_fastest_split(on_a_gpu, seed, scale):
+    costs = {
+        name: lambda size, cost=cost: (int(scale * cost(size)[0]), cost(size)[1])
+        for name, cost in random_costs(seed).items()
+    }
+    on_a_gpu(**costs)
+    points = front(chunks_of(costs, (1, 2, 4, 8, 16)), 16)
+    for limit in {workspace for workspace, _ in points}:
+        plan, _ = tune(workspace_limit=limit)
+        # Short chunks and further launches cost the host some time, so they must gain a little.
+        assert plan.kernels[0].timing.time_ns <= 1.1 * least_ns(points, limit)
+
+
+def test_on_a_gpu_a_slow_candidate_is_timed_if_the_fast_ones_take_too_little_time(on_a_gpu):
+    """Four samples by `brisk` take 0.08 ms, which is too short for a launch of its own."""
+    on_a_gpu(torch_default=linear(1.0, 1.0), brisk=linear(0.02, 1.0), calm=linear(0.03, 1.0))
+    plan, _ = tune(workspace_limit=4 * MIB)
+    assert plan.split(FPROP).chunks == (Chunk(4, "calm"),) * 4
 
 
 @pytest.mark.parametrize("limit_mib", [None, 3])
