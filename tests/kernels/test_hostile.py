@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -120,18 +123,29 @@ def test_a_second_tune_starts_no_process(monkeypatch):
 
 @pytest.mark.process
 def test_a_process_that_ends_between_two_questions_is_no_candidates_fault():
-    worker = Worker(HostileBackend())
-    bench = WorkerBench(worker, BatchAxis(FPROP))
     arm = Arm(4, "torch_default", Role.ALONE)
-    try:
+    with Worker() as worker:
+        bench = WorkerBench(worker, HostileBackend(), BatchAxis(FPROP))
         assert bench.look(arm, None).error < 1e-6
         first_s = worker.started_s
         worker._child.kill()
         worker._child.wait()
         assert bench.look(arm, None).error < 1e-6
         assert worker.started_s > first_s > 0
-    finally:
-        worker.close()
+
+
+@pytest.mark.process
+def test_an_interrupted_request_is_not_answered_later():
+    backend = HostileBackend("hangs")
+    backend.candidate_timeout_s = 5.0
+    default, hangs = (Arm(4, name, Role.ALONE) for name in ("torch_default", "hangs"))
+    with Worker() as worker:
+        bench = WorkerBench(worker, backend, BatchAxis(FPROP))
+        bench.look(default, None)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            bench.look(hangs, None)
+        assert bench.look(default, None).error < 1e-6
 
 
 def test_a_worker_that_cannot_start_says_so(monkeypatch):

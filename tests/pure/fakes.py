@@ -9,11 +9,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Activity, DeviceState, Executable, open_backend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -181,6 +183,30 @@ class Misbehaving(Executable):
             raise UcudnnError("cuDNN could not execute: an illegal memory access")
         if _faults:
             raise RuntimeError("an illegal memory access was encountered")
+
+
+class CountedBackend(TorchCpuBackend):
+    """The CPU, measured in a worker; each process that it is sent to adds its id to a file."""
+
+    in_worker = True
+    candidate_timeout_s = 60.0
+
+    def __init__(self, log: Path) -> None:
+        super().__init__()
+        self._log = log
+
+    def __reduce__(self) -> tuple[Callable[[Path], CountedBackend], tuple[Path]]:
+        return _received, (self._log,)
+
+    def started(self) -> list[int]:
+        """The ids of the processes."""
+        return [int(line) for line in self._log.read_text().split()]
+
+
+def _received(log: Path) -> CountedBackend:
+    with log.open("a") as file:
+        print(os.getpid(), file=file)
+    return CountedBackend(log)
 
 
 class HostileBackend(ScriptedBackend):

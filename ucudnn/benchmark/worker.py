@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 from multiprocessing.connection import Connection, Pipe
 from time import monotonic
@@ -41,29 +42,51 @@ _START_S = 120.0
 
 
 class Worker:
-    """A child process that measures on one device; if it is lost, a new one is started."""
+    """A child process that measures on one device; if it is lost, a new one is started.
 
-    def __init__(self, backend: AbstractBackend) -> None:
-        self._backend = backend
+    The first request starts the child, because many tunings need none. Use a worker as a context,
+    which ends the child.
+    """
+
+    def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._is_resting = True
         self.started_s = 0.0  # seconds that starting children took
 
-    def ask(self, axis: AbstractAxis, how: How, method: str, *arguments: Any) -> Any:
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(
+        self, backend: AbstractBackend, axis: AbstractAxis, how: How, method: str, *arguments: Any
+    ) -> Any:
         """Call a method of a `LocalBench` of this axis in the child.
 
-        Raises LostError if the child hung or ended; the next call then starts another child.
+        All requests to a worker are for the same device. Raises LostError if the child hung or
+        ended; the next call then starts another child.
         """
-        connection = self._started()
+        request = (axis, how, method, arguments)
         try:
-            connection.send((axis, how, method, arguments))
-        # The child ended between two requests, which is no failure of a candidate. So a new child
-        # is asked.
-        except OSError:
+            connection = self._started(backend)
+            try:
+                connection.send(request)
+            # The child ended between two requests, which is no failure of a candidate. So a new
+            # child is asked.
+            except OSError:
+                self.close()
+                connection = self._started(backend)
+                connection.send(request)
+            return self._answer(connection, backend.candidate_timeout_s)
+        # The child is busy, and its answer would be taken for that to the next request.
+        except KeyboardInterrupt:
             self.close()
-            connection = self._started()
-            connection.send((axis, how, method, arguments))
-        turn, patience_s = 0, self._backend.candidate_timeout_s
+            raise
+
+    def _answer(self, connection: Connection, patience_s: float) -> Any:
+        turn = 0
         while True:
             try:
                 # `patience_s` counts from the last message of the child, which sends one before
@@ -86,6 +109,17 @@ class Worker:
             else:
                 return value
 
+    def rest(self) -> None:
+        """Let the child free its operands, because this process needs the memory meanwhile."""
+        self._is_resting = True
+        if self._connection is None:
+            return
+        try:
+            self._connection.send(None)
+            self._connection.recv()
+        except (EOFError, OSError):
+            self.close()
+
     def close(self) -> None:
         """End the child, even if it is busy."""
         if self._child is not None:
@@ -95,15 +129,17 @@ class Worker:
         if self._connection is not None:
             self._connection.close()
         self._child = self._connection = None
+        self._is_resting = True
 
-    def _started(self) -> Connection:
-        if self._connection is not None:
-            return self._connection
+    def _started(self, backend: AbstractBackend) -> Connection:
         began = monotonic()
         # Give back the memory that torch's allocator keeps in this process without using it: the
         # child needs it.
-        if torch.cuda.is_initialized():
+        if self._is_resting and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        self._is_resting = False
+        if self._connection is not None:
+            return self._connection
         ours, theirs = Pipe()
         self._child = start_python(
             _PROGRAM,
@@ -117,7 +153,7 @@ class Worker:
         # child has ended.
         theirs.close()
         self._connection = ours
-        ours.send((self._backend, torch.get_num_threads()))
+        ours.send((backend, torch.get_num_threads()))
         if not ours.poll(_START_S):
             self.close()
             raise UcudnnError(f"a process to measure in did not start within {_START_S:g} s")
@@ -141,14 +177,14 @@ class Worker:
 class WorkerBench(AbstractBench):
     """Measures one kernel in a worker's process."""
 
-    def __init__(self, worker: Worker, axis: AbstractAxis, how: How = THOROUGHLY) -> None:
-        self._worker = worker
-        self._axis = axis
-        self._how = how
+    def __init__(
+        self, worker: Worker, backend: AbstractBackend, axis: AbstractAxis, how: How = THOROUGHLY
+    ) -> None:
+        self._ask = partial(worker.ask, backend, axis, how)
 
     def look(self, arm: Arm, limit: int | None, rival_ns: float = inf) -> Look:
         """Run a candidate for the first time, to find its workspace, its error and its time."""
-        found = self._worker.ask(self._axis, self._how, "look", arm, limit, rival_ns)
+        found = self._ask("look", arm, limit, rival_ns)
         assert isinstance(found, Look)
         return found
 
@@ -185,7 +221,7 @@ class WorkerBench(AbstractBench):
                 # Samples of one round are compared as pairs. So if a candidate is lost, the others
                 # start over without it.
                 still = [asked[place] for place in left]
-                answers = self._worker.ask(self._axis, self._how, method, still, *more)
+                answers = self._ask(method, still, *more)
             except LostError as lost:
                 found[left.pop(lost.turn)] = failure_of(lost)
             else:
@@ -202,12 +238,20 @@ def serve(descriptor: int) -> None:
         backend, threads = connection.recv()
         torch.set_num_threads(threads)
         connection.send(("ready", None))
+        bench: LocalBench | None = None
         measured: tuple[AbstractAxis, How] | None = None
         while True:
             try:
-                axis, how, method, arguments = connection.recv()
+                request = connection.recv()
             except EOFError:
                 return
+            if request is None:
+                bench = measured = None
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
+                connection.send(("rests", None))
+                continue
+            axis, how, method, arguments = request
             # A bench holds the operands of a kernel. It is kept for all requests for this kernel.
             if (axis, how) != measured:
                 bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)), how)

@@ -13,6 +13,7 @@ from math import inf
 import torch
 
 from ucudnn.backends import AbstractBackend
+from ucudnn.benchmark.worker import Worker
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
@@ -49,6 +50,7 @@ class TuningScheduler:
         remeasure: bool = False,
         deadline: Deadline | None = None,
         last: Deadline | None = None,
+        worker: Worker | None = None,
     ) -> None:
         has_pool = config.total_bytes is not None
         if has_pool:
@@ -73,6 +75,7 @@ class TuningScheduler:
         self.session = Session(
             backend,
             cache,
+            worker,
             self._report,
             until=self._deadline,
             race_until=self._deadline,

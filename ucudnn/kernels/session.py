@@ -36,6 +36,9 @@ class Session:
 
     backend: AbstractBackend
     cache: AbstractCache
+    # The worker to measure in if the backend needs one, which goes on after the session. None: one
+    # that ends with the session.
+    worker: Worker | None = None
     # Called after each measurement, new or found in the cache, to show progress.
     on_run: Callable[[], None] = lambda: None
     # When measuring chunks stops, and when timing whole calls stops.
@@ -57,7 +60,8 @@ class Session:
         self._conditions = self.backend.conditions()
         # The recording that is replayed instead of measuring; None if there is none.
         self.recording = self.backend if isinstance(self.backend, RecordedBackend) else None
-        self._worker = Worker(self.backend) if self.backend.in_worker else None
+        self._worker = (self.worker or Worker()) if self.backend.in_worker else None
+        self._started_before_s = 0.0 if self._worker is None else self._worker.started_s
         # The load is read once, so that a session uses either all or none of the measurements that
         # were taken on a busy machine.
         self.is_busy = self.backend.state().load > 0
@@ -131,13 +135,13 @@ class Session:
 
     @property
     def started_s(self) -> float:
-        """Seconds that starting the worker's processes took."""
-        return 0.0 if self._worker is None else self._worker.started_s
+        """Seconds that starting the worker's processes took in this session."""
+        return 0.0 if self._worker is None else self._worker.started_s - self._started_before_s
 
     def bench(self, axis: AbstractAxis) -> AbstractBench:
         """Bench of a kernel's candidates, in this process or in the session's worker."""
         if self._worker is not None:
-            return WorkerBench(self._worker, axis, self.how)
+            return WorkerBench(self._worker, self.backend, axis, self.how)
         return LocalBench(self.backend, axis, how=self.how)
 
     @property
@@ -223,11 +227,13 @@ class Session:
         return known is None or entry.may_replace(known)
 
     def close(self) -> None:
-        """Write the remaining measurements and end the worker."""
+        """Write the remaining measurements, and end the worker or let it rest."""
         try:
             # If the cache cannot be written, as on a full disk, the worker must be ended all the
             # same.
             self.flush()
         finally:
-            if self._worker is not None:
+            if self.worker is not None:
+                self.worker.rest()
+            elif self._worker is not None:
                 self._worker.close()

@@ -21,6 +21,7 @@ from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.registry import backend_entry
 from ucudnn.benchmark.protocol import PROTOCOL
+from ucudnn.benchmark.worker import Worker
 from ucudnn.cache import AbstractCache, MemoryCache
 from ucudnn.cache.exchange import read_entries
 from ucudnn.config import Backend, Config, require_config
@@ -58,6 +59,7 @@ def tune_problems(
     limits: Limits | None = None,
     deadline: Deadline | None = None,
     last: Deadline | None = None,
+    worker: Worker | None = None,
 ) -> Plan:
     """Measure and plan the convolutions of a training step; equal ones are measured once.
 
@@ -79,6 +81,8 @@ def tune_problems(
             most until this moment: kernels that exceed their limit, and smaller batches of kernels
             that have a limit. None: without end, or until the end of `config.time_budget_s` if the
             deadline is None, too. Kernels over what a memory budget leaves them have no end.
+        worker: the worker to measure in if the backend needs one, which stays open; None: one for
+            this call.
 
     Raises:
         ConfigError: there is no problem to plan.
@@ -112,6 +116,7 @@ def tune_problems(
             remeasure=remeasure,
             deadline=deadline,
             last=last,
+            worker=worker,
         )
         return _run(scheduler, config, began)
 

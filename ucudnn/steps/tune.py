@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ucudnn.backends import open_backend
+from ucudnn.benchmark.worker import Worker
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
@@ -91,7 +92,11 @@ def tune(
     """
     config, began = require_config(config), monotonic()
     how = {"real": real, "device_type": device_type(config)}
-    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run()
+    # A worker starts slowly on a GPU, so all passes and both layouts are measured in one.
+    with Worker() as worker:
+        return _Tuning(
+            model, example_inputs, config, on_progress, remeasure, began, how, worker
+        ).run()
 
 
 @dataclass
@@ -106,6 +111,7 @@ class _Tuning:
     began: float  # the `time.monotonic` at which tuning began
     # Arguments for `trace_layers`; another layout or division is traced anew.
     how: Mapping[str, Any]
+    worker: Worker
     # How the step is divided, and what that leaves to kernels if there is a memory budget.
     division: StepDivision = WHOLE
     step: DividedStep | None = None
@@ -309,6 +315,7 @@ class _Tuning:
             limits=None if self.step is None else self.step.limits(memory_format),
             deadline=deadline,
             last=self._end_of_races,
+            worker=self.worker,
         )
         segments, micro_batch = self.division
         plan = replace(
