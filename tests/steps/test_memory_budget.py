@@ -32,6 +32,7 @@ from ucudnn.steps.fit import DividedStep, _lost, fit
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
+from ucudnn.steps.tune import _Tuning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
@@ -555,3 +556,26 @@ def test_after_the_end_what_stays_within_the_budget_by_torch_needs_no_plan(scrip
             NAMED, Config(memory_budget=budget), limits=limits, deadline=over, last=over
         )
     assert [kernel.problem for kernel in plan.kernels] == [WIDE]
+
+
+class _BegunError(BaseException):
+    """Ends tuning when a search begins."""
+
+
+@pytest.mark.parametrize("where", ["fit.SegmentSearch", "tune.faster_division"])
+def test_a_search_on_a_gpu_has_the_default_time_of_a_gpu(monkeypatch, where):
+    """The short steps of a GPU would give it 10 s, and these two 45 s and half of them."""
+
+    def begin(*arguments):
+        (end,) = (one for one in arguments if isinstance(one, Deadline))
+        raise _BegunError(end.left_s())
+
+    monkeypatch.setattr("ucudnn.steps.tune.device_type", lambda _: "cuda")
+    began = _Tuning._begin
+    monkeypatch.setattr(_Tuning, "_begin", lambda tuning, _: began(tuning, 1_000_000))
+    monkeypatch.setattr(f"ucudnn.steps.{where}", begin)
+    budget = "60%" if where == "fit.SegmentSearch" else None
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    with pytest.raises(_BegunError) as caught:
+        ucudnn.tune(model, torch.ones(8, 3, 32, 32), Config(memory_budget=budget))
+    assert caught.value.args[0] > 12
