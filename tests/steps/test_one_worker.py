@@ -12,6 +12,7 @@ from torch import nn
 
 import ucudnn
 from ucudnn.axis import BatchAxis
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.kernels.tuner import tune_problems
@@ -73,6 +74,25 @@ def test_a_process_that_ends_between_the_layouts_is_replaced(counted, monkeypatc
     plan = ucudnn.tune(net(), BATCH, config)
     assert len(passes) == len(set(counted.started())) == 2
     assert len(plan.kernels) == 5
+
+
+@pytest.mark.parametrize(
+    ("budget", "available", "is_kept"),
+    [(None, 1 << 40, False), ("99%", 1 << 40, True), ("99%", 0, False)],
+)
+def test_no_process_takes_memory_that_steps_need(counted, monkeypatch, budget, available, is_kept):
+    there = []
+
+    def watched(judge, plan):
+        there.extend(map(is_there, counted.started()))
+        return plan
+
+    monkeypatch.setattr(TorchCpuBackend, "available_bytes", lambda _: available)
+    monkeypatch.setattr(CountedBackend, "available_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr("ucudnn.steps.tune.Judge.judge", watched)
+    config = ucudnn.Config(memory_budget=budget, policy="undivided", effort="quick")
+    ucudnn.tune(net(), BATCH, config)
+    assert there == [is_kept]
 
 
 def test_an_error_ends_the_process(counted, monkeypatch):

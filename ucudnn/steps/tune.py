@@ -306,22 +306,39 @@ class _Tuning:
 
     def _tuned(self, traced: Traced, deadline: Deadline | None, memory_format: str) -> Plan:
         """A plan for one layout, before it is judged."""
-        plan = tune_problems(
-            traced.layers,
-            self.config,
-            self._report if self.on_progress is not None else None,
-            biased=traced.biased,
-            remeasure=self.remeasure,
-            limits=None if self.step is None else self.step.limits(memory_format),
-            deadline=deadline,
-            last=self._end_of_races,
-            worker=self.worker,
-        )
+        try:
+            plan = tune_problems(
+                traced.layers,
+                self.config,
+                self._report if self.on_progress is not None else None,
+                biased=traced.biased,
+                remeasure=self.remeasure,
+                limits=None if self.step is None else self.step.limits(memory_format),
+                deadline=deadline,
+                last=self._end_of_races,
+                worker=self.worker,
+            )
+        finally:
+            if not self._keeps_worker():
+                self.worker.close()
         segments, micro_batch = self.division
         plan = replace(
             plan, memory_format=memory_format, segments=segments, micro_batch=micro_batch
         )
         return plan if self.step is None else self.step.noted(plan)
+
+    def _keeps_worker(self) -> bool:
+        """True if another pass may follow, and steps have enough memory beside the worker.
+
+        On a GPU, the context of a process takes memory even if the process has no operands.
+        """
+        if self.more:
+            return True  # the other layout is tuned before any step is run
+        if self.step is None:
+            return False
+        memory = self.step.memory
+        need = memory.budget_bytes - memory.held_bytes
+        return need <= open_backend(self.config.backend).available_bytes()
 
     def _described(self, plan: Plan) -> Plan:
         """The plan with its model's name, its inputs, and the time that all of tuning took."""
