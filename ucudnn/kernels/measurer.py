@@ -264,6 +264,7 @@ class KernelMeasurer:
 
         On a GPU, these are `needed` arms and those whose known time is near that of the best one.
         """
+        shortest_ns = self._records.shortest_ns()
 
         def can_win(arm: Arm) -> bool:
             if not self._records.is_open(arm):
@@ -271,7 +272,7 @@ class KernelMeasurer:
             if not self._session.is_on_gpu or arm in needed:
                 return True
             time_ns = self._records.by_arm[arm].time_ns or 0
-            return time_ns <= _STILL_RACES * self._records.rival_ns(arm)
+            return time_ns <= _STILL_RACES * shortest_ns[arm.size, arm.role]
 
         groups = {arm[::2] for arm in arms if can_win(arm)}
         return [arm for arm in self._records.by_arm if arm[::2] in groups and can_win(arm)]
@@ -304,10 +305,10 @@ class KernelMeasurer:
 
     def _look_at(self, arm: Arm, limit: int | None) -> None:
         key, candidate = self._records.key(arm), self._listed.by_arm[arm]
+        # On a CPU, another process may have perturbed a single run.
+        rivals_ns = self._records.shortest_ns() if self._session.is_on_gpu else {}
         try:
-            # On a CPU, another process may have perturbed the only run.
-            rival_ns = self._records.rival_ns(arm) if self._session.is_on_gpu else inf
-            look = self.bench.look(arm, limit, rival_ns)
+            look = self.bench.look(arm, limit, rivals_ns.get((arm.size, arm.role), inf))
         except CANDIDATE_ERRORS as error:
             kind, reason = failure_of(error)
             if kind == FailureKind.OUT_OF_MEMORY:

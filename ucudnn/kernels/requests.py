@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.bench import Arm
@@ -101,14 +100,14 @@ class KernelRecords:
         winner = self.by_arm.get(rival)
         return winner is not None and self.is_usable(rival, winner)
 
-    def rival_ns(self, arm: Arm) -> float:
-        """The shortest known time of an allowed arm of the same size and role; infinity if none."""
-        times = (
-            entry.time_ns
-            for other, entry in self.by_arm.items()
-            if other[::2] == arm[::2] and entry.time_ns and self.is_allowed(other, entry)
-        )
-        return min(times, default=inf)
+    def shortest_ns(self) -> dict[tuple[int, str], int]:
+        """For each size and role the shortest time of an allowed arm, timed in full or not."""
+        found: dict[tuple[int, str], int] = {}
+        for arm, entry in self.by_arm.items():
+            if entry.time_ns and self.is_allowed(arm, entry):
+                group = arm.size, arm.role
+                found[group] = min(entry.time_ns, found.get(group, entry.time_ns))
+        return found
 
     def fastest(self, arm: Arm) -> Arm:
         """The fastest usable arm of the same size and role as the given one."""
