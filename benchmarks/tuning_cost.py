@@ -34,7 +34,7 @@ from statistics import median
 import torch
 
 from ucudnn.axis import BatchAxis
-from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.backends import AbstractBackend, Elapsed, open_backend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look, Whole
 from ucudnn.benchmark.protocol import FINALS, AbstractLoop, Protocol, Ring, Sampler, WholeLoop
@@ -118,11 +118,12 @@ class _Replayed(RecordedBackend):
     def available_bytes(self) -> int:
         return 1 << 62
 
-    def elapsed_ns(self, run: Callable[[], object]) -> int:
-        """The time that a run itself tells."""
+    def elapsed_apart(self, run: Callable[[], object], host_ns: int) -> Elapsed:
+        """The time that a run itself tells, and none of a host."""
+        del host_ns
         time_ns = run()
         assert isinstance(time_ns, int)
-        return time_ns
+        return Elapsed(time_ns, 0)
 
 
 class GpuTable(Table):

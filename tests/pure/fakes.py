@@ -186,21 +186,21 @@ class Misbehaving(Executable):
 
 
 class CountedBackend(TorchCpuBackend):
-    """The CPU, measured in a worker; each process that it is sent to adds its id to a file."""
+    """The CPU, measured in a worker; whenever it gets to a process, that adds its id to a file."""
 
     in_worker = True
     candidate_timeout_s = 60.0
 
     def __init__(self, log: Path) -> None:
         super().__init__()
-        self._log = log
+        self.log = log
 
     def __reduce__(self) -> tuple[Callable[[Path], CountedBackend], tuple[Path]]:
-        return _received, (self._log,)
+        return _received, (self.log,)
 
     def started(self) -> list[int]:
-        """The ids of the processes."""
-        return [int(line) for line in self._log.read_text().split()]
+        """The ids of the processes, each once."""
+        return list(dict.fromkeys(map(int, self.log.read_text().split())))
 
 
 def _received(log: Path) -> CountedBackend:

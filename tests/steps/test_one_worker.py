@@ -72,7 +72,7 @@ def test_a_process_that_ends_between_the_layouts_is_replaced(counted, monkeypatc
     monkeypatch.setattr("ucudnn.steps.tune.tune_problems", ended_before)
     config = ucudnn.Config(layout="auto", policy="undivided", effort="quick")
     plan = ucudnn.tune(net(), BATCH, config)
-    assert len(passes) == len(set(counted.started())) == 2
+    assert len(passes) == len(counted.started()) == 2
     assert len(plan.kernels) == 5
 
 
@@ -122,6 +122,6 @@ def test_operands_are_freed_between_two_sessions(counted):
         before = resident_bytes()
         worker.rest()
         assert resident_bytes() <= before - 60 * MIB
-        # The same process goes on.
+        # The same process goes on, by a backend that says anew how much memory it may take.
         assert bench.look(arm, None).error < 1e-6
-        assert len(counted.started()) == 1
+        assert counted.log.read_text().split() == [str(*counted.started())] * 2

@@ -15,6 +15,7 @@ from ucudnn.backends._base import AbstractBackend as AbstractBackend
 from ucudnn.backends._base import Activity as Activity
 from ucudnn.backends._base import Cost as Cost
 from ucudnn.backends._base import DeviceState as DeviceState
+from ucudnn.backends._base import Elapsed as Elapsed
 from ucudnn.backends._base import Executable as Executable
 from ucudnn.backends._base import Roofline as Roofline
 from ucudnn.backends._base import Span as Span

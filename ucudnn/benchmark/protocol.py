@@ -81,10 +81,9 @@ _LEAST_CHUNKS = 4
 # A run that is shorter than this is easily perturbed, because other processes get time slices of
 # about this length.
 _SHORT_NS = 20_000_000
-# A candidate whose first timed run takes longer than this many times its fastest rival, and what a
-# first run may take longer than later ones, is not run again. A first run may build a plan of cuDNN
-# and may take memory from the system.
-_TOO_SLOW, _FIRST_NS = 1.5, 200_000
+# A candidate whose first timed run takes longer than this many times its fastest rival is not run
+# again.
+_TOO_SLOW = 1.5
 # A run that takes at least this long is certainly a long one: a short run would not take so long
 # even if another process got the processor meanwhile.
 _LONG_NS = 50_000_000
@@ -333,13 +332,16 @@ class Sampler:
 
         `before_ns` is the time of an earlier run outside of the loop. If that run was long, its
         time is returned, and nothing is run. `rival_ns` is the time of the fastest rival. A run
-        that takes much longer is not repeated.
+        that takes much longer on the device is not repeated, unless it blocks the host: there,
+        another process may have perturbed it.
         """
         if before_ns >= _LONG_NS:
             self._once_ns = before_ns
             return before_ns
         first = self.once_ns()
-        if first >= min(_SHORT_NS, _TOO_SLOW * rival_ns + _FIRST_NS):
+        # The device may have waited for the host, which in the first run also builds plans of cuDNN
+        # and takes memory from the system.
+        if first >= min(_SHORT_NS, _TOO_SLOW * rival_ns + self._host_ns):
             return first
         return min(first, self.once_ns(), self.once_ns())
 

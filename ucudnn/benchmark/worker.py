@@ -51,7 +51,7 @@ class Worker:
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._is_resting = True
+        self._is_resting = False
         self.started_s = 0.0  # seconds that starting children took
 
     def __enter__(self) -> Worker:
@@ -111,9 +111,9 @@ class Worker:
 
     def rest(self) -> None:
         """Let the child free its operands, because this process needs the memory meanwhile."""
-        self._is_resting = True
-        if self._connection is None:
+        if self._connection is None or self._is_resting:
             return
+        self._is_resting = True
         try:
             self._connection.send(None)
             self._connection.recv()
@@ -129,17 +129,35 @@ class Worker:
         if self._connection is not None:
             self._connection.close()
         self._child = self._connection = None
-        self._is_resting = True
 
     def _started(self, backend: AbstractBackend) -> Connection:
-        began = monotonic()
+        """The connection to the child, which is started, or has opened the backend after a rest."""
+        if self._connection is not None and not self._is_resting:
+            return self._connection
+        began, is_new = monotonic(), self._connection is None
         # Give back the memory that torch's allocator keeps in this process without using it: the
         # child needs it.
-        if self._is_resting and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        connection = self._connection or self._start()
+        try:
+            # After a rest the backend is sent anew, because it says how much memory is left to the
+            # child.
+            connection.send((backend, torch.get_num_threads()))
+            if not connection.poll(_START_S):
+                self.close()
+                raise UcudnnError(f"a process to measure in did not start within {_START_S:g} s")
+            connection.recv()
+        except (EOFError, OSError):
+            how = self._how_it_ended()
+            if not is_new:
+                return self._started(backend)
+            raise UcudnnError(f"a process to measure in could not start: {how}") from None
         self._is_resting = False
-        if self._connection is not None:
-            return self._connection
+        self.started_s += monotonic() - began
+        return connection
+
+    def _start(self) -> Connection:
         ours, theirs = Pipe()
         self._child = start_python(
             _PROGRAM,
@@ -153,16 +171,6 @@ class Worker:
         # child has ended.
         theirs.close()
         self._connection = ours
-        ours.send((backend, torch.get_num_threads()))
-        if not ours.poll(_START_S):
-            self.close()
-            raise UcudnnError(f"a process to measure in did not start within {_START_S:g} s")
-        try:
-            ours.recv()
-        except (EOFError, OSError):
-            how = self._how_it_ended()
-            raise UcudnnError(f"a process to measure in could not start: {how}") from None
-        self.started_s += monotonic() - began
         return ours
 
     def _how_it_ended(self) -> str:
@@ -235,37 +243,38 @@ def serve(descriptor: int) -> None:
     # A terminal sends Ctrl-C to the child as well; the parent handles it and ends the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as connection, torch.no_grad():
-        backend, threads = connection.recv()
-        torch.set_num_threads(threads)
-        connection.send(("ready", None))
-        bench: LocalBench | None = None
-        measured: tuple[AbstractAxis, How] | None = None
         while True:
             try:
-                request = connection.recv()
+                backend, threads = connection.recv()
+                torch.set_num_threads(threads)
+                connection.send(("ready", None))
+                _serve_until_rest(connection, backend)
             except EOFError:
                 return
-            if request is None:
-                bench = measured = None
-                if torch.cuda.is_initialized():
-                    torch.cuda.empty_cache()
-                connection.send(("rests", None))
-                continue
-            axis, how, method, arguments = request
-            # A bench holds the operands of a kernel. It is kept for all requests for this kernel.
-            if (axis, how) != measured:
-                bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)), how)
-                measured = axis, how
-            try:
-                answer = ("done", getattr(bench, method)(*arguments))
-            except (*CANDIDATE_ERRORS, UcudnnError) as error:
-                if backend.is_broken():
-                    answer = ("lost", failure_of(error).reason)
-                elif isinstance(error, UcudnnError):
-                    answer = ("raised", error)
-                # Errors of other classes are sent as `CandidateError`, because their class may not
-                # be importable in the parent.
-                else:
-                    kind, reason = failure_of(error)
-                    answer = ("raised", CandidateError(reason, kind))
-            connection.send(answer)
+            # All that the bench held is free now.
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            connection.send(("rests", None))
+
+
+def _serve_until_rest(connection: Connection, backend: AbstractBackend) -> None:
+    measured: tuple[AbstractAxis, How] | None = None
+    while (request := connection.recv()) is not None:
+        axis, how, method, arguments = request
+        # A bench holds the operands of a kernel. It is kept for all requests for this kernel.
+        if (axis, how) != measured:
+            bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)), how)
+            measured = axis, how
+        try:
+            answer = ("done", getattr(bench, method)(*arguments))
+        except (*CANDIDATE_ERRORS, UcudnnError) as error:
+            if backend.is_broken():
+                answer = ("lost", failure_of(error).reason)
+            elif isinstance(error, UcudnnError):
+                answer = ("raised", error)
+            # Errors of other classes are sent as `CandidateError`, because their class may not be
+            # importable in the parent.
+            else:
+                kind, reason = failure_of(error)
+                answer = ("raised", CandidateError(reason, kind))
+        connection.send(answer)

@@ -305,10 +305,9 @@ class KernelMeasurer:
 
     def _look_at(self, arm: Arm, limit: int | None) -> None:
         key, candidate = self._records.key(arm), self._listed.by_arm[arm]
-        # On a CPU, another process may have perturbed a single run.
-        rivals_ns = self._records.shortest_ns() if self._session.is_on_gpu else {}
+        rival_ns = self._records.shortest_ns().get((arm.size, arm.role), inf)
         try:
-            look = self.bench.look(arm, limit, rivals_ns.get((arm.size, arm.role), inf))
+            look = self.bench.look(arm, limit, rival_ns)
         except CANDIDATE_ERRORS as error:
             kind, reason = failure_of(error)
             if kind == FailureKind.OUT_OF_MEMORY:
