@@ -90,6 +90,14 @@ def test_a_kernel_is_timed_without_the_host(gpu, cudnn, kernel_ns, host_ns, coun
         assert sampler.sample_ns() == pytest.approx(kernel_ns * count, rel=1e-3)
 
 
+def test_where_the_host_gets_ahead_by_itself_the_wait_is_short(gpu, cudnn):
+    sampler = Sampler(Kernels(gpu, 100_000, 30_000), cudnn)
+    sampler.warm_up(Protocol())
+    began = gpu.device
+    times = [sampler.sample_ns() for _ in range(20)]
+    assert gpu.device - began < 1.25 * 40 * sum(times)  # a sample has 40 runs
+
+
 def test_a_step_is_timed_with_the_host(gpu, cudnn):
     step = Kernels(gpu, 3_000, 30_000, 100).prepare(1)
     assert cudnn.elapsed_ns(step) == 100 * 30_000 + 3_000

@@ -425,10 +425,10 @@ def test_a_way_that_was_timed_again_is_not_faster_than_itself():
         def begin(self, deadline):
             pass
 
-        def fits(self, way, limit):
+        def fits(self, *_):
             return True
 
-        def within(self, limit, **_):
+        def within(self, *_, **__):
             self.ways = (replace(way, time_ns=100 if self.is_split else 90),)
             return self.ways[0]
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 # `import X as X` marks a name as exported, for type checkers in strict mode.
 from ucudnn.backends._base import AbstractBackend as AbstractBackend
 from ucudnn.backends._base import Activity as Activity
+from ucudnn.backends._base import BoundChunk as BoundChunk
 from ucudnn.backends._base import Cost as Cost
 from ucudnn.backends._base import DeviceState as DeviceState
 from ucudnn.backends._base import Elapsed as Elapsed
 from ucudnn.backends._base import Executable as Executable
+from ucudnn.backends._base import Launcher as Launcher
 from ucudnn.backends._base import Roofline as Roofline
 from ucudnn.backends._base import Span as Span
 from ucudnn.backends.registry import open_backend as open_backend

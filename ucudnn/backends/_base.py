@@ -324,14 +324,15 @@ class AbstractBackend(ABC):
 
     # Kernels are ranked by the time of the device alone, because in a step, other kernels may hide
     # what the host takes to launch them. Steps are judged by `elapsed_ns`, which has both.
-    def elapsed_apart(self, run: Callable[[], object], host_ns: int) -> Elapsed:
+    def elapsed_apart(self, run: Callable[[], object], lead_ns: int) -> Elapsed:
         """Run once and return the times of the device and of the host, each without the other.
 
         Args:
             run: what is timed.
-            host_ns: about how long the host takes to launch it, in nanoseconds; 0 if unknown.
+            lead_ns: about how far ahead the host must begin, so that the device never waits for
+                it, in nanoseconds; 0 if unknown.
         """
-        del host_ns
+        del lead_ns
         elapsed_ns = self.elapsed_ns(run)
         return Elapsed(elapsed_ns, elapsed_ns)
 

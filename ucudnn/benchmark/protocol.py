@@ -17,7 +17,7 @@ from math import ceil, inf, prod
 import torch
 from torch import Tensor
 
-from ucudnn.backends import AbstractBackend, Executable
+from ucudnn.backends import AbstractBackend, Elapsed, Executable
 from ucudnn.backends.tensors import Slices
 from ucudnn.benchmark.failures import CANDIDATE_ERRORS, CandidateError, free_after, is_out_of_memory
 from ucudnn.execution.execute import Call, empty_result, places
@@ -314,7 +314,8 @@ class Sampler:
         self._times = loop.least_times
         self._most_ns = 0
         self._once_ns = 0
-        self._host_ns = 0  # of one run, when it was last launched
+        # Of one run, when it was last timed.
+        self._last = Elapsed(0, 0)
 
     def once_ns(self) -> int:
         """The time of one run."""
@@ -322,9 +323,11 @@ class Sampler:
         return self._once_ns
 
     def _elapsed_ns(self, times: int) -> int:
-        run, host_ns = self._loop.prepare(times), times * self._host_ns
-        elapsed = self._backend.elapsed_apart(run, host_ns)
-        self._host_ns = elapsed.host_ns // times
+        device_ns, host_ns = self._last
+        # Where a run takes the device longer than the host, the host gets ahead by itself.
+        lead_ns = host_ns + (times - 1) * max(0, host_ns - device_ns)
+        elapsed = self._backend.elapsed_apart(self._loop.prepare(times), lead_ns)
+        self._last = Elapsed(elapsed.device_ns // times, elapsed.host_ns // times)
         return elapsed.device_ns
 
     def shortest_ns(self, before_ns: int = 0, rival_ns: float = inf) -> int:
@@ -360,7 +363,7 @@ class Sampler:
             before = time_ns
         # A sample has so many runs that it takes about `Protocol.sample_ns`, which is long compared
         # with reading the clock. But it has at most 64 runs.
-        times = protocol.sample_ns // max(time_ns, self._host_ns)
+        times = protocol.sample_ns // max(time_ns, self._last.host_ns)
         self._times = max(self._loop.least_times, min(64, times))
         # A sample that takes longer than this was perturbed; the method `sample_ns` then shortens
         # the next ones.

@@ -10,8 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 
-from ucudnn.backends import AbstractBackend, Executable
-from ucudnn.backends._base import BoundChunk, Launcher
+from ucudnn.backends import AbstractBackend, BoundChunk, Executable, Launcher
 from ucudnn.backends.tensors import Slices, memory_format
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem

@@ -357,15 +357,18 @@ class CudnnBackend(AbstractBackend):
         elapsed_ms: float = begin.elapsed_time(end)
         return round(elapsed_ms * 1e6)
 
-    def elapsed_apart(self, run: Callable[[], object], host_ns: int) -> Elapsed:
+    def elapsed_apart(self, run: Callable[[], object], lead_ns: int) -> Elapsed:
+        host_ns = 0
+
         def launch() -> None:
             nonlocal host_ns
             began = perf_counter_ns()
             run()
             host_ns = perf_counter_ns() - began
 
-        gpu.keep_busy(host_ns)
-        return Elapsed(self.elapsed_ns(launch), host_ns)
+        gpu.keep_busy(lead_ns)
+        device_ns = self.elapsed_ns(launch)
+        return Elapsed(device_ns, host_ns)
 
     def cache_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self._index).L2_cache_size)

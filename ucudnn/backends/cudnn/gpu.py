@@ -39,15 +39,15 @@ _SLOWDOWNS = {
 }
 
 
-def keep_busy(host_ns: int) -> None:
-    """Keep the current stream busy until the host has launched what takes it about `host_ns`.
+def keep_busy(lead_ns: int) -> None:
+    """Keep the current stream busy until the host is about `lead_ns` ahead.
 
-    Then the device runs these kernels one right after the other, and never waits for the host.
+    Then the device runs the kernels that follow one right after the other.
     """
     # At least 0.2 ms, because 0 is passed for what was never launched before. At most 10 ms: if a
     # run waits for the device by itself, its time on the host has this wait, too, and would double
     # from one time to the next.
-    wait_ns = min(max(2 * host_ns, 200_000), 10_000_000)
+    wait_ns = min(max(2 * lead_ns, 200_000), 10_000_000)
     # torch waits for a number of clock cycles. No GPU has many more than 2 in a nanosecond; one
     # that has fewer waits longer.
     torch.cuda._sleep(2 * wait_ns)
