@@ -26,6 +26,7 @@ from ucudnn.benchmark.operators import Inside
 from ucudnn.outcomes import Way
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.search import SegmentSearch
+from ucudnn.verdict import CLEARLY
 
 # Bytes and operations in a nanosecond (HBM3; TF32 with few channels), bytes that one block reduces
 # in a nanosecond, and a launch in nanoseconds.
@@ -162,13 +163,13 @@ def judge(name: str, model: nn.Module, x: Tensor, options: argparse.Namespace) -
     for one in model.parameters():
         one.grad = torch.zeros_like(one)  # as in every step but the first
     search = SegmentSearch(Foreseer(model, x, open_backend("torch_cpu")))
-    search.is_dry = True
+    search.is_dry, search._clearly = True, CLEARLY["cuda"]
     own = search.ways[0]
     print(f"{name}: torch's step has a peak of {own.foreseen_bytes / 2**20:.0f} MiB")
 
     def show(title: str, way: Way) -> None:
         peak, time_ns = search.needs(way) / own.foreseen_bytes, way.foreseen_ns / own.foreseen_ns
-        print(f"  {title}: peak {peak:.0%}, time {time_ns:.2f}", flush=True)
+        print(f"  {title}: peak {peak:.0%}, time {time_ns:.3f}", flush=True)
 
     for is_split, kind in ((True, "convolutions in chunks"), (False, "torch's workspace")):
         search.is_split = is_split
