@@ -344,7 +344,7 @@ class Sampler:
         first = self.once_ns()
         # The device may have waited for the host, which in the first run also builds plans of cuDNN
         # and takes memory from the system.
-        if first >= min(_SHORT_NS, _TOO_SLOW * rival_ns + self._host_ns):
+        if first >= min(_SHORT_NS, _TOO_SLOW * rival_ns + self._last.host_ns):
             return first
         return min(first, self.once_ns(), self.once_ns())
 
