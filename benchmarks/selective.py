@@ -42,12 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("networks", nargs="*", default=SOME, choices=[*NETWORKS])
+    parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found = {}
-    for name in options.networks:
+    for name in options.networks or SOME:
         found[name] = one = timed(name, options.rounds)
         shown = ", ".join(f"{key} {low:.3f} to {high:.3f}" for key, (low, _, high) in one.items())
         print(f"{name}: {shown}", flush=True)

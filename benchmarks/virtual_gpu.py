@@ -146,13 +146,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("networks", nargs="*", default=[*NETWORKS], choices=[*NETWORKS])
+    parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}")
     parser.add_argument("--shares", default="63%,50%")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", type=int, help="of each axis of the volume")
     options = parser.parse_args()
     with patch("ucudnn.steps.foresee.operators_of", lambda _: Model()):
-        for name in options.networks:
+        for name in options.networks or NETWORKS:
             make, size = NETWORKS[name]
             torch.manual_seed(0)
             judge(name, make(), torch.randn(options.batch, 1, *[options.size or size] * 3), options)
@@ -169,7 +169,7 @@ def judge(name: str, model: nn.Module, x: Tensor, options: argparse.Namespace) -
 
     def show(title: str, way: Way) -> None:
         peak, time_ns = search.needs(way) / own.foreseen_bytes, way.foreseen_ns / own.foreseen_ns
-        print(f"  {title}: peak {peak:.0%}, time {time_ns:.3f}", flush=True)
+        print(f"  {title}: peak {peak:.0%}, time {time_ns:.3f} {way.name}", flush=True)
 
     for is_split, kind in ((True, "convolutions in chunks"), (False, "torch's workspace")):
         search.is_split = is_split
