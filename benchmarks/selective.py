@@ -14,7 +14,7 @@ import argparse
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +34,7 @@ from ucudnn.steps.run import run_step
 # Networks with group, instance and batch norms.
 SOME = ("segresnet", "denoiser", "autoencoder-kl", "dynunet", "unet", "highresnet")
 SOME += ("resnet18", "densenet121", "unetr", "convnext")
+WAYS = ("torch", "again", "kept")
 EVERYWHERE = Segment("", None, recompute=False, selective=True)
 
 
@@ -43,7 +44,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found = {}
@@ -77,14 +78,15 @@ def timed(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
 
     ratios: dict[str, list[float]] = {"again": [], "kept": [], "kept over again": []}
     for number in range(rounds + 1):
-        own = step_ns(model)
-        with moments_again():
-            again = step_ns(twin)
-        kept = step_ns(twin)
+        times = {}
+        # Another way is the first one in each round.
+        for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
+            with moments_again() if way == "again" else nullcontext():
+                times[way] = step_ns(model if way == "torch" else twin)
         if number:
-            ratios["again"].append(again / own)
-            ratios["kept"].append(kept / own)
-            ratios["kept over again"].append(kept / again)
+            ratios["again"].append(times["again"] / times["torch"])
+            ratios["kept"].append(times["kept"] / times["torch"])
+            ratios["kept over again"].append(times["kept"] / times["again"])
     return {key: quartiles(some) for key, some in ratios.items()}
 
 

@@ -47,6 +47,8 @@ _MULTIPLY_ADDS: dict[Any, int] = {
 }
 # The nodes that keep their mean and reciprocal deviation, in this order, after all other numbers.
 _KEEP_MOMENTS = {"NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0"}
+# On a CPU, smaller normalisations take no more time than the operators of a multiply-add.
+_LEAST_ELEMENTS = 1 << 16
 # Functions that update running statistics if this argument is true; they do not depend on them
 # then.
 _UPDATING = {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
@@ -352,6 +354,9 @@ class _MultiplyAdd:
         cls, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor, kept: list[Tensor]
     ) -> _MultiplyAdd | None:
         """That of a call, which has kept these tensors; None if it saves no time, or has none."""
+        input_, is_on_cpu = args[0], result.device.type == "cpu"
+        if is_on_cpu and result.numel() < _LEAST_ELEMENTS:
+            return None
         node = result.grad_fn
         if func is functional.instance_norm and node is not None:
             node = node.next_functions[0][0]  # its result is a view of that of a batch norm
@@ -361,7 +366,7 @@ class _MultiplyAdd:
         # In evaluation there are none, and those of half precision are too rough.
         if not mean.numel() or mean.dtype not in (torch.float32, torch.float64):
             return None
-        input_, place = args[0], _MULTIPLY_ADDS[func]
+        place = _MULTIPLY_ADDS[func]
         given = [*args[place : place + 2], None, None]
         weight, bias = kwargs.get("weight", given[0]), kwargs.get("bias", given[1])
         shape = 1 if func is functional.batch_norm else len(input_), -1, 1
@@ -373,9 +378,11 @@ class _MultiplyAdd:
             _versions(*(one for one in (weight, bias) if one is not None)),
             (result.shape, result.stride(), result.dtype),
         )
+        if is_on_cpu and found._is_flat(input_):
+            # There a group norm reads its input from memory only once, too.
+            return None if place == 2 else found
         # On a CPU, operators of several dtypes copy their operands.
-        is_fast = input_.device.type != "cpu" or input_.dtype == result.dtype == mean.dtype
-        return found if is_fast or found._is_flat(input_) else None
+        return None if is_on_cpu and not input_.dtype == result.dtype == mean.dtype else found
 
     def __call__(self, input_: Tensor) -> Tensor:
         """The normalisation of an input."""
