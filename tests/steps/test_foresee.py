@@ -614,3 +614,16 @@ class Refusing(nn.Module):
 def test_a_model_that_refuses_its_inputs_is_an_error():
     with pytest.raises(ConfigError, match="does not accept example inputs .*not these inputs"):
         ucudnn.foresee(Refusing(), torch.randn(IMAGES))
+
+
+def test_with_convolutions_in_chunks_a_step_needs_what_a_plan_of_chunks_needs():
+    """A plan of chunks of one sample runs for real; columns are the workspace of each sample."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 2, 5, padding=2))
+    model, x = model.double(), torch.randn(8, 4, 48, 48, dtype=torch.float64)
+    backend = open_backend("torch_cpu")
+    found = foreseer(model, x).step()
+    plan = in_chunks(backend, trace_layers(model, x).layers, 1)
+    real = found.held.total + real_bytes(model, x, plan=plan)
+    assert real < 0.8 * found.peak_bytes
+    assert found.split.peak_bytes == pytest.approx(real, rel=0.02)
+    assert found.own_peak_bytes <= found.split.peak_bytes

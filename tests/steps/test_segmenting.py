@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -273,6 +274,12 @@ def test_of_two_steps_the_times_taken_in_turn_decide(monkeypatch):
     assert (faster.division, faster.time_ns) == (segment.division, 8)
     assert search.foresee(loop.division).time_ns == 9
     assert search.faster_of(segment, segment) is segment
+    # Where memory suffices for one of them only, as by a plan, none is run.
+    smaller, larger = sorted((loop, segment), key=lambda way: way.foreseen_bytes)
+    monkeypatch.setattr(search._foreseer, "can_run", lambda peak: peak < larger.foreseen_bytes)
+    monkeypatch.setattr(search, "elapsed_ns", Mock(side_effect=AssertionError("it was run")))
+    fastest = min((smaller, larger), key=lambda way: way.foreseen_ns)
+    assert search.faster_of(smaller, larger) is fastest
 
 
 def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():

@@ -422,11 +422,14 @@ class SegmentSearch:
 
     def faster_of(self, one: Way, other: Way) -> Way:
         """The faster of two steps, which take turns; the times of this race are noted."""
+        both = (one, other)
         if one.division == other.division:
             return one
+        if not all(self._foreseer.can_run(step.foreseen_bytes) for step in both):
+            return min(both, key=lambda step: step.foreseen_ns)
         try:
             samples = race(
-                [partial(self.elapsed_ns, step.division) for step in (one, other)],
+                [partial(self.elapsed_ns, step.division) for step in both],
                 self.is_over,
                 lambda samples: tells(*samples),
                 is_warm=True,
@@ -436,8 +439,8 @@ class SegmentSearch:
                 raise
             free_after(error)
             # Steps that were run before have shown that there is memory for them.
-            return min((one, other), key=lambda step: (not step.time_ns, step.step_ns))
-        found = zip((one, other), map(median_ns, samples), strict=True)
+            return min(both, key=lambda step: (not step.time_ns, step.step_ns))
+        found = zip(both, map(median_ns, samples), strict=True)
         return min((self.note(step, ns) for step, ns in found), key=lambda way: way.time_ns)
 
     def steps(self, division: StepDivision = WHOLE) -> Steps:
