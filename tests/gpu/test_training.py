@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -251,3 +252,19 @@ def test_a_compiled_step_that_replays_graphs_follows_the_plan(backend, model, in
             torch.compiler.cudagraph_mark_step_begin()
             found = step(compiled, inputs)
         assert_alike(found, expected, 3e-3)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, partial(nn.InstanceNorm2d, affine=True)])
+def test_a_channel_without_deviation_has_torchs_gradients_where_norms_are_repeated(backend, norm):
+    """Nothing is left of it, so that ReLU's gradient is 0; a residue would let it through."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 1), norm(32), nn.ReLU(), nn.Conv2d(32, 8, 3, padding=1)
+    ).cuda()
+    twin = copy.deepcopy(model)
+    segment_(twin, [Segment("", None, recompute=False, selective=True)])
+    x = torch.full((4, 16, 48, 48), 0.3, device="cuda")
+    for one in (model, twin):
+        one(x).square().sum().backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

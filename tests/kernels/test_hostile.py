@@ -135,16 +135,26 @@ def test_a_process_that_ends_between_two_questions_is_no_candidates_fault():
 
 
 @pytest.mark.process
-def test_an_interrupted_request_is_not_answered_later():
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_request_is_not_answered_later(ending, monkeypatch):
+    def end(*_):
+        raise ending
+
+    before = signal.signal(signal.SIGTERM, end)
+    monkeypatch.setattr("ucudnn.benchmark.worker._START_S", 5.0)
     backend = HostileBackend("hangs")
     backend.candidate_timeout_s = 5.0
     default, hangs = (Arm(4, name, Role.ALONE) for name in ("torch_default", "hangs"))
     with Worker() as worker:
         bench = WorkerBench(worker, backend, BatchAxis(FPROP))
         bench.look(default, None)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            bench.look(hangs, None)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        try:
+            with pytest.raises(ending):
+                bench.look(hangs, None)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        worker.rest()
         assert bench.look(default, None).error < 1e-6
 
 

@@ -120,7 +120,7 @@ class Moments(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("way", ["as a batch norm", "as on a GPU"])
+@pytest.mark.parametrize("way", ["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
 @pytest.mark.parametrize("given", ["", "weight", "bias", "weight and bias"])
 @pytest.mark.parametrize("shape", [(3, 8, 5, 7), (3, 8, 4, 3, 5), (3, 8, 6), (1, 8, 4, 4)], ids=str)
@@ -135,14 +135,13 @@ def test_a_norm_is_repeated_by_the_moments_that_it_has_kept(
 ) -> None:
     monkeypatch.setattr(selective, "_LEAST_ELEMENTS", 0)
     if way == "as on a GPU":
-        monkeypatch.setattr(selective._MultiplyAdd, "_is_flat", lambda *_: False)
+        monkeypatch.setattr(selective, "_HOST", "none")
     x = 3 * torch.randn(shape) + 1
     if layout == "channels_last" and len(shape) > 3:
         form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
         x = x.contiguous(memory_format=form)
     elif layout == "transposed":
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    is_flat = x.is_contiguous() or len(x) == 1
     x.requires_grad_()
     weight, bias = (torch.randn(8) if name in given else None for name in ("weight", "bias"))
     doubled = list[Tensor]()
@@ -153,12 +152,26 @@ def test_a_norm_is_repeated_by_the_moments_that_it_has_kept(
     with Moments() as moments:
         result.backward()  # type: ignore[no-untyped-call]
     is_grouped = norm in ("groups", "torch's groups", "channels")
-    # On a CPU, a group norm of one plane after the other is as fast.
-    assert moments.count == (is_grouped and is_flat and way == "as a batch norm")
+    is_one = len(x) == 1 or norm in ("batch", "tracked")
+    is_flat = x.stride() == y.stride() and (is_one or x.is_contiguous())
+    # On a CPU, a group norm of one plane after the other is as fast as it is; on a GPU, a batch or
+    # instance norm of planes that do not follow one another is left as it is.
+    is_kept = not (is_grouped and is_flat) if way == "as on a CPU" else is_grouped or is_flat
+    assert moments.count == (not is_kept)
+    # On the strides depends by which kernels torch computes what follows.
+    assert doubled[0].stride() == y.stride()
     if layout != "transposed" and (given == "weight and bias" or not is_grouped):
         assert torch.equal(doubled[0], 2 * y)
     else:
         torch.testing.assert_close(doubled[0], 2 * y, rtol=1e-6, atol=1e-6)
+
+
+def test_an_instance_norm_of_one_sample_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its result is contiguous whatever its input is, and so is the gradient of its result."""
+    monkeypatch.setattr(selective, "_LEAST_ELEMENTS", 0)
+    model = block(lambda width: nn.InstanceNorm2d(width, affine=True), nn.SiLU()).double()
+    x = torch.randn(1, 3, 9, 9, dtype=torch.float64).to(memory_format=torch.channels_last)
+    assert_same(model.to(memory_format=torch.channels_last), x)
 
 
 def test_a_norm_of_half_precision_is_repeated_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,25 +419,63 @@ def test_modules_may_be_examined_on_different_numbers_of_samples(monkeypatch):
     assert not search.reason_against_parts()
 
 
-def test_a_way_that_was_timed_again_is_not_faster_than_itself():
-    division = StepDivision((Segment("a", 2),))
-    way = Way("segments", "a", 50, 100, time_ns=100, split_bytes=40, division=division)
+class ScriptedSearch:
+    """A search that finds a way for each workspace that it counts, and then has these ways."""
 
-    class Search:
-        ways = (way,)
-        is_split = False
-        is_clearly_faster = SegmentSearch.is_clearly_faster
-        _clearly = 0.95
+    is_clearly_faster = SegmentSearch.is_clearly_faster
+    _clearly = 0.95
 
-        def begin(self, deadline):
-            pass
+    def __init__(self, split, fitting, left):
+        self.is_split = False
+        self.ways = left
+        self._found = {True: split, False: fitting}
 
-        def fits(self, *_):
-            return True
+    def begin(self, deadline):
+        pass
 
-        def within(self, *_, **__):
-            self.ways = (replace(way, time_ns=100 if self.is_split else 90),)
-            return self.ways[0]
+    def fits(self, way, limit):
+        return (way.split_bytes if self.is_split else way.foreseen_bytes) <= limit
 
-    (choice,) = _chosen(Search(), Deadline.never(), 60, loop=False)
-    assert choice.fitting is None
+    def within(self, *_, **__):
+        return self._found[self.is_split]
+
+
+@pytest.fixture
+def ways():
+    """A way that fits 60 bytes as it is, and a faster one that fits by convolutions in chunks."""
+    slow, fast = (StepDivision((Segment(name, 2),)) for name in ("slow", "fast"))
+    return (
+        Way("segments", "slow", 50, 100, time_ns=100, split_bytes=40, division=slow),
+        Way("segments", "fast", 70, 80, time_ns=80, split_bytes=60, division=fast),
+    )
+
+
+def chosen(*found):
+    """The division of the way that is planned first, and of the one that fits beside it."""
+    (choice,) = _chosen(ScriptedSearch(*found), Deadline.never(), 60, loop=False)
+    return choice.way.name, choice.fitting and choice.fitting.name
+
+
+def test_convolutions_in_chunks_are_planned_where_they_make_steps_clearly_faster(ways):
+    slow, fast = ways
+    assert chosen(fast, slow, ways) == ("fast", "slow")
+    assert chosen(replace(fast, time_ns=96), slow, (slow, replace(fast, time_ns=96))) == (
+        "slow",
+        None,
+    )
+
+
+def test_a_way_that_fits_as_it_is_needs_no_other_one(ways):
+    """Neither if none was found with chunks, nor if steps of that one have failed."""
+    slow, fast = ways
+    large = replace(fast, split_bytes=61)
+    assert chosen(large, slow, ways) == ("slow", None)
+    assert chosen(fast, slow, (slow,)) == ("slow", None)
+    assert chosen(fast, slow, (slow, replace(fast, is_allowed=False))) == ("slow", None)
+    assert chosen(fast, large, ways) == ("fast", None)
+
+
+def test_a_way_that_was_timed_again_is_not_faster_than_itself(ways):
+    slow, _ = ways
+    again = replace(slow, time_ns=90)
+    assert chosen(slow, again, (again,)) == ("slow", None)

@@ -68,7 +68,7 @@ class Worker:
         All requests to a worker are for the same device. Raises LostError if the child hung or
         ended; the next call then starts another child.
         """
-        request = (axis, how, method, arguments)
+        request, answer = (axis, how, method, arguments), None
         try:
             connection = self._started(backend)
             try:
@@ -79,13 +79,18 @@ class Worker:
                 self.close()
                 connection = self._started(backend)
                 connection.send(request)
-            return self._answer(connection, backend.candidate_timeout_s)
-        # The child is busy, and its answer would be taken for that to the next request.
-        except KeyboardInterrupt:
-            self.close()
-            raise
+            answer = self._answer(connection, backend.candidate_timeout_s)
+        finally:
+            # Whatever ended this, the child is busy, and its answer would be taken for that to the
+            # next request.
+            if answer is None:
+                self.close()
+        kind, value = answer
+        if kind == "raised":
+            raise value
+        return value
 
-    def _answer(self, connection: Connection, patience_s: float) -> Any:
+    def _answer(self, connection: Connection, patience_s: float) -> tuple[str, Any]:
         turn = 0
         while True:
             try:
@@ -101,24 +106,27 @@ class Worker:
                 raise LostError(self._how_it_ended(), FailureKind.CRASH, turn) from None
             if kind == "turn":
                 turn = value
-            elif kind == "raised":
-                raise value
             elif kind == "lost":
                 self.close()
                 raise LostError(value, FailureKind.CRASH, turn)
             else:
-                return value
+                return kind, value
 
     def rest(self) -> None:
         """Let the child free its operands, because this process needs the memory meanwhile."""
         if self._connection is None or self._is_resting:
             return
-        self._is_resting = True
+        self._is_resting, rests = True, False
         try:
             self._connection.send(None)
-            self._connection.recv()
+            if self._connection.poll(_START_S):
+                self._connection.recv()
+                rests = True
         except (EOFError, OSError):
-            self.close()
+            pass
+        finally:
+            if not rests:
+                self.close()
 
     def close(self) -> None:
         """End the child, even if it is busy."""

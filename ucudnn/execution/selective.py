@@ -41,14 +41,16 @@ _KEEP_RESULT = {
 # Functions whose result is a multiply-add of their input, and the place of their weight, before
 # that of their bias. In a layer norm the factor differs in each element, so that it would take more
 # than one, and torch's kernel reads a row only once anyway.
+_OF_GROUPS = 2
 _MULTIPLY_ADDS: dict[Any, int] = {
-    **dict.fromkeys((functional.group_norm, torch.group_norm), 2),
+    **dict.fromkeys((functional.group_norm, torch.group_norm), _OF_GROUPS),
     **dict.fromkeys((functional.batch_norm, functional.instance_norm), 3),
 }
 # The nodes that keep their mean and reciprocal deviation, in this order, after all other numbers.
 _KEEP_MOMENTS = {"NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0"}
-# On a CPU, smaller normalisations take no more time than the operators of a multiply-add.
-_LEAST_ELEMENTS = 1 << 16
+# On this type of device, smaller normalisations take no more time than the operators of a
+# multiply-add.
+_HOST, _LEAST_ELEMENTS = "cpu", 1 << 16
 # Functions that update running statistics if this argument is true; they do not depend on them
 # then.
 _UPDATING = {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
@@ -340,6 +342,7 @@ class _MultiplyAdd:
         bias: of each channel, or None.
         versions: of the weight and the bias, as they were.
         like: shape, strides and dtype of the result.
+        is_flat: True: as a batch norm by given statistics, of all channels of all samples.
     """
 
     mean: Tensor
@@ -348,13 +351,14 @@ class _MultiplyAdd:
     bias: Tensor | None
     versions: tuple[int, ...]
     like: tuple[torch.Size, tuple[int, ...], torch.dtype]
+    is_flat: bool
 
     @classmethod
     def of(
         cls, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor, kept: list[Tensor]
     ) -> _MultiplyAdd | None:
         """That of a call, which has kept these tensors; None if it saves no time, or has none."""
-        input_, is_on_cpu = args[0], result.device.type == "cpu"
+        input_, is_on_cpu = args[0], result.device.type == _HOST
         if is_on_cpu and result.numel() < _LEAST_ELEMENTS:
             return None
         node = result.grad_fn
@@ -369,20 +373,30 @@ class _MultiplyAdd:
         place = _MULTIPLY_ADDS[func]
         given = [*args[place : place + 2], None, None]
         weight, bias = kwargs.get("weight", given[0]), kwargs.get("bias", given[1])
-        shape = 1 if func is functional.batch_norm else len(input_), -1, 1
-        found = cls(
-            mean.view(shape),
-            rstd.view(shape),
+        rows = 1 if func is functional.batch_norm else len(input_)
+        # The result must have the strides that it had, because on these depends in which layout
+        # torch computes what follows.
+        is_alike = input_.dtype == result.dtype and input_.stride() == result.stride()
+        is_flat = is_alike and (rows == 1 or input_.is_contiguous())
+        if place == _OF_GROUPS:
+            # On a CPU, such a group norm reads its input from memory only once, too.
+            if is_on_cpu and is_flat:
+                return None
+            is_flat = False
+        # A multiply-add of several dtypes copies its operands on a CPU. On a GPU, other norms
+        # subtract the mean first, so that nothing is left of a channel without deviation.
+        pays = input_.dtype == result.dtype == mean.dtype if is_on_cpu else place == _OF_GROUPS
+        if not (is_flat or pays):
+            return None
+        return cls(
+            mean.view(rows, -1, 1),
+            rstd.view(rows, -1, 1),
             None if weight is None else weight.detach(),
             None if bias is None else bias.detach(),
             _versions(*(one for one in (weight, bias) if one is not None)),
             (result.shape, result.stride(), result.dtype),
+            is_flat,
         )
-        if is_on_cpu and found._is_flat(input_):
-            # There a group norm reads its input from memory only once, too.
-            return None if place == 2 else found
-        # On a CPU, operators of several dtypes copy their operands.
-        return None if is_on_cpu and not input_.dtype == result.dtype == mean.dtype else found
 
     def __call__(self, input_: Tensor) -> Tensor:
         """The normalisation of an input."""
@@ -390,26 +404,20 @@ class _MultiplyAdd:
         rows, groups, _ = self.mean.shape
         _require_unmodified(self.versions, *(b for b in (self.weight, self.bias) if b is not None))
         with torch.autocast(input_.device.type, enabled=False):
-            if self.weight is None:
-                factor = self.rstd.expand(rows, groups, shape[1] // groups)
-            else:
-                factor = self.rstd * self.weight.view(groups, -1)
-            if self.bias is None:
-                addend = -self.mean * factor
-            else:
-                addend = torch.addcmul(self.bias.view(groups, -1), self.mean, factor, value=-1)
-            if self._is_flat(input_):
-                # A batch norm by given statistics is the fastest multiply-add on a CPU.
-                factor, addend = factor.reshape(-1), addend.reshape(-1)
-                given = torch.zeros_like(factor), torch.ones_like(factor)
+            each = rows, groups, shape[1] // groups
+            mean, factor = self.mean.expand(each), self.rstd.expand(each)
+            if self.weight is not None:
+                factor = factor * self.weight.view(groups, -1)
+            if self.is_flat and input_.stride() == strides:
+                mean, factor = mean.reshape(-1), factor.reshape(-1)
+                bias = None if self.bias is None else self.bias.to(mean.dtype).repeat(rows)
                 flat = input_ if rows == 1 else input_.view(1, rows * shape[1], *shape[2:])
-                scaled = torch.batch_norm(flat, factor, addend, *given, False, 0.0, 0.0, False)
-                return scaled.view(shape) if rows > 1 else scaled
+                given = factor, bias, mean, torch.ones_like(mean)
+                return torch.batch_norm(flat, *given, False, 0.0, 0.0, False).view(shape)
+            if self.bias is None:
+                addend = -mean * factor
+            else:
+                addend = torch.addcmul(self.bias.view(groups, -1), mean, factor, value=-1)
             form = (rows, shape[1], *[1] * len(shape[2:]))
             place = input_.new_empty_strided(shape, strides, dtype=dtype)
             return torch.addcmul(addend.reshape(form), input_, factor.reshape(form), out=place)
-
-    def _is_flat(self, input_: Tensor) -> bool:
-        """True if a batch norm on a CPU can multiply each channel of each sample by a factor."""
-        is_one = len(self.mean) == 1 or input_.is_contiguous()
-        return is_one and input_.device.type == "cpu" and input_.dtype == self.like[2]

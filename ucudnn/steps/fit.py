@@ -505,15 +505,16 @@ def _chosen(search: SegmentSearch, end: Deadline, limit: int, *, loop: bool) -> 
         search.begin(end.part(share))
         # Convolutions that are divided into chunks leave room for a faster way.
         split, fitting = (best(inside=inside, is_split=one) for one in (True, False))
-        if split is None:
-            continue
-        if fitting is None:
-            return [_Choice(split)]
-        # It may have been timed once more.
-        split = next(one for one in search.ways if one.division == split.division)
-        if search.is_clearly_faster(split, fitting):
-            return [_Choice(split, fitting)]
-        return [_Choice(fitting)]
+        if split is not None:
+            # It may have been timed once more, or have failed.
+            same = (one for one in search.ways if one.division == split.division)
+            split = next((one for one in same if one.is_allowed), None)
+        if split is not None and fitting is not None:
+            if search.is_clearly_faster(split, fitting):
+                return [_Choice(split, fitting)]
+            return [_Choice(fitting)]
+        if split is not None or fitting is not None:
+            return [_Choice(one) for one in (split, fitting) if one is not None]
     # A way whose steps exceed the budget only by their workspace is accepted, too: limits for the
     # workspace may suffice.
     ways = [one for one in search.ways if one.is_allowed and (loop or one.kind != "loop")]

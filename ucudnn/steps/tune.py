@@ -265,7 +265,13 @@ class _Tuning:
         self.before = self.latest = _NOTHING
         self.more = len(set(_problems(traced["channels_last"])))
         # A time budget that the user set is for both layouts together, a default one for each.
-        own = self._tuned(traced["keep"], self._part(0.5), "keep")
+        try:
+            own = self._tuned(traced["keep"], self._part(0.5), "keep")
+        except PlanError:
+            self.more = 0
+            if not self._keeps_worker():
+                self.worker.close()
+            raise
         self.before, self.more = self.latest, 0
         deadline = self._end_of_kernels(LAYOUT_RACE_STEPS)
         try:
