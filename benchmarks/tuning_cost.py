@@ -118,9 +118,9 @@ class _Replayed(RecordedBackend):
     def available_bytes(self) -> int:
         return 1 << 62
 
-    def elapsed_apart(self, run: Callable[[], object], host_ns: int) -> Elapsed:
+    def elapsed_apart(self, run: Callable[[], object], lead_ns: int) -> Elapsed:
         """The time that a run itself tells, and none of a host."""
-        del host_ns
+        del lead_ns
         time_ns = run()
         assert isinstance(time_ns, int)
         return Elapsed(time_ns, 0)
