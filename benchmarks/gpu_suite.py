@@ -49,7 +49,7 @@ from ucudnn.backends.cudnn.graph import Target
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.config import Config
 from ucudnn.errors import UcudnnError
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.layer_table import read_rows
 from ucudnn.problem import OPS, Problem
 

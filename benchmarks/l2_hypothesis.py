@@ -29,7 +29,7 @@ from step_workers import usual_options
 
 import ucudnn
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.layer_table import read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.units import format_ns

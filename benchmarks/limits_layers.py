@@ -28,7 +28,7 @@ from ucudnn.backends import open_backend
 from ucudnn.benchmark.bench import LocalBench
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.problem import Problem
 from ucudnn.split import Split
 

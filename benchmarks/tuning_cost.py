@@ -43,13 +43,14 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
-from ucudnn.kernels.budget import EFFORTS
-from ucudnn.kernels.confirmation import race_calls
-from ucudnn.kernels.measurer import KernelMeasurer
+from ucudnn.kernels.candidates import Kernel
+from ucudnn.kernels.choose import race_calls
+from ucudnn.kernels.deadline import EFFORTS
+from ucudnn.kernels.device import Session
+from ucudnn.kernels.measure import KernelTuning
 from ucudnn.kernels.results import Progress
-from ucudnn.kernels.session import Session
 from ucudnn.kernels.splits import BatchSplits
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.layer_table import read_rows
 from ucudnn.measurement import (
     Candidate,
@@ -309,6 +310,10 @@ class ReplaySession(Session):
 
     bench_of: ReplayBench
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.cache, self.can_measure = MemoryCache(), True
+
     def bench(self, axis: object) -> AbstractBench:
         """The one bench."""
         del axis
@@ -349,16 +354,14 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     fresh = [_part(entry, slice(-FRESH, None)) for entry in recorded.values()]
     session = ReplaySession(table.backend, MemoryCache(), effort=table.effort)
     session.bench_of = bench = ReplayBench(table.backend, problem, known, session.how.chunks)
-    sizes = sorted({arm.size for arm in known})
-    measurer = KernelMeasurer(session, BatchAxis(problem), limit, sizes)
-    while measurer.step():
-        pass
+    tuning = KernelTuning(session, Config(policy="all"), Kernel(problem), limit is not None)
+    evidence = tuning.evidence(limit)
     fitting = [
         entry
         for entry in known.values()
         if entry.status == "ok" and (limit is None or (entry.workspace_bytes or 0) <= limit)
     ]
-    chosen = best_split(problem, measurer.usable, session, limit)
+    chosen = best_split(problem, evidence.tables[0].measurements, session, limit)
     best = best_split(problem, fitting, session, limit)
     regret = cost_ns(chosen, fresh) / cost_ns(best, fresh) - 1
     return Replay(
@@ -369,7 +372,7 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
         races=bench.races,
         candidates=len(fitting),
         regret=regret,
-        gap=measurer.outlook().gap,
+        gap=tuning.requests(limit)[0].outlook().gap,
         split=chosen,
     )
 
@@ -564,21 +567,20 @@ def measure() -> None:
     for problem in KERNELS:
         session = Session(backend, MemoryCache())
         start = time.monotonic()
-        measurer = KernelMeasurer(session, BatchAxis(problem), None, range(1, N + 1))
-        while measurer.step():
-            pass
+        tuning = KernelTuning(session, Config(policy="all"), Kernel(problem), is_limited=False)
+        evidence = tuning.evidence(None)
         lazy_s, lazy_count = time.monotonic() - start, session.measured
         start = time.monotonic()
         everything = exhaustive(session, problem)
         all_s = time.monotonic() - start
         splits = [
-            best_split(problem, measurer.usable, session, None),
+            best_split(problem, evidence.tables[0].measurements, session, None),
             best_split(problem, everything, session, None),
         ]
         if splits[0] == splits[1]:
             said = f"the same plan: {splits[0]}"
         else:
-            lazy, best = race_calls(session, measurer, problem, splits)
+            lazy, best = race_calls(tuning, splits)
             ratio, low, high = ratio_interval(lazy.samples, best.samples)
             said = f"{ratio:.3f} ({low:.3f} to {high:.3f}): {splits[0]} / {splits[1]}"
         took = f"{lazy_count} | {lazy_s:.1f} | {len(everything)} | {all_s:.1f}"

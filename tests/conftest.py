@@ -178,7 +178,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No default time budget ends a tuning: what a test sees hangs on no clock."""
-    from ucudnn.kernels.budget import EFFORTS
+    from ucudnn.kernels.deadline import EFFORTS
 
     for name, one in EFFORTS.items():
         patient = replace(one, least_budget_s=3600.0, most_budget_s=3600.0)
@@ -452,7 +452,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedBackend]:
 
     def install(**costs: Callable[[int], tuple[int | None, int]]) -> ScriptedBackend:
         backend = ScriptedBackend(costs)
-        monkeypatch.setattr("ucudnn.kernels.tuner.open_backend", lambda _: backend)
+        monkeypatch.setattr("ucudnn.kernels.tune.open_backend", lambda _: backend)
         return backend
 
     return install

@@ -13,7 +13,7 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.execution.validity import Finding, device_is_missing, findings_without_running
-from ucudnn.kernels.session import Session
+from ucudnn.kernels.device import Session
 from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.units import format_bytes, format_ns, format_sizes
 from ucudnn.verdict import LOST_SPEEDUP

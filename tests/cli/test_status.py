@@ -260,7 +260,7 @@ def interrupted_tune(at: Setting) -> None:
     def interrupted(*_: object, **named: object) -> None:
         raise TuningInterruptedError(Plan.load(at.plan))
 
-    at.patch.setattr("ucudnn.kernels.tuner.tune_problems", interrupted)
+    at.patch.setattr("ucudnn.kernels.tune.tune_problems", interrupted)
     assert at.status(*at.table, "-o", at.folder / "p.json") == 130
     assert (at.folder / "p.json").exists()
 

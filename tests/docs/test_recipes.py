@@ -23,7 +23,7 @@ from ucudnn.backends import Cost, Executable, open_backend, registry
 from ucudnn.backends.torch_cpu import backend as torch_cpu
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, OpsExecutable
 from ucudnn.cache import MemoryCache
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.problem import OPS, Problem
 from ucudnn.solvers import Division, divide, division

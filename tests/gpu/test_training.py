@@ -18,7 +18,7 @@ from ucudnn.backends.cudnn.executable import EngineCall
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.config import Config
 from ucudnn.execution.micro_batching import segment_
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import OPS
 from ucudnn.segment import Segment

@@ -6,7 +6,7 @@ import pytest
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.config import Config
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.plan import Chunk, Split
 from ucudnn.problem import Problem
 

@@ -12,9 +12,9 @@ from by_hand import linear
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError, UntunedWarning
-from ucudnn.kernels.confirmation import Finalist, choose
+from ucudnn.kernels.choose import Finalist, choose
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.plan import Chunk, Plan, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back

@@ -12,7 +12,7 @@ from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.execution.validity import require_real
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Device
 from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan

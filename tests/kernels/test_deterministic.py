@@ -16,8 +16,8 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels import sources
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels import choose
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.problem import Problem
 from ucudnn.steps.judge import has_default
 
@@ -100,8 +100,8 @@ def test_where_the_deterministic_splits_fail_as_whole_calls_the_error_says_so(he
         here.costs = here.costs | {"exact": lambda _: (None, 0)}
         return race_of_splits(*arguments)
 
-    race_of_splits = sources.race_calls
-    monkeypatch.setattr(sources, "race_calls", race)
+    race_of_splits = choose.race_calls
+    monkeypatch.setattr(choose, "race_calls", race)
     with pytest.raises(PlanError, match="every deterministic split of fprop .* failed as a whole"):
         tune_problems(LAYERS, Config(deterministic=True, policy="undivided"))
 

@@ -9,7 +9,7 @@ from by_hand import linear
 
 from ucudnn.backends import Cost, Roofline
 from ucudnn.config import Config
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.problem import Problem
 
 MS = 1_000_000

@@ -16,7 +16,7 @@ from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
 from ucudnn.errors import UcudnnError, WrongResultWarning
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import FailureKind, Role
 from ucudnn.problem import Problem
 

@@ -11,7 +11,7 @@ from ucudnn.benchmark.failures import CandidateError, is_out_of_memory
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UntunedWarning
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import FailureKind, Subject
 from ucudnn.problem import Problem
 
@@ -135,7 +135,7 @@ TUNED = (
     + """
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Subject
 from ucudnn.problem import Problem
 op, more = sys.argv[1:]

@@ -16,7 +16,7 @@ from ucudnn.backends.torch_cpu.processor import LoadMeter
 from ucudnn.config import Config
 from ucudnn.errors import NoiseWarning
 from ucudnn.kernels.noise import Noise, noise_of
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_table

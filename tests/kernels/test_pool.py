@@ -12,9 +12,9 @@ from by_hand import chunks_of, front, linear, random_costs
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, UntunedWarning
-from ucudnn.kernels.budget import EFFORTS
+from ucudnn.kernels.deadline import EFFORTS
 from ucudnn.kernels.results import Progress
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem

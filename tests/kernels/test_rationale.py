@@ -10,7 +10,7 @@ from by_hand import front, linear
 from ucudnn import cache as caches
 from ucudnn.config import Config
 from ucudnn.kernels.rationale import rationales
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.outcomes import StepRace
 from ucudnn.problem import Problem
 

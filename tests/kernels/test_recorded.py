@@ -15,7 +15,7 @@ from ucudnn import cache as caches
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError, UntunedWarning
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
 from ucudnn.plan import Chunk, Split
 from ucudnn.problem import Problem
@@ -187,7 +187,7 @@ def test_a_profile_restricts_a_recording_to_what_cudnn_has(tmp_path, monkeypatch
             one = SimpleNamespace(identity="eng0")
             yield SimpleNamespace(problem=problem, configurations=(one,))
 
-    monkeypatch.setattr("ucudnn.kernels.tuner.list_configurations", listings)
+    monkeypatch.setattr("ucudnn.kernels.tune.list_configurations", listings)
     folder = record(tmp_path, [*alone(), entry(FPROP, "eng1", 5, 0, device=replace(GPU, name="X"))])
     profile = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
     config = Config(backend="cudnn", device=profile, cache=folder, workspace_limit="90MiB")

@@ -10,7 +10,7 @@ import pytest
 
 from ucudnn.benchmark.protocol import FINALS
 from ucudnn.benchmark.statistics import median_ns
-from ucudnn.kernels.confirmation import Finalist, choose
+from ucudnn.kernels.choose import Finalist, choose
 from ucudnn.plan import Chunk, Split, Timing
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

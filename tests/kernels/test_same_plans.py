@@ -15,7 +15,7 @@ import pytest
 from ucudnn.cache.exchange import read_entries
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 
 HERE = Path(__file__).parent
 RECORDINGS = sorted((HERE.parents[1] / "benchmarks" / "results").rglob("exhaustive.csv"))

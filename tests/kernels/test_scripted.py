@@ -14,14 +14,14 @@ import torch
 from by_hand import chunks_of, front, least_ns, linear, random_costs
 
 from ucudnn import cache as caches
-from ucudnn.axis import BatchAxis
 from ucudnn.backends import Elapsed
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UntunedWarning
+from ucudnn.kernels.candidates import Kernel
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.measurer import KernelMeasurer
-from ucudnn.kernels.session import Session
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.device import Session
+from ucudnn.kernels.measure import KernelTuning
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Device
 from ucudnn.plan import Chunk
 from ucudnn.problem import Problem
@@ -205,13 +205,12 @@ def test_time_for_races_is_used_where_a_kernel_must_have_a_plan(
 ):
     backend = scripted(torch_default=linear(1.0, 1.0), lean=linear(2.0, 0.0))
     session = Session(backend, caches.MemoryCache())
-    measurer = KernelMeasurer(session, BatchAxis(FPROP), limit, (1, 4, 16))
-    assert measurer.look_at_default().workspace_bytes == 16 * MIB
+    tuning = KernelTuning(session, Config(), Kernel(FPROP), is_limited=limit is not None)
+    assert tuning.look_at_default().workspace_bytes == 16 * MIB
     over = Deadline.within(0.0)
     session.stop_at(over, Deadline.never() if has_time_for_races else over)
-    while measurer.step():
-        pass
-    assert bool(measurer.usable) == (has_time_for_races and limit is not None)
+    micro_batches = tuning.evidence(limit).tables[0]
+    assert bool(micro_batches.measurements) == (has_time_for_races and limit is not None)
     session.close()
 
 

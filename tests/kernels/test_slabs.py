@@ -17,7 +17,7 @@ from ucudnn.backends import AbstractBackend, Executable, open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execution.execute import bind
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.plan import Chunk, Plan, Split
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count

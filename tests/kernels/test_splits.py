@@ -12,7 +12,7 @@ import pytest
 from exhaustive import by_position
 
 from ucudnn.axis import BatchAxis, RowAxis
-from ucudnn.kernels.planner import predict
+from ucudnn.kernels.choose import predict
 from ucudnn.kernels.splits import (
     CHUNK_NS,
     WORTHWHILE_NS,

@@ -8,11 +8,11 @@ import pytest
 from by_hand import linear
 
 from ucudnn.config import Config
-from ucudnn.kernels.budget import EFFORTS, Stake, StepShares
-from ucudnn.kernels.deadline import Deadline
+from ucudnn.kernels.deadline import EFFORTS, Deadline
+from ucudnn.kernels.device import Session
 from ucudnn.kernels.limits import Limits
-from ucudnn.kernels.session import Session
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.shares import Stake, StepShares
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Device
 from ucudnn.problem import Problem
 

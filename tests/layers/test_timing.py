@@ -13,7 +13,7 @@ from ucudnn.execution.execute import build
 from ucudnn.execution.observers import KernelTimer
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.kernels.tuner import layers_by_problem
+from ucudnn.kernels.tune import layers_by_problem
 from ucudnn.steps.tracing import trace_layers
 
 

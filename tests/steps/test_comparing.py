@@ -16,7 +16,7 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.execution.micro_batching import located, modes_of
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer

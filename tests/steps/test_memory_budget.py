@@ -22,10 +22,9 @@ from ucudnn.backends import Span, open_backend
 from ucudnn.backends.torch_cpu.backend import ALGORITHMS
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UntunedWarning
-from ucudnn.kernels.budget import EFFORTS
-from ucudnn.kernels.deadline import Deadline
+from ucudnn.kernels.deadline import EFFORTS, Deadline
 from ucudnn.kernels.limits import Limits
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision

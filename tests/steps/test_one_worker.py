@@ -15,7 +15,7 @@ from ucudnn.axis import BatchAxis
 from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
-from ucudnn.kernels.tuner import tune_problems
+from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
@@ -27,7 +27,7 @@ BATCH = torch.randn(8, 4, 32, 32)
 @pytest.fixture
 def counted(tmp_path, monkeypatch):
     backend = CountedBackend(tmp_path / "processes")
-    monkeypatch.setattr("ucudnn.kernels.tuner.open_backend", lambda _: backend)
+    monkeypatch.setattr("ucudnn.kernels.tune.open_backend", lambda _: backend)
     return backend
 
 

@@ -6,7 +6,7 @@ With it, a laptop can plan for a fleet of GPUs, and decisions can be tested with
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -75,10 +75,15 @@ class RecordedBackend(AbstractBackend):
         self.name = entry_for_device(self._group.device.type).name
         # As in the device's own backend, so that a replay decides as tuning on the device would.
         self.blocks_host = self._group.device.type == "cpu"
+        self.protocol = self._group.protocol
         # A chunk that is written into a slice may take another time than one that allocates its
-        # result, so chunks are measured in each role. Some recordings have measurements in role
-        # `ALONE` only.
-        self._has_roles = any(entry.key.conditions.role != Role.ALONE for entry in listed)
+        # result, so chunks are measured in each role. In a recording with measurements in role
+        # `ALONE` only they count for the other roles as well, because on a GPU the same
+        # implementation runs in every role.
+        if all(entry.key.conditions.role == Role.ALONE for entry in listed):
+            listed += [one for entry in listed for one in _stand_ins(entry)]
+        # The time of a first run is left out: a recording has better ones.
+        self.measurements = [one for one in listed if one.key.subject != Subject.FIRST_RUN]
         # `_entries` has measurements by problem, algorithm and role. `_sizes` has the measured
         # batches by problem (at batch 1) and algorithm.
         self._entries: dict[Problem, dict[str, dict[Role, Measurement]]] = {}
@@ -120,9 +125,14 @@ class RecordedBackend(AbstractBackend):
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates measured at exactly this batch, torch's own convolution first."""
-        by_name = self._entries.get(problem)
-        if by_name is None:
-            raise UnsupportedError(f"the recording of {self.device()} has nothing of {problem}")
+        return self._candidates(problem, adds_bias=False)
+
+    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        """Candidates measured at exactly this batch that also add a bias."""
+        return self._candidates(problem, adds_bias=True)
+
+    def _candidates(self, problem: Problem, *, adds_bias: bool) -> tuple[Candidate, ...]:
+        by_name = self._entries.get(problem, {})
         entries = (next(iter(by_name[name].values())) for name in _default_first(by_name))
         return tuple(
             Candidate(
@@ -134,27 +144,8 @@ class RecordedBackend(AbstractBackend):
                 adds_bias=entry.adds_bias,
             )
             for entry in entries
+            if entry.adds_bias == adds_bias
         )
-
-    def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
-        """Measurements of a kernel's chunks, in the roles that they have in a split.
-
-        If the recording has measurements in role `ALONE` only, they count for the other roles as
-        well, because on a GPU the same implementation runs in every role. `problem` is the kernel
-        at its largest batch, and each of `parts` is the problem of a chunk.
-        """
-        found = []
-        for part in parts:
-            by_name = self._entries.get(part, {})
-            for algorithm in _default_first(by_name):
-                by_role = by_name[algorithm]
-                for role in _roles(problem, part, algorithm):
-                    entry = by_role.get(role)
-                    if entry is None and not self._has_roles:
-                        entry = _stand_in(by_role[Role.ALONE], role)
-                    if entry is not None:
-                        found.append(entry)
-        return found
 
     def implementation_of(self, problem: Problem, algorithm: str) -> str:
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
@@ -240,23 +231,18 @@ def _default_first(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (name != DEFAULT_ALGORITHM, name)))
 
 
-def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[Role, ...]:
-    if part == problem:
-        return (Role.ALONE,)
-    roles = {role_of(problem, position) for position in (Role.FIRST, Role.LATER)}
-    # In a split of fprop or dgrad, no micro-batch has the role `ALONE`. Still, torch's own
-    # convolution of micro-batches was measured in that role, because the workspace of its undivided
-    # call is extrapolated from the workspace at two smaller batches.
-    if problem.op == "wgrad" or algorithm == DEFAULT_ALGORITHM:
-        roles.add(Role.ALONE)
-    return tuple(role for role in Role if role in roles)
-
-
-def _stand_in(alone: Measurement, role: Role) -> Measurement:
+def _stand_ins(alone: Measurement) -> Iterator[Measurement]:
+    """What a chunk that was measured by itself counts for in the other roles of a split."""
+    if alone.key.subject != Subject.CHUNK:
+        return
     problem, workspace = alone.key.problem, alone.workspace_bytes
     # In half precision the gradient of each chunk is a temporary tensor, which is then added to a
     # sum in float32.
     if workspace is not None and problem.op == "wgrad" and problem.bytes_per_element < 4:
         workspace += prod(problem.w_shape) * problem.bytes_per_element
-    conditions = replace(alone.key.conditions, role=role)
-    return replace(alone, key=replace(alone.key, conditions=conditions), workspace_bytes=workspace)
+    for role in dict.fromkeys(role_of(problem, one) for one in (Role.FIRST, Role.LATER)):
+        if role == Role.ALONE:
+            continue
+        conditions = replace(alone.key.conditions, role=role)
+        key = replace(alone.key, conditions=conditions)
+        yield replace(alone, key=key, workspace_bytes=workspace)

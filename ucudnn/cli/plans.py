@@ -172,7 +172,7 @@ def report(
 
 def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
     from ucudnn.kernels.rationale import rationales
-    from ucudnn.kernels.tuner import open_recording
+    from ucudnn.kernels.tune import open_recording
 
     try:
         with open_recording(cache or Config().cache) as opened:

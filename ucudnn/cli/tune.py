@@ -111,7 +111,7 @@ def _require_steps(recipe: Recipe, config: Config) -> None:
 def _table_run(recipe: Recipe, of_table: TableFlags, config: Config, remeasure: bool) -> _Run:
     """The tuning of a table of layers, which has no model whose steps could be run."""
     # torch is imported only now that the command line is known to be right.
-    from ucudnn.kernels.tuner import device_type, tune_problems
+    from ucudnn.kernels.tune import device_type, tune_problems
 
     traced = read_traced(recipe.model, of_table, config.ops, device_type(config))
     return partial(tune_problems, traced.layers, config, biased=traced.biased, remeasure=remeasure)

@@ -33,7 +33,7 @@ from ucudnn.errors import (
     UntunedWarning,
 )
 from ucudnn.kernels.results import Report, warn_of_untuned
-from ucudnn.kernels.tuner import device_type, tune_problems
+from ucudnn.kernels.tune import device_type, tune_problems
 from ucudnn.measurement import Role
 from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan

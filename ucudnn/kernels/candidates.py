@@ -1,47 +1,75 @@
-"""Chunks of one kernel that may be measured: their sizes, algorithms and roles."""
+"""Chunks of one kernel that may be measured: the ways to cut it, sizes, algorithms and roles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ucudnn.axis import AbstractAxis, RowAxis
+from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.benchmark.bench import Arm
-from ucudnn.kernels.items import lists_of
 from ucudnn.measurement import Candidate, Role, role_of
+from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.processes import cached_property
 
 if TYPE_CHECKING:
     from ucudnn.backends import Cost
-    from ucudnn.kernels.session import Session
+    from ucudnn.kernels.device import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel, with the name of the layer of each of its calls."""
+
+    problem: Problem
+    layers: tuple[str, ...] = ()
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One way to cut a kernel into chunks."""
+
+    axis: AbstractAxis
+    # Sizes of the chunks; empty if the kernel is not cut in this way.
+    sizes: tuple[int, ...]
+    # True: chunks are computed only by algorithms that also add a bias.
+    adds_bias: bool = False
+
+
+def cuts_of(kernel: Kernel, policy: str) -> tuple[Cut, Cut, Cut]:
+    """The ways to cut a kernel: along the batch, the same with a bias added, and along the rows.
+
+    Torch's own convolution is a chunk of the first cut.
+    """
+    samples, rows = BatchAxis(kernel.problem), RowAxis(kernel.problem)
+    sizes = samples.sizes(policy)
+    return (
+        Cut(samples, sizes),
+        # An algorithm that adds a bias can compute only layers that have one.
+        Cut(samples, sizes if kernel.has_bias else (), adds_bias=True),
+        Cut(rows, rows.sizes(policy)),
+    )
 
 
 class KernelCandidates:
-    """Candidates of one kernel along one axis.
+    """Candidates of one kernel, cut in one way.
 
     If candidates must be deterministic, torch's own convolution is listed even if it is not
     deterministic, because all candidates are compared with it.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        axis: AbstractAxis,
-        sizes: Iterable[int],
-        adds_bias: bool = False,
-        extrapolates: bool = False,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, session: Session, cut: Cut, extrapolates: bool, deterministic: bool) -> None:
         self._session = session
-        self.axis = axis
+        self.cut = cut
+        self.axis = axis = cut.axis
         self.problem = axis.problem
-        self.sizes = tuple(sorted(sizes))
         self._extrapolates = extrapolates
         self._deterministic = deterministic
         backend = session.backend
-        self._listed = backend.bias_candidates if adds_bias else backend.candidates
+        self._listed = backend.bias_candidates if cut.adds_bias else backend.candidates
         # The problems of chunks are cached: making a `Problem` checks its fields, and the same few
         # sizes are asked for often.
         self.part = lru_cache(maxsize=None)(axis.part)
@@ -58,7 +86,7 @@ class KernelCandidates:
         # A slab of torch's own convolution may be refused, because only a plan computes slabs.
         refusal = backend.slab_refusal if self.axis.name == RowAxis.name else backend.refusal
         found: dict[Arm, Candidate] = {}
-        for size in self.sizes:
+        for size in self.cut.sizes:
             part, ends = self.part(size), self.axis.ends(size)
             for candidate in self._listed(part):
                 if self._varies(candidate) and candidate.algorithm != DEFAULT_ALGORITHM:
@@ -79,7 +107,9 @@ class KernelCandidates:
         # Chunks of fprop and dgrad are written into a larger result. Chunks of the two smallest
         # sizes are also run in the role ALONE, because the workspace of the undivided call is
         # extrapolated from these runs.
-        tells = self._extrapolates and size in self.sizes[:2] and self.axis.extent in self.sizes
+        tells = (
+            self._extrapolates and size in self.cut.sizes[:2] and self.axis.extent in self.cut.sizes
+        )
         if tells and self.problem.op != "wgrad":
             roles[Role.ALONE] = None
         return tuple(roles)
@@ -116,3 +146,17 @@ class KernelCandidates:
 
     def _cost(self, size: int, algorithm: str) -> Cost | None:
         return self._session.cost(self.part(size), algorithm)
+
+
+def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
+    """Positions in a split that a chunk may have if it was timed in a role.
+
+    >>> lists_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), False, Role.LATER)
+    (<Role.FIRST: 'first'>, <Role.LATER: 'later'>)
+    """
+    if is_whole:
+        return (Role.ALONE,)
+    # A chunk of fprop or dgrad that was run in the role ALONE and is not the whole batch has no
+    # position in a split: it ran only to extrapolate the workspace of the whole call.
+    places = (Role.FIRST, Role.LATER)
+    return tuple(place for place in places if role_of(problem, place) == role)

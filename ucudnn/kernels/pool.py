@@ -3,26 +3,26 @@
 Each kernel owns a part of the pool, so the workspaces of all kernels add up, and kernels cannot be
 planned one by one. Each kernel has a front: its best times for every amount of workspace, as far as
 its chunks were timed. An integer program chooses one point of each front. This is the WD method of
-mu-cuDNN (Oyama et al., CLUSTER 2018, section III). Here it is lazy: the same program, on lower
-bounds of the times, also chooses which kernel to measure next.
+mu-cuDNN (Oyama et al., CLUSTER 2018, section III), except that a front is not measured everywhere:
+only within a few limits, and within the part that the kernel gets by what is known so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.budget import StepShares
+from ucudnn.kernels.choose import KernelPlanner
 from ucudnn.kernels.deadline import Deadline
+from ucudnn.kernels.device import Session
 from ucudnn.kernels.limits import Limits
-from ucudnn.kernels.planner import KernelPlanner
-from ucudnn.kernels.session import Session
-from ucudnn.kernels.sources import AbstractSource
-from ucudnn.kernels.splits import Front, Point, pareto
+from ucudnn.kernels.measure import KernelTuning
+from ucudnn.kernels.shares import StepShares
+from ucudnn.kernels.splits import Front
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
 from ucudnn.units import format_sizes
@@ -37,6 +37,9 @@ _TURN_CALLS = 10
 _TURN_S = 0.2
 # At first only a chunk of this fraction of each batch is run, once, to have a division early.
 _FIRST_PART = 1 / 8
+# Each kernel is measured within the largest part that it may get, within this fraction of it, and
+# so on down to its smallest split.
+_NEXT_LIMIT = 1 / 4
 # Planning the kernels is assumed to take at most this many times as long as dividing the pool.
 _PLANNING = 4
 
@@ -76,6 +79,7 @@ def divided(
 
     Raises PlanError if the pool is too small.
 
+    >>> from ucudnn.kernels.splits import Point
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
     >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
     >>> choices = {slow: KernelChoices(2, 4, fronts[0]), fast: KernelChoices(1, 6, fronts[1])}
@@ -122,18 +126,15 @@ class WorkspacePool:
     limits: Limits
     session: Session
     shares: StepShares
-    # Returns the source of a kernel within a limit in bytes; None: within its part of the pool.
-    source_of: Callable[[Problem, int | None], AbstractSource]
+    tuning_of: Callable[[Problem], KernelTuning]
     on_work: Callable[[Problem], None]
     parts: dict[Problem, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.config.total_bytes is not None
         self._total_bytes = self.config.total_bytes
-        # Per kernel: the choices that follow from what was timed, and a front of lower bounds of
-        # its times.
+        # Per kernel: the choices that follow from what was timed.
         self._known: dict[Problem, KernelChoices] = {}
-        self._hoped: dict[Problem, Front] = {}
         # Per kernel: the limits in bytes within which nothing is left to measure, and the length of
         # a turn in seconds.
         self._settled: dict[Problem, set[int]] = {}
@@ -254,28 +255,14 @@ class WorkspacePool:
     def _survey(self, problems: Iterable[Problem]) -> None:
         """Update what is known of these kernels, and divide the pool by what is known of all."""
         for problem in problems:
-            sources = self._sources(problem)
-            front = pareto(point for source in sources for point in source.known_front())
+            front = self.tuning_of(problem).front(self._most(problem))
             self._known[problem] = self._choices(problem, front)
-            self._hoped.pop(problem, None)
         known = {problem: one for problem, one in self._known.items() if one.front}
         # If the kernels do not all fit the pool, those that need most get no part of it, so that
         # the others can have a plan.
         while sum(one.least for one in known.values()) > self._total_bytes:
             del known[max(known, key=lambda problem: known[problem].least)]
         self.parts = divided(known, self._total_bytes, self.config.solver)
-
-    def _sources(self, problem: Problem) -> list[AbstractSource]:
-        """Sources that together know all splits of a kernel."""
-        most = self._most(problem)
-        sources = [self.source_of(problem, most)]
-        default = self.shares.defaults.get(problem)
-        # A source tries slabs only if its limit excludes torch's own convolution. If `most` does
-        # not exclude it, a second source gets the largest limit that does.
-        below = most if default is None else (default.workspace_bytes or 0) - 1
-        if 0 <= below < most:
-            sources.append(self.source_of(problem, below))
-        return sources
 
     def _choices(self, problem: Problem, front: Front) -> KernelChoices:
         calls, most = len(self.layers[problem]), self._most(problem)
@@ -314,33 +301,32 @@ class WorkspacePool:
     def _look_at_chunk(self, problem: Problem, most: int) -> None:
         """Run torch's own convolution once for the largest chunk of at most `most` samples."""
         self.on_work(problem)
-        source = self.source_of(problem, self._most(problem))
+        tuning = self.tuning_of(problem)
         with torch.autocast("cpu", enabled=False):
-            source.look_at_chunks(most)
-        source.release()
+            tuning.look_at_chunks(most, self._most(problem))
+        tuning.release()
 
     def _refuse(self, problem: Problem) -> None:
         """Raise the error of a kernel that has no split within the pool."""
         if problem in self._learned:
             raise self._learned[problem]
         self.session.stop_at(Deadline.never())
-        KernelPlanner(self.source_of(problem, self._most(problem))).require_split()
+        KernelPlanner(self.tuning_of(problem), self._most(problem)).require_split()
 
     def _look_for(self, problem: Problem, limit: int, until: Deadline) -> None:
         """Measure a kernel until one of its splits fits a limit."""
         # Any split will do here. The time for chunks is set to be over, so that measuring ends as
         # soon as there is a plan.
         self.session.stop_at(until.at_most(0.0), until)
-        source = self.source_of(problem, limit)
+        tuning = self.tuning_of(problem)
         self.on_work(problem)
         with torch.autocast("cpu", enabled=False):
-            while self._known[problem].time_within(limit) is None and source.step():
+            for _ in tuning.measure(limit):
                 self._survey(self._like(problem))
-            if self._known[problem].time_within(limit) is None:
-                source.evidence()
-                self._survey(self._like(problem))
-        source.release()
-        if source.lacks_time:
+                if self._known[problem].time_within(limit) is not None:
+                    break
+        tuning.release()
+        if tuning.lacks_time:
             self._lacking_time.add(problem)
         if self._known[problem].time_within(limit) is None and not until.is_over:
             self._settled[problem].add(limit)
@@ -350,36 +336,58 @@ class WorkspacePool:
         return next(group for group in groups if problem in group)
 
     def _improve(self, until: Deadline) -> None:
-        """Measure the kernel that could improve the division most, as long as there is one."""
-        while not until.is_over:
-            aim = self._aim()
-            if aim is None:
-                break
-            self._measure(*aim, until)
-        # Planning a kernel within its part of the pool may need measurements that dividing the pool
-        # did not need.
-        for problem in self._problems:
-            part = self.parts.get(problem)
-            if part is not None and part not in self._settled[problem] and not until.is_over:
-                self._measure(problem, part, until)
+        """Measure each kernel within its part of the pool and within the other limits."""
+        while not until.is_over and (unsettled := list(self._unsettled())):
+            for problem, limit in unsettled:
+                if not until.is_over:
+                    self._measure(problem, limit, until)
+
+    def _unsettled(self) -> Iterator[tuple[Problem, int]]:
+        """Kernels and limits within which something is left to measure."""
+        limits = {problem: self._limits(problem) for problem in self.parts}
+        for turn in range(max(map(len, limits.values()), default=0)):
+            for problem in self._problems:
+                own = limits.get(problem, ())
+                if turn < len(own) and not self._is_settled(problem, own[turn]):
+                    yield problem, own[turn]
+
+    def _limits(self, problem: Problem) -> list[int]:
+        """The limits to measure a kernel within: first its part, then the fixed ones."""
+        found, limit = [self.parts[problem]], self._most(problem)
+        while limit and limit >= self._known[problem].front[0].workspace_bytes:
+            found.append(limit)
+            limit = int(limit * _NEXT_LIMIT)
+        return found
+
+    def _is_settled(self, problem: Problem, limit: int) -> bool:
+        """True if nothing is left to measure within a limit."""
+        for settled in self._settled[problem]:
+            # The best split within a larger limit is also the best within what it needs.
+            sizes = [point.workspace_bytes for point in self._known[problem].front]
+            needed = max((size for size in sizes if size <= settled), default=0)
+            if needed <= limit <= settled:
+                return True
+        return False
 
     def _measure(self, problem: Problem, limit: int, until: Deadline) -> None:
+        """Measure a kernel within a limit for one turn, and divide the pool anew."""
         turn_s = self._turn_s(problem)
         end = until.at_most(turn_s)
         self.session.stop_at(end)
-        source = self.source_of(problem, limit)
+        tuning = self.tuning_of(problem)
         self.on_work(problem)
         # Autocast would cast the operands to another dtype than that of the problem.
         with torch.autocast("cpu", enabled=False):
-            source.evidence()
-            source.release()
-            if end.is_over:
-                # The next turn of this kernel is twice as long. Otherwise a turn that is too short
-                # to measure anything would be repeated again and again.
-                self._turns_s[problem] = 2 * turn_s
-            else:
-                self._settled[problem].add(limit)
-            self._survey(self._like(problem))
+            for _ in tuning.measure(limit):
+                pass
+        tuning.release()
+        if end.is_over:
+            # The next turn of this kernel is twice as long. Otherwise a turn that is too short to
+            # measure anything would be repeated again and again.
+            self._turns_s[problem] = 2 * turn_s
+        else:
+            self._settled[problem].add(limit)
+        self._survey(self._like(problem))
 
     def _turn_s(self, problem: Problem) -> float:
         if problem in self._turns_s:
@@ -387,50 +395,6 @@ class WorkspacePool:
         default = self.shares.defaults.get(problem)
         call_s = (default.time_ns or 0) / 1e9 if default is not None else 0.0
         return max(_TURN_S, _TURN_CALLS * call_s)
-
-    def _aim(self) -> tuple[Problem, int] | None:
-        """The kernel that could improve the division most, and the limit to measure it within.
-
-        None if no measurement can improve the division by enough to matter.
-        """
-        hoped = {problem: self._hoped_choices(problem) for problem in self.parts}
-        parts = divided(hoped, self._total_bytes, self.config.solver)
-        gains, total = dict[Problem, int](), 0
-        for problem, part in parts.items():
-            best, hope = self._known[problem], hoped[problem].time_within(part) or 0
-            sure = best.time_within(part)
-            slowest = best.points[0][1]
-            total += best.calls * hope
-            if part not in self._settled[problem]:
-                gain = best.calls * ((slowest if sure is None else sure) - hope)
-                gains[problem] = max(0, gain)
-        if total >= (1 - POOL_GAIN) * (self.time_ns or 0) or not any(gains.values()):
-            return None
-        problem = max(gains, key=lambda problem: gains[problem])
-        return problem, parts[problem]
-
-    def _hoped_choices(self, problem: Problem) -> KernelChoices:
-        """What a division could choose from if the kernel's times were their lower bounds."""
-        if problem not in self._hoped:
-            sources = self._sources(problem)
-            self._hoped[problem] = pareto(p for one in sources for p in one.hoped_front())
-        known, points = self._known[problem], list(self._known[problem].front)
-        # If nothing is left to measure within a limit, the time of the best split within this limit
-        # is also a lower bound within every smaller limit.
-        best = {_reach(limit): known.time_within(limit) for limit in self._settled[problem]}
-        for point in self._hoped[problem]:
-            starts = [point.workspace_bytes, *(1 + reach - known.surplus for reach in best)]
-            for size in starts:
-                within = [best[reach] for reach in best if reach >= size + known.surplus]
-                if size >= point.workspace_bytes and None not in within:
-                    times = (time_ns for time_ns in within if time_ns is not None)
-                    points.append(Point(size, max(point.time_ns, *times, 0)))
-        return self._choices(problem, pareto(points))
-
-
-def _reach(limit: int) -> int:
-    """The largest limit in bytes that counts as measured once `limit` is measured: 5 % more."""
-    return limit + limit // 20
 
 
 def _below(one: KernelChoices) -> int:

@@ -8,17 +8,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
-from ucudnn.kernels.planner import KernelPlanner
-from ucudnn.kernels.splits import PlanDraft, batches_like_whole
+from ucudnn.kernels.choose import KernelPlanner
+from ucudnn.kernels.splits import ImplementationOf, PlanDraft, batches_like_whole
 from ucudnn.split import KernelPlan, Split
 from ucudnn.units import format_sizes
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
-    from ucudnn.kernels.items import ImplementationOf
     from ucudnn.kernels.limits import Limits
+    from ucudnn.kernels.measure import KernelTuning
     from ucudnn.kernels.pool import WorkspacePool
-    from ucudnn.kernels.sources import AbstractSource
     from ucudnn.measurement import Measurement
     from ucudnn.problem import Problem
 
@@ -186,7 +185,7 @@ class Results:
         )
 
     def with_every_batch(
-        self, plan: KernelPlan, source_at: Callable[[int], AbstractSource]
+        self, plan: KernelPlan, tuning_at: Callable[[int], KernelTuning]
     ) -> KernelPlan:
         """The plan with a split for every batch for which any split fits.
 
@@ -199,14 +198,14 @@ class Results:
             return plan.with_default(missing)
         while missing:
             largest = missing[-1]
-            source = source_at(largest)
-            default = source.look_at_default()
-            source.release()
-            if default is not None and self._is_allowed(default, source.bounds.limit):
+            tuning, limit = tuning_at(largest), self.limit_of(problem, largest)
+            default = tuning.look_at_default()
+            tuning.release()
+            if default is not None and self._is_allowed(default, limit):
                 alike = batches_like_whole(problem.with_batch(largest), self.implementation_of)
                 plan = plan.with_default({*missing} & {*alike})
             else:
-                plan = _tuned_at(plan, source)
+                plan = _tuned_at(plan, tuning, limit)
             missing = [n for n in plan.uncovered() if n < largest]
         return plan
 
@@ -277,10 +276,11 @@ class Results:
             raise self.limits.refusal(self.refusals, self.layers)
 
 
-def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
+def _tuned_at(plan: KernelPlan, tuning: KernelTuning, limit: int | None) -> KernelPlan:
     """The plan with the splits that are found by tuning a smaller batch by itself, if any fits."""
     try:
-        smaller = KernelPlanner(source).decide()
+        # Any plan that fits will do, so measuring ends at any possible gain.
+        smaller = KernelPlanner(tuning, limit, tolerance=1.0).decide()
     except PlanError:
         return plan
     return plan if smaller is None else plan.completed_by(smaller)

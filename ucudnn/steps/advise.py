@@ -23,9 +23,9 @@ from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError, first_line, warn
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.micro_batching import batch_of
-from ucudnn.kernels.budget import least_ns
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.tuner import device_type, layers_by_problem
+from ucudnn.kernels.shares import least_ns
+from ucudnn.kernels.tune import device_type, layers_by_problem
 from ucudnn.outcomes import Way
 from ucudnn.plan import Plan, Timing
 from ucudnn.problem import Problem

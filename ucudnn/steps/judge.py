@@ -26,9 +26,8 @@ from ucudnn.errors import TuningInterruptedError, UnplannedWarning, first_line
 from ucudnn.execution.compiling import is_compiled, replays_graphs
 from ucudnn.execution.observers import Watcher
 from ucudnn.execution.override import Installation
-from ucudnn.kernels.budget import EFFORTS, LEAST_RACE_STEPS
-from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.tuner import device_type
+from ucudnn.kernels.deadline import EFFORTS, LEAST_RACE_STEPS, Deadline
+from ucudnn.kernels.tune import device_type
 from ucudnn.outcomes import Compilation, LayoutRace, StepMemory, StepRace, Way
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem

@@ -18,10 +18,9 @@ from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import is_compiled, original_of
 from ucudnn.execution.micro_batching import batch_of
-from ucudnn.kernels.budget import EFFORTS
-from ucudnn.kernels.deadline import Deadline
+from ucudnn.kernels.deadline import EFFORTS, Deadline
 from ucudnn.kernels.results import Progress, Report
-from ucudnn.kernels.tuner import device_type, tune_problems
+from ucudnn.kernels.tune import device_type, tune_problems
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
 from ucudnn.segment import WHOLE, Segment, StepDivision

@@ -31,7 +31,7 @@ from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.noise import noise_of
 from ucudnn.kernels.results import Report
-from ucudnn.kernels.scheduler import TuningScheduler
+from ucudnn.kernels.schedule import TuningScheduler
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan

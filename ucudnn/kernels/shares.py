@@ -1,4 +1,4 @@
-"""How tuning spends its time: the limits of an effort, and each kernel's part of the time.
+"""What each kernel takes of a training step, what it could gain, and its part of the time.
 
 A kernel's part of the time follows from its possible gain in a training step. The times of torch's
 own convolutions give an upper bound of this gain.
@@ -7,27 +7,23 @@ own convolutions give an upper bound of this gain.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
 from ucudnn.backends import Cost, Roofline
-from ucudnn.benchmark.protocol import FINALS, Protocol
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.system.processes import cached_property
 
 if TYPE_CHECKING:
-    from ucudnn.kernels.deadline import Deadline
+    from ucudnn.kernels.deadline import Deadline, EffortLimits
+    from ucudnn.kernels.device import Session
     from ucudnn.kernels.limits import Limits
-    from ucudnn.kernels.session import Session
 
 # A group of kernels gets at least this fraction of the time that is not kept for any kernel (see
 # `StepShares.part_of`), however little it could gain.
 _LEAST_PART = 0.05
-# The least number of steps in a race of whole steps: one to warm up and to see how long steps are,
-# two for the peaks of torch and of the plan, and two for one round.
-LEAST_RACE_STEPS = 5
 # Only torch's own convolution is measured for a kernel whose time is less than this many times the
 # ignored share of the step (`EffortLimits.ignored_share`). To save that share, a plan would have to
 # save more than a tenth of the kernel's time.
@@ -35,76 +31,6 @@ _LOOKED_AT_ONCE = 10
 # A kernel that is tuned is measured on while its possible gain is more than this fraction of its
 # time, however small its share of the step is.
 _MOST_TOLERANCE = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class EffortLimits:
-    """The limits of one value of `Config.effort`; here a step means only its convolutions."""
-
-    # The default time budget in training steps, None for no budget, and its bounds in seconds.
-    budget_steps: int | None
-    least_budget_s: float
-    most_budget_s: float
-    # Only torch's own convolution is measured for a kernel that could gain less than this fraction
-    # of a step's time, or that takes less than ten times this fraction.
-    ignored_share: float
-    # A kernel is measured no further when a better split could gain no more than this fraction of a
-    # step's time.
-    tolerated_share: float
-    # How chunks are timed, and how whole calls are timed.
-    chunks: Protocol
-    wholes: Protocol
-
-    def budget_s(self, step_ns: int, *, on_gpu: bool = False) -> float | None:
-        """The default time budget in seconds, for everything that `tune` does.
-
-        >>> [EFFORTS["normal"].budget_s(step_ns) for step_ns in (1_000, 400_000_000, 2 * 10**9)]
-        [10.0, 40.0, 45.0]
-        """
-        if self.budget_steps is None:
-            return None
-        # The time of a step on a GPU says little about that of tuning: steps are short, and each
-        # candidate costs milliseconds on the host.
-        if on_gpu:
-            return self.most_budget_s
-        budget_s = max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
-        return min(budget_s, self.most_budget_s)
-
-
-# Rounds of whole calls: with nine pairs, the 95 % interval leaves out the smallest and the largest
-# ratio. With eight or fewer it spans all ratios, so one perturbed pair can hide a gain. With three,
-# noise can look like a gain, which the race of whole steps then rejects.
-EFFORTS = {
-    "quick": EffortLimits(
-        budget_steps=25,
-        least_budget_s=5.0,
-        most_budget_s=30.0,
-        ignored_share=0.005,
-        tolerated_share=0.01,
-        chunks=Protocol(least_rounds=2, most_rounds=3, target=0.1, enough_ns=200_000_000),
-        wholes=replace(FINALS, least_rounds=3, most_rounds=5, warm_ups=2, stops_when_decided=True),
-    ),
-    "normal": EffortLimits(
-        budget_steps=100,
-        least_budget_s=10.0,
-        most_budget_s=45.0,
-        ignored_share=0.001,
-        tolerated_share=0.003,
-        chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
-        wholes=replace(FINALS, least_rounds=3, most_rounds=7, warm_ups=2, stops_when_decided=True),
-    ),
-    # With "thorough", no gain is too small to be searched for. No algorithm is ruled out by a
-    # roofline either, because the session uses a roofline only if `ignored_share` is above 0.
-    "thorough": EffortLimits(
-        budget_steps=None,
-        least_budget_s=0.0,
-        most_budget_s=0.0,
-        ignored_share=0.0,
-        tolerated_share=0.0,
-        chunks=Protocol(),
-        wholes=FINALS,
-    ),
-}
 
 
 def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
@@ -139,6 +65,7 @@ class Stake:
     def is_ignored(self, step_ns: int, effort: EffortLimits) -> bool:
         """True if torch's own convolution is kept without measuring anything else.
 
+        >>> from ucudnn.kernels.deadline import EFFORTS
         >>> Stake(900, 100, False).is_ignored(100_000, EFFORTS["normal"])  # 0.9 % of the step
         True
         """
@@ -149,6 +76,7 @@ class Stake:
     def tolerance(self, step_ns: int, effort: EffortLimits) -> float:
         """The possible gain, as a fraction of the kernel's time, at which measuring it ends.
 
+        >>> from ucudnn.kernels.deadline import EFFORTS
         >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])
         0.06
         """

@@ -13,17 +13,21 @@ from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.failures import CANDIDATE_ERRORS, is_out_of_memory
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
-from ucudnn.kernels.budget import EFFORTS, EffortLimits
-from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.items import ImplementationOf
+from ucudnn.cache import AbstractCache, MemoryCache
+from ucudnn.cache.base import key_texts
+from ucudnn.errors import PlanError
+from ucudnn.kernels.deadline import EFFORTS, Deadline, EffortLimits
+from ucudnn.kernels.splits import ImplementationOf
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Split
 
 if TYPE_CHECKING:
     from ucudnn.axis import AbstractAxis
-    from ucudnn.cache import AbstractCache
 
+# Fields of a key that differ among the entries of one kernel. If a recording lacks a kernel, the
+# error says in which of the other fields the nearest entry differs.
+_ANY = ("algorithm", "conditions.role", "protocol")
 # A roofline is cached as the times of this many operations and of this many bytes, see `Subject`.
 _UNIT = 10**12
 # Length of a sample of chunks on a GPU: other processes on the host do not lengthen its kernels.
@@ -58,8 +62,12 @@ class Session:
     def __post_init__(self) -> None:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
-        # The recording that is replayed instead of measuring; None if there is none.
-        self.recording = self.backend if isinstance(self.backend, RecordedBackend) else None
+        # False: a recording is replayed, and all that is known is what was recorded.
+        self.can_measure, self._protocol = True, PROTOCOL
+        if isinstance(self.backend, RecordedBackend):
+            self.can_measure, self._protocol = False, self.backend.protocol
+            self.cache = MemoryCache()
+            self.cache.put(self.backend.measurements)
         self._worker = (self.worker or Worker()) if self.backend.in_worker else None
         self._started_before_s = 0.0 if self._worker is None else self._worker.started_s
         # The load is read once, so that a session uses either all or none of the measurements that
@@ -86,7 +94,7 @@ class Session:
             self._device,
             self._software,
             conditions,
-            PROTOCOL,
+            self._protocol,
             subject,
             split,
             race,
@@ -157,11 +165,6 @@ class Session:
         """True if the device is a GPU, whose times vary little."""
         return self._device.type == "cuda"
 
-    @property
-    def is_recorded(self) -> bool:
-        """True if a recording is replayed instead of measuring."""
-        return self.recording is not None
-
     def stop_at(self, chunks: Deadline, races: Deadline | None = None) -> None:
         """Set when measuring chunks and timing whole calls stop; None: both at the same moment."""
         self.until, self.race_until = chunks, chunks if races is None else races
@@ -183,10 +186,19 @@ class Session:
             return self._fresh[key]
         known = self.cache.get(key)
         # A measurement that this session took itself is not taken again.
-        if known is None or key in self._taken or self.is_recorded:
+        if known is None or key in self._taken or not self.can_measure:
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
         return None if is_stale else known
+
+    def missing(self, problem: Problem) -> PlanError:
+        """The error for a kernel without candidates: it says how the nearest entry differs."""
+        texts = key_texts(self.key(problem, ""))
+        wanted = {name: texts[name] for name in texts if name not in _ANY}
+        return PlanError(
+            f"the recording of {self._device} has no measurement of {problem} at any of the "
+            f"micro-batches allowed; {self.cache.explain(wanted)}"
+        )
 
     def reuse(self, measurement: Measurement) -> Measurement:
         """Count a known measurement that need not be taken again."""

@@ -1,41 +1,72 @@
-"""Plan one kernel within one limit: measure or recall chunks, solve, race whole calls.
+"""Choose the plan of one kernel within one limit: race whole calls, or say why there is no plan.
 
-If no split fits the workspace limit, the error names the smallest limit that would suffice.
+Only a clear gain replaces torch's default. If no split fits the workspace limit, the error names
+the smallest limit that would suffice.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ucudnn.errors import PlanError
-from ucudnn.kernels.confirmation import PLANNED_CALL_NS, Finalist, choose
+from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
+from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.kernels.splits import AbstractSplitTable, known_chunks, plan_by
+from ucudnn.measurement import FailureKind, Measurement, MeasurementKey, Subject
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Timing
 from ucudnn.units import format_bytes, format_sizes
+from ucudnn.verdict import WORTHWHILE_GAIN, is_faster
 
 if TYPE_CHECKING:
+    from ucudnn.benchmark.bench import Whole
     from ucudnn.config import Config
-    from ucudnn.kernels.sources import AbstractSource, Evidence
-    from ucudnn.measurement import Measurement
+    from ucudnn.kernels.candidates import Kernel
+    from ucudnn.kernels.device import Session
+    from ucudnn.kernels.measure import Evidence, KernelTuning
     from ucudnn.problem import Problem
+
+# Time in ns that a call of a planned layer takes on the host in addition to its kernel, measured by
+# benchmarks/overhead.py. In this time the call looks up its plan and makes an autograd node in
+# Python.
+PLANNED_CALL_NS = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A split of the whole batch with the samples of one race."""
+
+    split: Split
+    timing: Timing
+    # In ns, one per round; the n-th samples of all finalists are from the same round.
+    samples: tuple[int, ...]
+    is_deterministic: bool = True
+    is_perturbed: bool = False
 
 
 class KernelPlanner:
-    """Finds the plan of one kernel within a limit."""
+    """Finds the plan of one kernel within a limit.
 
-    def __init__(self, source: AbstractSource) -> None:
-        # If whole calls need more workspace than their chunks, `_tighten` replaces this source by
-        # one with a lower limit for chunks.
-        self._source = source
-        self._session = source.session
-        self._config = source.config
+    Args:
+        tuning: measures the kernel.
+        limit: bytes of workspace that a call may use; None: no limit.
+        tolerance: as in `KernelTuning.measure`.
+    """
+
+    def __init__(self, tuning: KernelTuning, limit: int | None, tolerance: float = 0.0) -> None:
+        self._tuning = tuning
+        self._session = tuning.session
+        self._config = tuning.config
+        self._problem = tuning.problem
+        self._limit = limit
+        # Bytes of workspace that a chunk may use; `_tighten` lowers it if whole calls need more
+        # workspace than their chunks.
+        self._chunk_limit = limit
+        self._tolerance = tolerance
         # Measured workspace of a whole call minus that of its largest chunk.
         self._call_overhead_bytes = 0
-        self._problem = source.kernel.problem
-        self._limit = source.bounds.limit
 
     def decide(self) -> KernelPlan | None:
         """The plan of the best split; None if the time ran out before any split was found.
@@ -46,8 +77,8 @@ class KernelPlanner:
         try:
             # Each pass of this loop returns, raises an error, or lowers the limit for chunks.
             while True:
-                evidence = self._source.evidence()
-                tables = self._source.tables(evidence.usable)
+                evidence = self._evidence()
+                tables = evidence.tables
                 is_empty = all(table.is_empty for table in tables)
                 finalists = [] if is_empty else self._finalists(tables, evidence)
                 if not finalists:
@@ -60,10 +91,10 @@ class KernelPlanner:
                     bool(self._config.deterministic),
                 )
                 if winner is not None:
-                    return self._plan(winner, finalists, evidence, tables)
+                    return self._plan(winner, finalists, evidence)
                 # If measuring was cut short and torch's own convolution is the only finalist, there
                 # is no error, because splits that were not measured may fit.
-                if self._is_cut_short and all(one.split.is_default for one in finalists):
+                if self._tuning.is_cut_short and all(one.split.is_default for one in finalists):
                     return None
                 if self._config.deterministic and not any(f.is_deterministic for f in finalists):
                     raise PlanError(
@@ -74,19 +105,15 @@ class KernelPlanner:
                     self._refuse_unless_over(evidence)
                     return None
         finally:
-            self._source.release()
+            self._tuning.release()
 
     def _plan(
-        self,
-        winner: Finalist,
-        finalists: Sequence[Finalist],
-        evidence: Evidence,
-        tables: Sequence[AbstractSplitTable],
+        self, winner: Finalist, finalists: Sequence[Finalist], evidence: Evidence
     ) -> KernelPlan:
         own = next((entry for entry in finalists if entry.split.is_default), None)
         default = None if own is None else own.timing
-        layers = self._source.kernel.layers
-        plan = plan_by(tables, self._problem, winner.split, layers, winner.timing, default)
+        layers = self._tuning.kernel.layers
+        plan = plan_by(evidence.tables, self._problem, winner.split, layers, winner.timing, default)
         # Notes of the plan say why algorithms were ruled out. Algorithms that the plan uses get no
         # such note, nor does torch's own convolution if it was raced.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
@@ -107,21 +134,22 @@ class KernelPlanner:
 
     def require_split(self) -> None:
         """Raise PlanError if no split fits the limit, unless measuring was cut short."""
-        evidence = self._source.evidence()
-        if all(table.is_empty for table in self._source.tables(evidence.usable)):
+        evidence = self._evidence()
+        if all(table.is_empty for table in evidence.tables):
             self._refuse_unless_over(evidence)
+
+    def _evidence(self) -> Evidence:
+        if not self._tuning.is_listed:
+            raise self._session.missing(self._problem)
+        return self._tuning.evidence(self._chunk_limit, self._tolerance)
 
     def _refuse_unless_over(self, evidence: Evidence) -> None:
         # If measuring was cut short, a split that was not measured may fit.
-        if not self._is_cut_short:
+        if not self._tuning.is_cut_short:
             error = self._nothing_fits(evidence)
-            lacks_memory = bool(self._source.lack_of_memory)
+            lacks_memory = bool(self._tuning.lack_of_memory)
             error.lacks_memory = error.smallest_bytes is None and lacks_memory
             raise error
-
-    @property
-    def _is_cut_short(self) -> bool:
-        return self._session.is_over or self._source.lacks_time
 
     def _finalists(
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence
@@ -136,12 +164,12 @@ class KernelPlanner:
         own = self._timed_default(evidence)
         # If torch's own convolution is the only split, it has no rival to race. Its time as a chunk
         # is that of the whole call, unless the whole call adds a bias.
-        if splits == [default] and own is not None and not self._source.kernel.has_bias:
+        if splits == [default] and own is not None and not self._tuning.kernel.has_bias:
             return predict(tables, splits, own)
         # `raced` is None if the time is over, if there is too little memory for whole calls, or if
         # a recording lacks this race.
-        raced = self._source.race(splits)
-        return predict(tables, splits, self._source.default) if raced is None else raced
+        raced = race_calls(self._tuning, splits)
+        return predict(tables, splits, self._tuning.default) if raced is None else raced
 
     def _timed_default(self, evidence: Evidence) -> Measurement | None:
         """Torch's own convolution of the whole batch, if it was timed in full."""
@@ -161,7 +189,7 @@ class KernelPlanner:
 
         Returns False if no limit is low enough.
         """
-        limit, chunk_limit = self._limit, self._source.bounds.chunk_limit
+        limit, chunk_limit = self._limit, self._chunk_limit
         # Without a limit, `choose` would have found a winner.
         assert limit is not None
         assert chunk_limit is not None
@@ -187,24 +215,22 @@ class KernelPlanner:
         # as a whole call.
         if lower < 0:
             return False
-        # Free the operands before the next source allocates its own.
-        self._source.release()
-        self._source = self._source.within(replace(self._source.bounds, chunk_limit=lower))
+        self._chunk_limit = lower
         return True
 
     def _nothing_fits(self, evidence: Evidence) -> PlanError:
-        source, problem, config = self._source, self._problem, self._config
-        smallest, limit = _smallest(source, evidence), self._limit
+        tuning, problem, config = self._tuning, self._problem, self._config
+        smallest, limit = _smallest(tuning, evidence), self._limit
         if smallest is None:
-            return _nothing_allowed(problem, config, evidence, source.lack_of_memory)
+            return _nothing_allowed(problem, config, evidence, tuning.lack_of_memory)
         least, what = smallest
         # A limit that suffices must hold the whole call, not only its largest chunk.
         least += self._call_overhead_bytes
         if limit is None or least <= limit:
-            if source.lack_of_memory:
+            if tuning.lack_of_memory:
                 return PlanError(
                     f"there was too little memory to time the chunks of any plan for {problem} "
-                    f"({source.lack_of_memory})"
+                    f"({tuning.lack_of_memory})"
                 )
             return PlanError(
                 f"no plan for {problem} can be made of what was measured: {what}, needs "
@@ -216,7 +242,7 @@ class KernelPlanner:
         # budget.
         if config.memory_budget is not None and limit != config.limit_bytes:
             return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
-        total, calls = config.total_bytes, len(source.kernel.layers)
+        total, calls = config.total_bytes, len(tuning.kernel.layers)
         if total is None or limit == config.limit_bytes:
             most, need = format_sizes(limit, least)
             return PlanError(
@@ -305,17 +331,173 @@ def _is_exact(entry: Measurement, config: Config) -> bool:
     return config.max_error is None or (entry.error or 0.0) <= config.max_error
 
 
-def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | None:
+def _smallest(tuning: KernelTuning, evidence: Evidence) -> tuple[int, str] | None:
     """The least workspace in bytes of any split, and its description; None if no split is known."""
-    config = source.config
-    known = (
+    config = tuning.config
+    known = [
         [
             one
             for one in filter(_ran, entries)
             if _is_exact(one, config) and (one.is_deterministic or not config.deterministic)
         ]
         for entries in evidence.known
-    )
+    ]
     # All tables are asked, because slabs may fit where no micro-batch does, for example at batch 1.
-    found = (table.smallest() for table in source.tables(known, is_limited=False))
+    found = (table.smallest() for table in tuning.tables(known, None))
     return min(filter(None, found), default=None, key=itemgetter(0))
+
+
+def race_calls(tuning: KernelTuning, splits: Sequence[Split]) -> list[Finalist] | None:
+    """Time whole calls in interleaved rounds, or take the race from the cache if it is complete.
+
+    Every call adds a bias if the kernel has one. None if there is no time, or too little memory for
+    any of them. Raises UnsupportedError if no split could be run for another reason.
+    """
+    session, kernel = tuning.session, tuning.kernel
+    # Samples are compared in pairs of one round, so a race is recalled as a whole or run anew.
+    recalled = _recall_race(session, kernel, splits)
+    # A race takes at least three runs of each call: one for its workspace, one to warm up, and one
+    # round.
+    has_time = session.end.has_time(3 * len(splits), tuning.whole_ns)
+    if recalled or not session.can_measure or session.race_until.is_over or not has_time:
+        return recalled
+    wholes = tuning.bench().whole(splits, kernel.has_bias)
+    listed = session.backend.candidates(kernel.problem)
+    varying = {one.algorithm for one in listed if not one.is_deterministic}
+    found = [
+        # One nondeterministic chunk makes the whole call nondeterministic.
+        _timed(
+            key,
+            whole,
+            kernel.has_bias,
+            varying.isdisjoint(chunk.algorithm for chunk in split.chunks),
+        )
+        for key, whole, split in zip(_keys(session, kernel, splits), wholes, splits, strict=True)
+    ]
+    for entry in found:
+        # A call that ran out of memory is not kept as failed, because there may be more memory at
+        # another time.
+        if entry.failure != FailureKind.OUT_OF_MEMORY:
+            session.keep(entry)
+    # The race is written to the cache now, so that it is kept if tuning is interrupted.
+    session.flush()
+    finalists = _raced(splits, found)
+    if found and all(entry.failure == FailureKind.OUT_OF_MEMORY for entry in found):
+        return None
+    if splits and not finalists:
+        raise UnsupportedError(f"a whole call could not be run to be timed: {found[0].reason}")
+    return finalists
+
+
+def _recall_race(
+    session: Session, kernel: Kernel, splits: Sequence[Split]
+) -> list[Finalist] | None:
+    """The race of these splits from the cache; None if it is not there or no split could be run."""
+    known = [session.find(key) for key in _keys(session, kernel, splits)]
+    found = [session.reuse(entry) for entry in known if entry is not None]
+    return None if len(found) < len(splits) else _raced(splits, found) or None
+
+
+def _keys(session: Session, kernel: Kernel, splits: Sequence[Split]) -> list[MeasurementKey]:
+    """One key per split, with an identity of the race: other races' samples are not comparable."""
+    # The texts are sorted, so that the same splits in another order have the same identity.
+    texts = sorted(map(str, splits))
+    identity = hashlib.sha256(f"{' | '.join(texts)} | {kernel.has_bias}".encode()).hexdigest()[:16]
+    return [
+        session.key(kernel.problem, "", subject=Subject.CALL, split=split, race=identity)
+        for split in splits
+    ]
+
+
+def _raced(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Finalist]:
+    return [
+        Finalist(split, entry.timing, entry.samples, entry.is_deterministic, entry.is_perturbed)
+        for split, entry in zip(splits, found, strict=True)
+        if entry.status == "ok" and entry.timing is not None
+    ]
+
+
+def _timed(
+    key: MeasurementKey, whole: Whole, has_bias: bool, is_deterministic: bool
+) -> Measurement:
+    # A failure is cached like a time, so that a second tune takes the race from the cache instead
+    # of running it.
+    if whole.result.failure:
+        kind, reason = whole.result.failure
+        return Measurement(key, "failed", reason=reason, failure=kind, adds_bias=has_bias)
+    samples, state = whole.result.samples, whole.result.state
+    return Measurement(
+        key,
+        "ok",
+        median_ns(samples),
+        spread_ns(samples),
+        tuple(samples),
+        whole.workspace_bytes,
+        notes=state.notes,
+        is_deterministic=is_deterministic,
+        adds_bias=has_bias,
+        load=state.load,
+    )
+
+
+def choose(
+    finalists: Sequence[Finalist],
+    limit: int | None,
+    overhead_ns: int = 0,
+    deterministic: bool = False,
+) -> Finalist | None:
+    """The winner within the limit: torch's default, unless another split is clearly faster.
+
+    Of finalists that tie with the fastest, the one with the least workspace wins; if several need
+    as little, the one with the fewest chunks, and then a deterministic one. A finalist ties if the
+    fastest is not clearly faster, and if the finalist takes at most 2 % longer by the median. With
+    wide intervals, the first condition alone would let much slower calls tie. `overhead_ns` is
+    added to all times that are compared with those of torch's default.
+
+    >>> from ucudnn.plan import Chunk
+    >>> def entry(name, *samples):
+    ...     timing = Timing(median_ns(samples), 0, 0, len(samples))
+    ...     return Finalist(Split("batch", (Chunk(8, name),)), timing, samples)
+    >>> slow = entry("torch_default", *[100] * 9)
+    >>> choose([slow, entry("gemm", *[90] * 9)], None).split.chunks[0].algorithm
+    'gemm'
+    >>> choose([slow, entry("gemm", *[80, 120] * 4, 90)], None).split.chunks[0].algorithm
+    'torch_default'
+    """
+    fitting = [
+        entry
+        for entry in finalists
+        if (limit is None or entry.timing.workspace_bytes <= limit)
+        and (entry.is_deterministic or not deterministic)
+    ]
+    default = next((entry for entry in fitting if entry.split.is_default), None)
+    # If no finalist is clearly faster than torch's own convolution, only torch's own is left.
+    if default is not None:
+        faster = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)]
+        fitting = faster or [default]
+    if not fitting:
+        return None
+    fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
+    return min((entry for entry in fitting if _ties(entry, fastest)), key=_thrift)
+
+
+def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
+    timing = entry.timing
+    # Time comes last, because the times of calls that tie differ only by noise.
+    chunks = len(entry.split.chunks)
+    return timing.workspace_bytes, chunks, not entry.is_deterministic, timing.time_ns
+
+
+def _ties(entry: Finalist, fastest: Finalist) -> bool:
+    # Both conditions are required: with wide intervals even a much slower call is not clearly
+    # slower, and without the condition on the ratio it would tie.
+    ratio, _, _ = ratio_interval(entry.samples, fastest.samples)
+    return ratio <= 1 + WORTHWHILE_GAIN and not _is_faster(fastest, entry)
+
+
+def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
+    """True if `entry` takes less time than `other`, beyond the noise and by enough to matter."""
+    # Timed calls do not look up their plan, but calls in training do. torch's own convolution needs
+    # no lookup, so the overhead is added to the times of `entry` only.
+    samples = [time_ns + overhead_ns for time_ns in entry.samples]
+    return is_faster(ratio_interval(samples, other.samples), WORTHWHILE_GAIN)

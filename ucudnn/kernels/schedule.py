@@ -17,15 +17,15 @@ from ucudnn.benchmark.worker import Worker
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.kernels.budget import EFFORTS, StepShares
-from ucudnn.kernels.deadline import Deadline
+from ucudnn.kernels.candidates import Kernel
+from ucudnn.kernels.choose import KernelPlanner
+from ucudnn.kernels.deadline import EFFORTS, Deadline
+from ucudnn.kernels.device import Session
 from ucudnn.kernels.limits import Limits
-from ucudnn.kernels.planner import KernelPlanner
+from ucudnn.kernels.measure import KernelTuning
 from ucudnn.kernels.pool import WorkspacePool
 from ucudnn.kernels.results import Progress, Report, Results, warn_of_untuned
-from ucudnn.kernels.session import Session
-from ucudnn.kernels.sources import AbstractSource, Bounds, Kernel, source_of
-from ucudnn.measurement import Measurement
+from ucudnn.kernels.shares import StepShares
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
@@ -94,9 +94,10 @@ class TuningScheduler:
                 limits,
                 self.session,
                 self._shares,
-                self._source,
+                self._tuning,
                 self._report,
             )
+        self._tunings: dict[Problem, KernelTuning] = {}
         self._at_work = ""
         # Time in ns of all convolutions of a step by torch; 0 until it is known.
         self._total_ns = 0
@@ -114,12 +115,11 @@ class TuningScheduler:
             # Function modes of the caller, such as `with torch.device("meta")`, would change where
             # operands are allocated.
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                if not self.session.is_recorded:
-                    if self.results.pool is not None:
-                        self.results.pool.look_first()
-                    for problem in self._shares.by_expected_cost():
-                        self._look(problem)
-                    self.session.flush()
+                if self.results.pool is not None and self.session.can_measure:
+                    self.results.pool.look_first()
+                for problem in self._shares.by_expected_cost():
+                    self._look(problem)
+                self.session.flush()
                 self._begin_tuning()
                 self._tune_all()
         except KeyboardInterrupt:
@@ -130,14 +130,14 @@ class TuningScheduler:
         self._report("")
         self.results.judge_over_limit()
         self.results.judge_too_large()
-        left_out, is_recorded = len(self.results.left_out), self.session.is_recorded
-        warn_of_untuned(left_out, self.budget_s, is_recorded)
+        left_out, can_measure = len(self.results.left_out), self.session.can_measure
+        warn_of_untuned(left_out, self.budget_s, is_recorded=not can_measure)
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the time of a step if there is no deadline, and report it."""
         self._total_ns = self._shares.cost_ns(self._layers)
         session = self.session
-        if self._has_default and not session.is_recorded:
+        if self._has_default and session.can_measure:
             self.budget_s = self._effort.budget_s(self._total_ns, on_gpu=session.is_on_gpu)
             if self.budget_s is not None:
                 # The start of a worker does not count towards a default budget: otherwise the
@@ -153,17 +153,13 @@ class TuningScheduler:
     def _tune_all(self) -> None:
         if self.results.pool is not None:
             self._tune_within(self.results.pool)
-        elif self.session.is_recorded:
-            # Replaying costs no time, so kernels need not be ranked by their share of the step.
-            for problems in self._shares.by_geometry():
-                if not self._deadline.is_over:
-                    self._tune(problems)
         else:
-            self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
+            if self.session.can_measure:
+                self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
         self._tune_missing()
         self.results.require_plans()
-        if self.session.is_recorded:
+        if not self.session.can_measure:
             return
         # If the user set a time budget, what is left of it is used for kernels whose plan was not
         # raced. A default budget is not used up for small gains. With layout="auto" no budget is
@@ -203,7 +199,7 @@ class TuningScheduler:
         self.results.plans = {}
         pool.divide_by_known()
         for problem in pool.parts:
-            plan = self._decided(self._source(problem))
+            plan = self._decided(problem)
             if plan is not None:
                 self.results.plans[problem] = plan
 
@@ -248,16 +244,18 @@ class TuningScheduler:
         self._report(problems[0])
         # A kernel that has no part of the pool cannot be planned.
         parts = None if self.results.pool is None else self.results.pool.parts
-        sources = [self._source(p) for p in problems if parts is None or p in parts]
+        problems = [p for p in problems if parts is None or p in parts]
         with torch.autocast("cpu", enabled=False):
-            # `sum`, because `any` would stop at the first source that has measured something, and
-            # not call the others.
-            while sum(source.step() for source in sources):
-                pass
-            self.session.flush()
+            measuring = [
+                self._tuning(p).measure(self.results.limit_of(p), self._tolerance(p))
+                for p in problems
+            ]
+            # In turn, because kernels that differ only in their batch share their chunks.
+            while measuring:
+                measuring = [one for one in measuring if next(one, self) is None]
             # Races come last: kernels of one geometry may measure what another kernel of the group
             # needs.
-            plans = [plan for plan in map(self._decided, sources) if plan is not None]
+            plans = [plan for plan in map(self._decided, problems) if plan is not None]
             self.session.stop_at(self._deadline)
             for plan in plans:
                 self.results.plans[plan.problem] = self._completed(plan)
@@ -268,10 +266,10 @@ class TuningScheduler:
         if self.session.is_over:
             self._unseen.add(problem)
             return
-        source = self._source(problem)
+        tuning = self._tuning(problem)
         with torch.autocast("cpu", enabled=False):
-            found = source.look_at_default()
-        source.release()
+            found = tuning.look_at_default()
+        tuning.release()
         if found is not None:
             self._shares.defaults[problem] = found
 
@@ -288,42 +286,36 @@ class TuningScheduler:
     def _completed(self, plan: KernelPlan) -> KernelPlan:
         """The plan of a kernel, completed at its smaller batches as far as anything fits."""
 
-        def source_at(batch: int) -> AbstractSource:
-            limit = self.results.limit_of(plan.problem, batch)
-            # Any plan that fits will do, so measuring ends at any possible gain.
-            bounds = Bounds(limit, limit, tolerance=1.0)
-            return self._source_within(plan.problem, bounds, batch=batch)
+        def tuning_at(batch: int) -> KernelTuning:
+            smaller = plan.problem.with_batch(batch)
+            return self._made_tuning(smaller, plan.problem)
 
-        return self.results.with_every_batch(plan, source_at)
+        return self.results.with_every_batch(plan, tuning_at)
 
-    def _source(self, problem: Problem, limit: int | None = None) -> AbstractSource:
-        """The source of a kernel within a limit; None: within the kernel's present limit."""
-        limit = self.results.limit_of(problem) if limit is None else limit
-        default, tolerance = self._shares.defaults.get(problem), 0.0
-        if not self.session.is_recorded and self._total_ns and default is not None:
-            tolerance = self._shares.stakes[problem].tolerance(self._total_ns, self._effort)
-        source = self._source_within(problem, Bounds(limit, limit, tolerance), default)
-        # A recording already has the time of torch's own convolution, without a first run.
-        if source.default is not None:
-            self._shares.defaults[problem] = source.default
-        return source
+    def _tuning(self, problem: Problem) -> KernelTuning:
+        """The tuning of a kernel, which goes on from the first look at it to its plan."""
+        if problem not in self._tunings:
+            self._tunings[problem] = self._made_tuning(problem, problem)
+        return self._tunings[problem]
 
-    def _source_within(
-        self,
-        problem: Problem,
-        bounds: Bounds,
-        default: Measurement | None = None,
-        batch: int | None = None,
-    ) -> AbstractSource:
-        smaller = problem.with_batch(batch or problem.batch)
-        kernel = Kernel(smaller, self._layers[problem], problem in self._biased)
-        return source_of(self.session, self._config, kernel, bounds, default)
+    def _made_tuning(self, problem: Problem, whole: Problem) -> KernelTuning:
+        kernel = Kernel(problem, self._layers[whole], whole in self._biased)
+        # A pool limits every kernel, even before it is divided.
+        is_limited = self.results.limit_of(whole) is not None or self.results.pool is not None
+        return KernelTuning(self.session, self._config, kernel, is_limited)
 
-    def _decided(self, source: AbstractSource) -> KernelPlan | None:
+    def _tolerance(self, problem: Problem) -> float:
+        """The possible gain, as a fraction of a kernel's time, at which measuring it ends."""
+        if not self._total_ns or problem not in self._shares.defaults:
+            return 0.0
+        return self._shares.stakes[problem].tolerance(self._total_ns, self._effort)
+
+    def _decided(self, problem: Problem) -> KernelPlan | None:
+        limit, tolerance = self.results.limit_of(problem), self._tolerance(problem)
         try:
-            return KernelPlanner(source).decide()
+            return KernelPlanner(self._tuning(problem), limit, tolerance).decide()
         except PlanError as error:
-            if not self.results.refuse(source.kernel.problem, error):
+            if not self.results.refuse(problem, error):
                 raise
             return None
 
