@@ -60,6 +60,7 @@ from ucudnn.measurement import (
     MeasurementKey,
     Role,
     Software,
+    Subject,
 )
 from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
@@ -108,10 +109,11 @@ class Table:
 
     def known(self, problem: Problem) -> dict[Arm, Measurement]:
         """Everything recorded of a kernel."""
-        parts = [problem.with_batch(size) for size in range(1, problem.batch + 1)]
         return {
             Arm(entry.key.problem.batch, entry.key.algorithm, entry.key.conditions.role): entry
-            for entry in self.backend.measurements(problem, parts)
+            for entry in self.backend.measurements
+            if entry.key.subject == Subject.CHUNK
+            and entry.key.problem.with_batch(problem.batch) == problem
         }
 
 
@@ -179,7 +181,7 @@ class _Stating(_Replayed):
     """States workspace, as cuDNN does."""
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        known = self._entries[problem]
+        known = self._entries.get(problem, {})
         return tuple(
             replace(one, workspace_bytes=known[one.algorithm][Role.ALONE].workspace_bytes)
             for one in super().candidates(problem)

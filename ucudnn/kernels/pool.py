@@ -310,6 +310,8 @@ class WorkspacePool:
         """Raise the error of a kernel that has no split within the pool."""
         if problem in self._learned:
             raise self._learned[problem]
+        if not self.session.can_measure and self.tuning_of(problem).is_listed:
+            return  # the others are planned, with a warning that of this one nothing recorded fits
         self.session.stop_at(Deadline.never())
         KernelPlanner(self.tuning_of(problem), self._most(problem)).require_split()
 
