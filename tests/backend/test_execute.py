@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from ucudnn.backends import Executable
+from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes
 from ucudnn.execution.execute import Call, bind
 from ucudnn.measurement import Role, positions, role_of
 from ucudnn.plan import Chunk, Split
@@ -139,3 +141,19 @@ def test_wgrad_adds_up_where_the_strides_of_one_pixel_say_channels_last(
     split = Split("batch", (Chunk(1, first), Chunk(1, second)))
     result = bind(backend, problem, split)(x, dy)
     torch.testing.assert_close(result.double(), exact(problem, x, dy), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_micro_batch_runs_what_was_measured_for_it(backend, op, layout):
+    """All micro-batches of a call share an executable; at the small batch torch takes no oneDNN."""
+    whole = Problem(op, 8, 16, 32, (16, 16), (3, 3), padding=((1, 1), (1, 1)), layout=layout)
+    part = whole.with_batch(1)
+    a, b = backend.operands(part, 1)
+    for algorithm in (candidate.algorithm for candidate in backend.candidates(part)):
+        if backend.refusal(whole, algorithm):
+            continue
+        measured, shared = (backend.executable(one, algorithm) for one in (part, whole))
+        assert torch.equal(measured.alone(a, b), shared.alone(a, b)), algorithm
+        peaks = [allocated_peak_bytes(partial(one.alone, a, b)) for one in (measured, shared)]
+        assert peaks[0] == peaks[1], algorithm

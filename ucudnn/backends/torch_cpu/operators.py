@@ -388,9 +388,11 @@ def _onednn(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> A
 
 
 def _onednn_executable(problem: Problem) -> Executable:
-    if chosen_kernel(problem) == "onednn":
-        return _Aten(problem, _onednn, _convolution_backward)
-    return _Aten(problem, _onednn, partial(_onednn_backward, layout=memory_format(problem)))
+    # An executable also computes smaller batches, at which aten may choose otherwise.
+    is_chosen = lru_cache(None)(lambda n: chosen_kernel(problem.with_batch(n)) == "onednn")
+    layout = memory_format(problem)
+    backward = partial(_onednn_backward, is_chosen=is_chosen, layout=layout)
+    return _Aten(problem, _onednn, backward)
 
 
 def _onednn_backward(
@@ -399,8 +401,12 @@ def _onednn_backward(
     w: Tensor,
     geometry: _Geometry,
     mask: list[bool],
+    *,
+    is_chosen: Callable[[int], bool],
     layout: torch.memory_format,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Any:
+    if is_chosen(dy.shape[0]):
+        return _convolution_backward(dy, x, w, geometry, mask)
     if mask == _DGRAD:
         return _onednn_dgrad(dy, x, w, geometry), None
     dw = _convolution_backward(dy.to_mkldnn(), x.to_mkldnn(), w, geometry, mask)[1]
