@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ucudnn.measurement import Role, positions
-from ucudnn.solvers._base import Item, undominated
+from ucudnn.solvers._base import Item
 from ucudnn.solvers.reuse import reuse_by_position
 
 # By "economy" (see above), one doubling between timed sizes lowers the time per sample at most by
@@ -128,40 +128,6 @@ def outlook(
             chosen = _middle(option, curves[option.curve])
             found.setdefault((chosen.curve, chosen.batch), chosen)
     return Outlook(time_ns, bound_ns, tuple(found.values()))
-
-
-def bound_front(
-    options: Iterable[ChunkOption], batch: int, *, tolerance: float = 0.0
-) -> list[tuple[int, int]]:
-    """A lower bound of the front of a batch: (workspace in bytes, least time in ns of any split).
-
-    >>> timed = ChunkOption(8, "gemm", "gemm", (Role.ALONE,), Interval(9, 9, 9), is_timed=True)
-    >>> bound_front([timed, ChunkOption(16, "gemm", "gemm", (Role.ALONE,))], batch=16)
-    [(0, 9)]
-
-    The workspace of each option must be a lower bound of what it needs.
-    """
-    items: dict[str, list[Item]] = {name: [] for name in Role}
-    bounds = _lower_bounds(_by_curve(tuple(options)).values(), tolerance, least_ns=0)
-    for option, time_ns in bounds.items():
-        for name in option.lists:
-            items[name].append(
-                Item(option.batch, option.workspace_bytes, time_ns, option.algorithm, option.rank)
-            )
-    table = reuse_by_position({name: _undominated(some) for name, some in items.items()}, batch)
-    return [] if table is None else table.front(batch)
-
-
-def _undominated(items: Sequence[Item]) -> list[Item]:
-    """The items that no other item of the same size beats in both time and workspace."""
-    by_size: dict[int, list[Item]] = {}
-    for item in items:
-        by_size.setdefault(item.batch, []).append(item)
-    return [
-        group[place]
-        for group in by_size.values()
-        for place in undominated([(item.workspace_bytes, item.time_ns) for item in group])
-    ]
 
 
 def _lower_bounds(

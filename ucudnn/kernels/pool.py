@@ -39,7 +39,7 @@ _TURN_S = 0.2
 _FIRST_PART = 1 / 8
 # Each kernel is measured within the largest part that it may get, within this fraction of it, and
 # so on down to its smallest split.
-_NEXT_LIMIT = 1 / 4
+_NEXT_LIMIT = 1 / 2
 # Planning the kernels is assumed to take at most this many times as long as dividing the pool.
 _PLANNING = 4
 
@@ -338,28 +338,39 @@ class WorkspacePool:
         return next(group for group in groups if problem in group)
 
     def _improve(self, until: Deadline) -> None:
-        """Measure each kernel within its part of the pool and within the other limits."""
-        while not until.is_over and (unsettled := list(self._unsettled())):
-            for problem, limit in unsettled:
-                if not until.is_over:
-                    self._measure(problem, limit, until)
+        """Measure each kernel within a few limits, until another pass finds nothing to measure."""
+        is_done = False
+        while not is_done and not until.is_over:
+            is_done = True
+            for problem, limit in self._unsettled():
+                is_done = False
+                self._measure(problem, limit, until)
+                if until.is_over:
+                    return
 
     def _unsettled(self) -> Iterator[tuple[Problem, int]]:
         """Kernels and limits within which something is left to measure."""
         limits = {problem: self._limits(problem) for problem in self.parts}
         for turn in range(max(map(len, limits.values()), default=0)):
+            # If each kernel gets all that it can use, no other division is better.
+            if turn and all(map(self._is_fastest, self.parts)):
+                return
             for problem in self._problems:
                 own = limits.get(problem, ())
                 if turn < len(own) and not self._is_settled(problem, own[turn]):
                     yield problem, own[turn]
 
+    def _is_fastest(self, problem: Problem) -> bool:
+        one = self._known[problem]
+        return one.time_within(self.parts[problem]) == one.front[-1].time_ns
+
     def _limits(self, problem: Problem) -> list[int]:
-        """The limits to measure a kernel within: first its part, then the fixed ones."""
-        found, limit = [self.parts[problem]], self._most(problem)
+        """The limits to measure a kernel within: the largest, its part, and fixed smaller ones."""
+        limit, found = self._most(problem), list[int]()
         while limit and limit >= self._known[problem].front[0].workspace_bytes:
             found.append(limit)
             limit = int(limit * _NEXT_LIMIT)
-        return found
+        return [*found[:1], self.parts[problem], *found[1:]]
 
     def _is_settled(self, problem: Problem, limit: int) -> bool:
         """True if nothing is left to measure within a limit."""
