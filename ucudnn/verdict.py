@@ -16,7 +16,7 @@ WORTHWHILE_GAIN = 0.02
 # A split that is slower than the fastest one by at most this counts as equally fast, because a race
 # could not show the difference.
 EQUALLY_FAST = 0.02
-# A better division of a pool of workspace is not searched for if it could save no more than this.
+# A pool of workspace is not divided anew if that would save no more than this.
 POOL_GAIN = 0.005
 # The check of a plan fails if the speedup of one of its kernels has fallen by more than this factor
 # since it was tuned.

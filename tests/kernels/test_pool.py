@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 from by_hand import chunks_of, front, linear, random_costs
 
+from ucudnn import cache as caches
+from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, UntunedWarning
 from ucudnn.kernels.deadline import EFFORTS
@@ -233,6 +235,20 @@ def test_more_time_is_never_slower_and_ends_at_the_best_division(timed, costs):
     assert all(plan.workspace_bytes <= total for plan in plans)
     best = best_division(best_times(costs), total)
     assert best <= times[-1] <= 1.02 * best
+
+
+@pytest.mark.parametrize("seconds", [0.4, 0.5, 1, 30])
+def test_a_replay_divides_the_pool_that_was_divided_on_the_device(timed, seconds):
+    """However little time there was: what one run of a chunk showed counts in both."""
+    total = 9 * MIB
+    live, _, _ = timed(HUNGRY, seconds, total)
+    with caches.open(live.config.cache, "r") as cache:
+        config = replace(live.config, time_budget_s=None)
+        again = tune_problems(LAYERS, config, None, cache, RecordedBackend(cache))
+    assert {kernel.problem for kernel in again.kernels} == {
+        kernel.problem for kernel in live.kernels
+    }
+    assert again.workspace_bytes <= total
 
 
 def test_progress_counts_the_kernels_that_have_a_part(timed):

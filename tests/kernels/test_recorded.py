@@ -291,6 +291,28 @@ def test_what_lost_its_race_is_replayed_where_the_winner_does_not_fit(tmp_path):
     assert str(replay(folder, workspace_limit="8MiB").split(FPROP)) == "8 eng0"
 
 
+def test_a_pool_uses_what_lost_its_race_where_the_winners_do_not_fit_together(tmp_path):
+    """What won needs 10 MiB of each kernel, what lost needs nothing, and the pool has 12 MiB."""
+    other = replace(FPROP, in_channels=8)
+    entries = [
+        replace(one, status="screened", lost_to="eng67_k2=20")
+        if "eng0" in one.key.algorithm
+        else one
+        for problem in (FPROP, other)
+        for one in alone(problem)
+        if not one.key.is_default
+    ]
+    layers = [("a", FPROP), ("b", other)]
+    folder = record(tmp_path, entries)
+    plan = tune_problems(
+        layers, Config(backend="recorded", cache=str(folder), total_workspace="12MiB")
+    )
+    assert sorted(str(plan.split(problem)) for _, problem in layers) == [
+        "8 eng0",
+        "8x1 eng67_k2=20",
+    ]
+
+
 def test_what_was_run_for_its_workspace_alone_is_said_not_to_be_timed(tmp_path):
     untimed = replace(entry(FPROP, "eng0", 0, 0, "untimed"), workspace_bytes=3 * MIB // 2)
     folder = record(tmp_path, [entry(FPROP, "eng67_k2=20", 800, 10), untimed])
