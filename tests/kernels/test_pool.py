@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -277,6 +278,21 @@ def test_smaller_batches_stay_within_the_parts(timed):
                 most = max(HUNGRY[chunk.algorithm](chunk.size)[1] for chunk in chunks)
                 needs += most * len(kernel.layers)
             assert needs <= total
+
+
+def test_a_kernel_lists_its_candidates_once_however_often_the_pool_is_divided(scripted):
+    backend = scripted(torch_default=linear(4, 0.5), fast=linear(1, 2), faster=linear(0.5, 3))
+    candidates, listed = backend.candidates, Counter[Problem]()
+
+    def count(problem):
+        listed[problem] += 1
+        return candidates(problem)
+
+    backend.candidates = count
+    tune_problems(LAYERS, Config(total_workspace="21MiB"))
+    micro_batches = [count for problem, count in listed.items() if problem.batch < N]
+    assert len(micro_batches) == 3 * len(CALLS)  # three sizes of each kernel
+    assert set(micro_batches) == {1}
 
 
 def test_a_missing_solver_is_named_before_anything_is_measured(scripted, monkeypatch):
