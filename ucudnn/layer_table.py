@@ -15,12 +15,14 @@ from ucudnn.errors import ConfigError, ProblemError, shortened
 from ucudnn.problem import OPS, Problem
 
 _AXES = ("d", "h", "w")
+# The columns that every table has, and all columns of a layer's geometry.
+REQUIRED_COLUMNS = ("name", "n", "c", "h", "w", "k", "kh", "kw")
 COLUMNS = (
     *("name", "n", "c", "d", "h", "w", "k", "kd", "kh", "kw", "pad_d", "pad_h", "pad_w"),
     *("stride_d", "stride_h", "stride_w", "dil_d", "dil_h", "dil_w", "groups"),
 )
-# Columns that a table may also have. A table that ucudnn writes has all of them.
-OPTIONAL_COLUMNS = ("rank", "dtype", "layout", "math", "ops", "bias", "count")
+# Columns beside the geometry. A table that ucudnn writes has all of them and all of the above.
+_OTHER_COLUMNS = ("rank", "dtype", "layout", "math", "ops", "bias", "count")
 # `as_calls` lists the problem of a row at most this often.
 _MOST_CALLS = 1000
 
@@ -62,15 +64,16 @@ def read_rows(
 ) -> list[Row]:
     """Read the convolutions of a table, each with the number of its calls.
 
-    Without a column `rank` a layer is two-dimensional if its depth and its kernel depth are 1, and
-    three-dimensional otherwise. The math of float32 problems ("strict", or "tf32" if factors may be
-    rounded to TF32) is given by the argument `math` or by a column `math`. Without either it is
-    "tf32" if `has_tf32` is true, else "strict".
+    Only `REQUIRED_COLUMNS` must be there. Strides, dilations and groups are 1 without a column,
+    and paddings 0. Without a column `rank` a layer is two-dimensional if its depth and its kernel
+    depth are 1, and three-dimensional otherwise. The math of float32 problems ("strict", or "tf32"
+    if factors may be rounded to TF32) is given by the argument `math` or by a column `math`.
+    Without either it is "tf32" if `has_tf32` is true, else "strict".
     """
     lines = _lines(path)
     given = {"dtype": dtype, "layout": layout, "math": math}
     for name, value in given.items():
-        if value is not None and name in lines[0][1]:
+        if value is not None and name in lines[0].cells:
             raise ConfigError(
                 f"{name} (={value!r}) is given, and {path} has a column {name}; leave one of them "
                 f"out"
@@ -79,115 +82,122 @@ def read_rows(
     fallbacks |= {name: value for name, value in given.items() if value is not None}
     wanted = tuple(ops)
     return [
-        found for line, row in lines for found in _rows(path, line, {**fallbacks, **row}, wanted)
+        found
+        for line in lines
+        for found in _rows(line._replace(cells={**fallbacks, **line.cells}), wanted)
     ]
 
 
-def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
-    """The rows of a file with their line numbers."""
+class _Line(NamedTuple):
+    """A line of a table: its place, as messages name it, and its cells by their columns."""
+
+    place: str
+    cells: Mapping[str, str]
+
+    def number(self, column: str, default: int | None = None) -> int:
+        """The number in a column; the default if there is no such column, or the cell is empty."""
+        text = self.cells.get(column, "")
+        if not text and default is not None:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(
+                f"{self.place}: {column} must be an int, got {shortened(repr(text))}"
+            ) from None
+
+    def passes(self, column: str) -> tuple[str, ...]:
+        """The passes that a column names, joined by `+`; empty if it names none."""
+        text = self.cells.get(column, "")
+        names = tuple(text.split("+")) if text else ()
+        if not set(names) <= set(OPS):
+            raise ConfigError(
+                f"{self.place}: {column} names some of {', '.join(OPS)}, joined by +, got "
+                f"{shortened(repr(text))}"
+            )
+        return names
+
+    def along(self, axes: Sequence[str], prefix: str, default: int, shared: str) -> tuple[int, ...]:
+        """A number for each axis: from the axis' own column, or from one for all axes."""
+        common = self.number(shared, default)
+        values = tuple(self.number(f"{prefix}{axis}", common) for axis in axes)
+        for axis, value in zip(axes, values, strict=True):
+            if self.cells.get(shared) and value != common:
+                raise ConfigError(
+                    f"{self.place}: {shared} is {common} for all axes, and {prefix}{axis} is "
+                    f"{value}; leave one of them out"
+                )
+        return values
+
+
+def _lines(path: str | os.PathLike[str]) -> list[_Line]:
+    """The lines of a file, without its header."""
     try:
         # "utf-8-sig" drops the byte order mark that spreadsheets write, which would otherwise
         # become part of the first column's name. newline="" leaves line ends to the csv module,
         # because quoted fields may contain some.
         with Path(path).open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            missing = [name for name in REQUIRED_COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 raise ConfigError(
-                    f"{path} line 1: a table of layers has the columns {','.join(COLUMNS)}; "
-                    f"missing: {', '.join(missing)}"
+                    f"{path} line 1: a table of layers has at least the columns "
+                    f"{','.join(REQUIRED_COLUMNS)}; missing: {', '.join(missing)}"
                 )
             # `line_num` counts the lines of the file and not the rows, because a quoted field may
             # span several lines.
-            rows = [(reader.line_num, row) for row in reader]
+            lines = [_Line(f"{path} line {reader.line_num}", row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"cannot read the table of layers {path}: {reason}") from error
-    if not rows:
+    if not lines:
         raise ConfigError(f"{path} has no layers: only a header")
-    return rows
+    for line in lines:
+        # The csv module puts cells without a column under None, and None into columns without a
+        # cell.
+        if None in line.cells or None in line.cells.values():
+            raise ConfigError(f"{line.place} does not have as many cells as the header has columns")
+    return lines
 
 
-def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str]) -> list[Row]:
-    # A row that is too short has None in the columns that are missing.
-    listed = _split(row.get("ops")) or OPS
-    biased = _split(row.get("bias"))
-    for name, values in (("ops", listed), ("bias", biased)):
-        if not set(values) <= set(OPS):
-            raise ConfigError(
-                f"{path} line {line}: {name} names some of {', '.join(OPS)}, joined by +, got "
-                f"{shortened(repr(row[name]))}"
-            )
-    count = _int(row.get("count") or "1")
-    if count is None or count < 1:
-        raise ConfigError(
-            f"{path} line {line}: count is an int of at least 1, got "
-            f"{shortened(repr(row['count']))}"
-        )
-    return [
-        Row(row["name"], _problem(path, line, row, op), count, op in biased)
-        for op in ops
-        if op in listed
-    ]
+def _rows(line: _Line, ops: Collection[str]) -> list[Row]:
+    listed, biased = line.passes("ops") or OPS, line.passes("bias")
+    count = line.number("count", 1)
+    if count < 1:
+        raise ConfigError(f"{line.place}: count must be at least 1, got {count}")
+    name = line.cells["name"]
+    return [Row(name, _problem(line, op), count, op in biased) for op in ops if op in listed]
 
 
-def _split(text: str | None) -> tuple[str, ...]:
-    return tuple(text.split("+")) if text else ()
-
-
-def _problem(path: object, line: int, row: Mapping[str, str], op: str) -> Problem:
-    value = _ints(path, line, row)
-    rank = row.get("rank") or ("3" if value["d"] > 1 or value["kd"] > 1 else "2")
-    if rank not in ("1", "2", "3"):
-        raise ConfigError(f"{path} line {line}: rank is 1, 2 or 3, got {shortened(repr(rank))}")
-    axes = _AXES[-int(rank) :]
-    dtype = row.get("dtype") or "float32"
+def _problem(line: _Line, op: str) -> Problem:
+    sizes = {column: line.number(column) for column in ("h", "w", "kh", "kw")}
+    sizes |= {column: line.number(column, 1) for column in ("d", "kd")}
+    rank = line.number("rank", 3 if sizes["d"] > 1 or sizes["kd"] > 1 else 2)
+    if rank not in (1, 2, 3):
+        raise ConfigError(f"{line.place}: rank must be 1, 2 or 3, got {rank}")
+    axes = _AXES[-rank:]
+    dtype = line.cells.get("dtype") or "float32"
     # TF32 is a way to multiply float32, and no other dtype.
-    math = (row.get("math") or "strict") if dtype == "float32" else "strict"
+    math = (line.cells.get("math") or "strict") if dtype == "float32" else "strict"
     try:
         return Problem(
             op=op,
-            batch=value["n"],
-            in_channels=value["c"],
-            out_channels=value["k"],
-            input_size=_along(axes, value, ""),
-            kernel_size=_along(axes, value, "k"),
-            stride=_along(axes, value, "stride_"),
-            padding=tuple((ends, ends) for ends in _along(axes, value, "pad_")),
-            dilation=_along(axes, value, "dil_"),
-            groups=value["groups"],
+            batch=line.number("n"),
+            in_channels=line.number("c"),
+            out_channels=line.number("k"),
+            input_size=tuple(sizes[axis] for axis in axes),
+            kernel_size=tuple(sizes[f"k{axis}"] for axis in axes),
+            stride=line.along(axes, "stride_", 1, "stride"),
+            padding=tuple((ends, ends) for ends in line.along(axes, "pad_", 0, "pad")),
+            dilation=line.along(axes, "dil_", 1, "dilation"),
+            groups=line.number("groups", 1),
             dtype=dtype,
-            layout=row.get("layout") or "nchw",
+            layout=line.cells.get("layout") or "nchw",
             math=math,
         )
     except ProblemError as error:
-        reason = shortened(f"{row['name']}: {error}")
-        raise ConfigError(f"{path} line {line}, layer {reason}") from error
-
-
-def _along(axes: Sequence[str], value: Mapping[str, int], prefix: str) -> tuple[int, ...]:
-    return tuple(value[f"{prefix}{axis}"] for axis in axes)
-
-
-def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
-    values = {}
-    for column in COLUMNS[1:]:
-        value = _int(row[column])
-        if value is None:
-            raise ConfigError(
-                f"{path} line {line}: every column but name holds an int; "
-                f"{shortened(f'{column} is {row[column]!r}')}"
-            )
-        values[column] = value
-    return values
-
-
-def _int(text: str | None) -> int | None:
-    try:
-        # The text is None if the row is too short.
-        return int(text or "")
-    except ValueError:
-        return None
+        reason = shortened(f"{line.cells['name']}: {error}")
+        raise ConfigError(f"{line.place}, layer {reason}") from error
 
 
 def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
@@ -235,7 +245,7 @@ def format_rows(rows: Iterable[Row]) -> str:
         geometry = replace(row.problem, op="fprop")
         lines.setdefault((row.name, geometry, row.calls), []).append(row)
     text = StringIO()
-    writer = csv.DictWriter(text, (*COLUMNS, *OPTIONAL_COLUMNS), lineterminator="\n")
+    writer = csv.DictWriter(text, (*COLUMNS, *_OTHER_COLUMNS), lineterminator="\n")
     writer.writeheader()
     for (name, problem, count), passes in lines.items():
         ops = [op for op in OPS if any(row.problem.op == op for row in passes)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -122,7 +124,7 @@ def test_what_trace_refuses(ucudnn, model, table):
     for arguments, said in (
         ((f"{model}:no_convolution", "--input", "2x3"), "computes no convolution"),
         ((f"{model}:net", "--input", "8x3x12x12", "--device", "mps"), "must be cpu or cuda"),
-        ((table(), "--input", "8x3x12x12"), "is a table of layers already"),
+        ((table(), "--input", "8x3x12x12"), "MODEL must be a model here"),
     ):
         done = ucudnn("trace", *arguments)
         assert (done.status, done.out) == (2, "")
@@ -136,3 +138,64 @@ def test_the_origin_of_an_error_is_shown_where_that_is_wanted(ucudnn, model):
     assert done.status == 2
     assert "Traceback" in done.err
     assert "missing 1 required positional argument: 'width'" in done.err
+
+
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "torch":
+            raise AssertionError("torch was imported")
+
+sys.meta_path.insert(0, NoTorch())
+from ucudnn import cli
+
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["ucudnn", *words]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code
+    found.append((status, err.getvalue()))
+print(json.dumps(found))
+"""
+ENUMERATE = ("--device-profile", "h200", "-o", "candidates.csv")
+
+
+@pytest.mark.process
+def test_what_is_wrong_by_itself_is_refused_without_torch(python, model, table, tmp_path):
+    good, bad, other = table(), tmp_path / "bad.csv", tmp_path / "other.csv"
+    bad.write_text("name,n,c,h,w,k,kh,kw\nfirst,8,3,32,32,16,3,3\nsecond,8,3,32,32,16,three,3\n")
+    other.write_bytes(b"\x89PNG\r\n\x1a\n\x00")
+    net, shape = f"{model}:net", ("--input", "8x3x12x12")
+    said = {
+        ("tune", "none.csv"): "cannot read the table of layers none.csv: No such file",
+        ("tune", bad): f"{bad} line 3: kh must be an int, got 'three'",
+        ("tune", other): f"cannot read the table of layers {other}",
+        ("enumerate", "none.csv", *ENUMERATE): "cannot read the table of layers none.csv",
+        ("enumerate", bad, *ENUMERATE): f"{bad} line 3: kh must be an int, got 'three'",
+        ("tune", good, "--dtype", "float8"): "dtype must be one of",
+        ("tune", good, "--policy", "some"): "--policy must be one of",
+        ("advise", good): "MODEL must be a model here",
+        ("foresee", good, *shape): "MODEL must be a model here",
+        ("launch", "--ranks-per-gpu", "two", "train.py"): "--ranks-per-gpu must be a number",
+    }
+    for command in ("tune", "advise", "foresee", "trace"):
+        said |= {
+            (command, "train.py", *shape): "MODEL must be module:callable",
+            (command, "train.py:net", *shape): "a file that is there, and train.py is not",
+            (command, net): "a model needs --input",
+            (command, net, "--input", "8x"): "--input must be",
+            (command, net, "--inputs", "inputs"): "--inputs must be module:callable",
+            (command, net, *shape, "--args", "{"): "--args must be JSON",
+            (command, net, *shape, "--fast"): "No such option",
+        }
+    words = [[str(word) for word in line] for line in said]
+    found = json.loads(python("-c", WITHOUT_TORCH, json.dumps(words), cwd=tmp_path).stdout)
+    for (status, err), line, sentence in zip(found, said, said.values(), strict=True):
+        assert status == 2, (line, err)
+        assert sentence in " ".join(err.split()), line

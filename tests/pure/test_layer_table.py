@@ -12,6 +12,7 @@ from ucudnn.layer_table import COLUMNS, Row, count_calls, format_rows, read_rows
 from ucudnn.problem import OPS, Problem
 
 FLAT = "flat,8,4,1,27,26,6,1,5,3,0,2,1,1,2,1,1,1,2,2"
+SHORT_HEADER, SHORT = "name,n,c,h,w,k,kh,kw", "short,8,3,32,30,16,3,5"
 DEEP = "deep,2,4,9,8,7,6,3,3,3,1,1,1,2,1,1,1,1,1,1"
 
 
@@ -64,8 +65,11 @@ def test_a_byte_order_mark_and_columns_in_any_order_are_read(path: Path) -> None
     ("lines", "sentence"),
     [
         ((), "has no layers: only a header"),
-        ((FLAT, FLAT.replace("27", "x")), "line 3: every column but name holds an int; h is 'x'"),
-        ((FLAT[:-2],), "line 2: every column but name holds an int; groups is None"),
+        ((FLAT, FLAT.replace("27", "x")), "line 3: h must be an int, got 'x'"),
+        ((FLAT.replace("27", ""),), "line 2: h must be an int, got ''"),
+        ((FLAT.replace(",0,2,1,", ",0,two,1,"),), "line 2: pad_h must be an int, got 'two'"),
+        ((FLAT[:-2],), "line 2 does not have as many cells as the header has columns"),
+        ((f"{FLAT},1",), "line 2 does not have as many cells as the header has columns"),
         ((FLAT.replace(",6,1,5", ",7,1,5"),), r"line 2, layer flat: .*groups"),
     ],
 )
@@ -77,8 +81,48 @@ def test_a_table_that_cannot_be_is_refused_with_its_line(
 
 
 def test_a_missing_column_is_named(path: Path) -> None:
-    write(path, header=",".join(COLUMNS[:-1]))
-    with pytest.raises(ConfigError, match=r"line 1: a table of layers has .* missing: groups$"):
+    write(path, header=",".join(COLUMNS[:-1]).replace(",kh", ""))
+    with pytest.raises(ConfigError, match=r"line 1: a table of layers has .* missing: kh$"):
+        read_rows(path)
+
+
+def test_eight_columns_suffice(path: Path) -> None:
+    write(path, SHORT, header=SHORT_HEADER)
+    assert [row.problem for row in read_rows(path)] == [
+        Problem(op, 8, 3, 16, (32, 30), (3, 5)) for op in OPS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "fields"),
+    [
+        ("stride,pad", "2,1", {"stride": (2, 2), "padding": ((1, 1), (1, 1))}),
+        ("dilation,groups", "2,1", {"dilation": (2, 2)}),
+        # the same for all axes and for one; and an empty cell is as no cell
+        ("stride,stride_h,pad,pad_w", "2,2,,1", {"stride": (2, 2), "padding": ((0, 0), (1, 1))}),
+        # the depth of a layer that has none is not asked for
+        ("pad,pad_d,pad_h,pad_w", "1,0,1,1", {"padding": ((1, 1), (1, 1))}),
+        ("rank,pad", "2,1", {"padding": ((1, 1), (1, 1))}),
+    ],
+)
+def test_a_column_may_stand_for_all_axes(
+    path: Path, columns: str, cells: str, fields: dict[str, tuple[object, ...]]
+) -> None:
+    write(path, f"{SHORT},{cells}", header=f"{SHORT_HEADER},{columns}")
+    (row,) = read_rows(path, ("fprop",))
+    assert row.problem == Problem("fprop", 8, 3, 16, (32, 30), (3, 5), **fields)
+
+
+def test_a_column_for_all_axes_is_also_for_the_depth(path: Path) -> None:
+    write(path, f"{SHORT},9,3,1", header=f"{SHORT_HEADER},d,kd,pad")
+    (row,) = read_rows(path, ("fprop",))
+    assert row.problem == Problem("fprop", 8, 3, 16, (9, 32, 30), (3, 3, 5), padding=((1, 1),) * 3)
+
+
+def test_an_axis_that_contradicts_all_axes_is_refused(path: Path) -> None:
+    write(path, f"{SHORT},2,1", header=f"{SHORT_HEADER},stride,stride_w")
+    sentence = r"line 2: stride is 2 for all axes, and stride_w is 1; leave one of them out$"
+    with pytest.raises(ConfigError, match=sentence):
         read_rows(path)
 
 
@@ -125,10 +169,11 @@ def test_what_the_table_says_is_not_said_twice(path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "sentence"),
     [
-        ("rank", "4", "line 2: rank is 1, 2 or 3, got '4'"),
+        ("rank", "4", "line 2: rank must be 1, 2 or 3, got 4"),
         ("ops", "fprop+bprop", r"line 2: ops names some of .* joined by \+, got 'fprop\+bprop'"),
         ("bias", "yes", "line 2: bias names some of"),
-        ("count", "0", "line 2: count is an int of at least 1, got '0'"),
+        ("count", "0", "line 2: count must be at least 1, got 0"),
+        ("count", "1.5", "line 2: count must be an int, got '1.5'"),
         ("dtype", "float8", "line 2, layer flat: dtype must be one of"),
         ("layout", "chwn", "line 2, layer flat: layout must be one of"),
         ("math", "fast", "line 2, layer flat: math must be one of"),

@@ -36,15 +36,36 @@ class Recipe(NamedTuple):
     infer: bool = False
     real: bool = False
 
-    def require_table(self) -> None:
-        """Refuse flags that only apply to a model; called if MODEL is a table of layers."""
-        for name, value in zip(self._fields[1:], self[1:], strict=True):
-            # --infer is allowed, because it also chooses the passes of a table.
-            if value and name != "infer":
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is for a model, and {self.model} is a table of "
-                    f"layers; leave it out"
-                )
+    def require_right(self) -> None:
+        """Refuse what can be seen to be wrong before torch is imported, which takes seconds."""
+        if self.is_table:
+            for name, value in zip(self._fields[1:], self[1:], strict=True):
+                # --infer is allowed, because it also chooses the passes of a table.
+                if value and name != "infer":
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} is for a model, and {self.model} is a table "
+                        f"of layers; leave it out"
+                    )
+            return
+        _split_name(self.model, "MODEL")
+        _parse_arguments(self.args)
+        if self.autocast_dtype not in (None, *AUTOCAST_DTYPES):
+            raise ConfigError(
+                f"--autocast-dtype must be one of {', '.join(AUTOCAST_DTYPES)}, got "
+                f"{quoted(self.autocast_dtype)}"
+            )
+        if bool(self.input) == (self.inputs is not None):
+            raise ConfigError(
+                f"a model needs --input with a shape such as 64x3x224x224, or else --inputs with a "
+                f"function that yields inputs, for {self.model}"
+            )
+        self.specs()
+        if self.inputs is not None:
+            _split_name(self.inputs, "--inputs")
+
+    def specs(self) -> list[Spec]:
+        """The inputs that --input describes."""
+        return [parse_spec(text) for text in self.input]
 
     @property
     def is_table(self) -> bool:
@@ -87,20 +108,9 @@ class NamedModel(NamedTuple):
 
 def name_model(recipe: Recipe) -> NamedModel:
     """Make the model that a command line describes."""
-    if recipe.autocast_dtype not in (None, *AUTOCAST_DTYPES):
-        raise ConfigError(
-            f"--autocast-dtype must be one of {', '.join(AUTOCAST_DTYPES)}, got "
-            f"{quoted(recipe.autocast_dtype)}"
-        )
-    if bool(recipe.input) == (recipe.inputs is not None):
-        raise ConfigError(
-            f"a model needs --input with a shape such as 64x3x224x224, or else --inputs with a "
-            f"function that yields inputs, for {recipe.model}"
-        )
-    specs = [parse_spec(text) for text in recipe.input]
     module = load_model(recipe.model, recipe.args)
     if recipe.inputs is None:
-        examples = make_examples(specs, module)
+        examples = make_examples(recipe.specs(), module)
     else:
         examples = examples_of(call_named(recipe.inputs, "--inputs"))
     if recipe.channels_last:
@@ -131,7 +141,7 @@ def load_model(spec: str, arguments: str | None = None) -> nn.Module:
     """Call what `module:callable` or `file.py:callable` names, which must return a torch module."""
     from torch import nn
 
-    args, kwargs = _parsed_arguments(arguments)
+    args, kwargs = _parse_arguments(arguments)
     made = call_named(spec, "MODEL", *args, **kwargs)
     if not isinstance(made, nn.Module):
         raise ConfigError(
@@ -140,7 +150,7 @@ def load_model(spec: str, arguments: str | None = None) -> nn.Module:
     return made
 
 
-def _parsed_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
+def _parse_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
     try:
         values = parse_json(text) if text is not None else {}
     except ValueError as error:
@@ -154,18 +164,7 @@ def _parsed_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
 
 def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
     """Call what `module:callable` or `file.py:callable` names; if it is a made model, return it."""
-    # The text is split at its last colon, because a path may contain colons.
-    name, _, attribute = spec.rpartition(":")
-    if not name or not attribute:
-        raise ConfigError(
-            f"{what} must be module:callable or file.py:callable, or a .csv of layers where the "
-            f"command takes one; got {quoted(spec)}"
-        )
-    path, folder = Path(name), Path()
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise ConfigError(f"{what} must name a file that is there, and {path} is not")
-        folder, name = path.parent, path.stem
+    folder, name, attribute = _split_name(spec, what)
     # The folder is put on the path, as Python does for a script, so that the file of the model can
     # import modules beside it.
     sys.path.insert(0, str(folder.resolve()))
@@ -186,6 +185,23 @@ def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
         ) from error
     finally:
         sys.path.pop(0)
+
+
+def _split_name(spec: str, what: str) -> tuple[Path, str, str]:
+    """The folder, the module and the attribute that `module:callable` names."""
+    # The text is split at its last colon, because a path may contain colons.
+    name, _, attribute = spec.rpartition(":")
+    if not name or not attribute:
+        raise ConfigError(
+            f"{what} must be module:callable or file.py:callable, or a .csv of layers where the "
+            f"command takes one; got {quoted(spec)}"
+        )
+    path = Path(name)
+    if path.suffix != ".py":
+        return Path(), name, attribute
+    if not path.is_file():
+        raise ConfigError(f"{what} must name a file that is there, and {path} is not")
+    return path.parent, path.stem, attribute
 
 
 def _imported(name: str, attribute: str, what: str) -> Any:

@@ -148,11 +148,13 @@ def takes(
             if argument is not None:
                 fields = {name: values.pop(name) for name in ("model", *described)}
                 fields["input"] = tuple(fields["input"] or ())
-                values["recipe"] = Recipe(**fields)
+                values["recipe"] = recipe = Recipe(**fields)
             if names:
                 given = {name: values.pop(name) for name in names}
                 values["given"] = {name: one for name, one in given.items() if one is not None}
             try:
+                if argument is not None:
+                    _require_right(recipe, argument is ModelOrTableArgument)
                 command(**values)
             except UcudnnError as error:
                 # `main` prints the sentence of the error below the traceback.
@@ -175,6 +177,15 @@ def takes(
 
 # Gives a command the flags in `_COMMON` alone.
 common = takes()
+
+
+def _require_right(recipe: Recipe, may_be_table: bool) -> None:
+    if recipe.is_table and not may_be_table:
+        raise ConfigError(
+            f"MODEL must be a model here, and {recipe.model} is a table of layers, which `ucudnn "
+            f"tune` and `ucudnn enumerate` take"
+        )
+    recipe.require_right()
 
 
 def _with_flags(command: Command, call: Command, flags: Flags) -> Command:

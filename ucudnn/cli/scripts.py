@@ -223,15 +223,15 @@ def launch(
 
     Example: ucudnn launch --ranks-per-gpu 2 -- examples/ddp_resnet.py
     """
+    is_auto = ranks_per_gpu == "auto"
+    if not is_auto and not ranks_per_gpu.isdecimal():
+        raise ConfigError(f"--ranks-per-gpu must be a number or auto, got {ranks_per_gpu!r}")
     # These modules import torch, so they are imported only now that the command line was read.
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from ucudnn.distributed.counting import TrialTimes, find_ranks
     from ucudnn.distributed.launching import Launch, launch
 
-    is_auto = ranks_per_gpu == "auto"
-    if not is_auto and not ranks_per_gpu.isdecimal():
-        raise ConfigError(f"--ranks-per-gpu must be a number or auto, got {ranks_per_gpu!r}")
     settings = Launch(
         ranks_per_device=1 if is_auto else int(ranks_per_gpu),
         mps=mps,

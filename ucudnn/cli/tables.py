@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -15,7 +15,7 @@ from ucudnn.cli.console import bar, print_json, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.errors import ConfigError, quoted
-from ucudnn.layer_table import as_calls, count_calls, format_rows, read_rows
+from ucudnn.layer_table import Row, as_calls, count_calls, format_rows, read_rows
 from ucudnn.problem import LAYOUTS
 from ucudnn.system.files import write
 
@@ -32,8 +32,6 @@ class TableFlags(NamedTuple):
 
     def require_right(self, recipe: Recipe) -> None:
         """Refuse flags that have no effect on the given model or table."""
-        if recipe.is_table:
-            recipe.require_table()
         for name, value in zip(self._fields, self, strict=True):
             if value is not None and not recipe.is_table:
                 raise ConfigError(
@@ -46,21 +44,25 @@ class TableFlags(NamedTuple):
                 f"{quoted(self.memory_format)}"
             )
 
+    def read(self, path: str, ops: tuple[str, ...]) -> list[Row]:
+        """Read a table of layers as for a GPU; needs no torch."""
+        rows = read_rows(path, ops, *self, has_tf32=True)
+        if not rows:
+            raise ConfigError(f"{path} has no layer with any of ops={','.join(ops)}")
+        return rows
 
-def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type: str) -> Traced:
-    """Read the convolutions of a table of layers, in the form of a model's trace."""
-    from ucudnn.steps.tracing import Traced
+    def traced(self, rows: Sequence[Row], device_type: str) -> Traced:
+        """The convolutions of a table for a kind of device, in the form of a model's trace."""
+        from ucudnn.steps.tracing import Traced
 
-    has_tf32 = device_type == "cuda"
-    if flags.math is not None and not has_tf32:
-        raise ConfigError(f"--math is about GPUs, and this is for {device_type}; leave it out")
-    rows = read_rows(path, ops, *flags, has_tf32=has_tf32)
-    if not rows:
-        raise ConfigError(f"{path} has no layer with any of ops={','.join(ops)}")
-    # A table that was recorded on a GPU may have the math "tf32", which a CPU does not have.
-    if not has_tf32:
-        rows = [row._replace(problem=replace(row.problem, math="strict")) for row in rows]
-    return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
+        if device_type != "cuda":
+            if self.math is not None:
+                raise ConfigError(
+                    f"--math is about GPUs, and this is for {device_type}; leave it out"
+                )
+            # Only GPUs have the math "tf32".
+            rows = [row._replace(problem=replace(row.problem, math="strict")) for row in rows]
+        return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
 
 
 @options.takes(options.ModelArgument, ("ops",))
@@ -93,8 +95,6 @@ def trace(
 def _traced(recipe: Recipe, given: Mapping[str, Any], device: str) -> Traced:
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {quoted(device)}")
-    if recipe.is_table:
-        raise ConfigError(f"MODEL must be a model, and {recipe.model} is a table of layers already")
     wanted = settings(None, with_passes(given, recipe.infer)).ops
     traced = name_model(recipe).trace(wanted, device)
     if not traced.layers:
@@ -128,16 +128,16 @@ def enumerate_(
     """
     flags = TableFlags(dtype, memory_format, math)
     flags.require_right(recipe)
+    start = time.monotonic()
+    # `ops` is taken from `Config`, which checks the names and has the default.
+    wanted = settings(None, with_passes(given, recipe.infer)).ops
+    # The table is read first, and the profile before a model is traced, so that errors in them are
+    # found at once.
+    rows = flags.read(recipe.model, wanted) if recipe.is_table else ()
     # Imported here, because --help need not wait for the cuDNN backend.
     from ucudnn.backends.cudnn.offline import enumerate_candidates
     from ucudnn.backends.cudnn.profile import DeviceProfile
 
-    start = time.monotonic()
-    # `ops` is taken from `Config`, which checks the names and has the default.
-    wanted = settings(None, with_passes(given, recipe.infer)).ops
-    # The table and the profile are read before a model is traced, so that a typing error in their
-    # names is found at once.
-    rows = read_rows(recipe.model, wanted, *flags, has_tf32=True) if recipe.is_table else ()
     profile = DeviceProfile.load(device_profile)
     traced = () if recipe.is_table else dict.fromkeys(_traced(recipe, given, "cuda").layers)
     layers = [*((row.name, row.problem) for row in rows), *traced]

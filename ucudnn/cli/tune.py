@@ -24,7 +24,7 @@ from ucudnn.cli.console import (
 from ucudnn.cli.models import NamedModel, Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.cli.plans import print_plan
-from ucudnn.cli.tables import TableFlags, read_traced
+from ucudnn.cli.tables import TableFlags
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
 from ucudnn.outcomes import Origin
@@ -110,10 +110,11 @@ def _require_steps(recipe: Recipe, config: Config) -> None:
 
 def _table_run(recipe: Recipe, of_table: TableFlags, config: Config, remeasure: bool) -> _Run:
     """The tuning of a table of layers, which has no model whose steps could be run."""
-    # torch is imported only now that the command line is known to be right.
+    rows = of_table.read(recipe.model, config.ops)
+    # torch is imported only now that the command line and the table are known to be right.
     from ucudnn.kernels.tune import device_type, tune_problems
 
-    traced = read_traced(recipe.model, of_table, config.ops, device_type(config))
+    traced = of_table.traced(rows, device_type(config))
     return partial(tune_problems, traced.layers, config, biased=traced.biased, remeasure=remeasure)
 
 
