@@ -102,14 +102,14 @@ class StepRace:
         if self.reason:
             return f"the plan was not judged by whole steps: {self.reason}{self._about_dropped()}"
         text = (
-            f"a step takes {format_ratio(self.ratio, self.low, self.high)} times as long as by "
-            f"torch's own: {format_ns(self.plan_ns)} against {format_ns(self.torch_ns)}"
+            f"a step takes {format_ratio(self.ratio, self.low, self.high, self.rounds)} times as "
+            f"long as by torch's own: {format_ns(self.plan_ns)} against {format_ns(self.torch_ns)}"
         )
         if self.plan_peak_bytes:
             planned, default = format_sizes(self.plan_peak_bytes, self.torch_peak_bytes)
             text += f", and its peak is {planned} against {default}"
         if self.inside is not None:
-            ratio = format_ratio(*self.inside)
+            ratio = format_ratio(*self.inside, self.rounds)
             text += f"; inside steps the kernels that the plan changes take {ratio} times as long"
         return text + self._about_dropped()
 
@@ -275,9 +275,9 @@ class LayoutRace:
             least = format_ns(first.time_ns)
             return f"the layout is {layout}: torch's own steps are the fastest, {least}"
         text = (
-            f"the layout is {layout}: a step by {one.name} takes {format_ratio(*one.ratios)} times "
-            f"as long as by {first.name}, {format_ns(one.time_ns)} against "
-            f"{format_ns(first.time_ns)}"
+            f"the layout is {layout}: a step by {one.name} takes "
+            f"{format_ratio(*one.ratios, one.rounds)} times as long as by {first.name}, "
+            f"{format_ns(one.time_ns)} against {format_ns(first.time_ns)}"
         )
         if self.is_fixed and one.ratio < 1 - HINTED_GAIN:
             text += '; layout="auto" would make a plan for channels_last, too'

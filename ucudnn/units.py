@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from ucudnn.errors import ConfigError, quoted
+from ucudnn.verdict import LEAST_ROUNDS
 
 # The smallest number that is refused: sizes of tensors and numbers in a cache are 64-bit integers.
 TOO_LARGE = 2**63
@@ -102,13 +103,13 @@ def _rounded(count: int, parts: int) -> tuple[int, int, str]:
     return parts * count, 1, "B"
 
 
-def format_ratio(ratio: float, low: float, high: float) -> str:
-    """Write a ratio and its interval for a person.
+def format_ratio(ratio: float, low: float, high: float, rounds: int = LEAST_ROUNDS) -> str:
+    """Write a ratio for a person, with its interval if there were enough rounds to know one.
 
-    >>> format_ratio(0.91, 0.9, 0.9249)
-    '0.91 (0.90 to 0.92)'
+    >>> format_ratio(0.91, 0.9, 0.9249), format_ratio(0.91, 0.91, 0.91, rounds=1)
+    ('0.91 (0.90 to 0.92)', '0.91')
     """
-    return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f})" if rounds >= LEAST_ROUNDS else f"{ratio:.2f}"
 
 
 def format_ns(time_ns: float) -> str:

@@ -18,7 +18,7 @@ from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.plan import Plan
-from ucudnn.reports.text import as_sentence, simple_table
+from ucudnn.reports.text import as_sentence, kernel_name, simple_table
 from ucudnn.units import format_bytes, format_ns, parse_bytes
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def advise(
     recipe: Recipe,
     given: dict[str, Any],
     config_file: options.ConfigFileOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="Print all kernels, too.")] = False,
+    everything: options.AllOption = False,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Foresee all of it, and run no step.", metavar="")
     ] = False,
@@ -209,7 +209,7 @@ def _table(advice: Advice) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for kernel in sorted(advice.kernels, key=lambda kernel: -kernel.time_ns()):
         table.add_row(
-            str(kernel.problem).replace(" at batch ", " N="),
+            kernel_name(kernel.problem),
             str(len(kernel.layers)),
             f"{advice.share(kernel.time_ns()):.1%}{' !' if kernel.is_cliff() else ''}",
             *_cells(kernel.timing),

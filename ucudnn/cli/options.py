@@ -44,6 +44,7 @@ def _switch(names: str, meaning: str, panel: str | None = None) -> Any:
 
 # Types of parameters. Commands share them, so that a flag has one meaning and one help text.
 JsonOption = _switch("--json", "Print JSON for machines.", _OUTPUT)
+AllOption = _switch("--all", "Print all kernels, also those that stay torch's own.", _OUTPUT)
 ModelArgument = Annotated[
     str, typer.Argument(help="module:callable or file.py:callable of a model.", metavar="MODEL")
 ]

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from ucudnn.cli.console import SAYS_NO, bar, out, print_json, say
-from ucudnn.cli.options import CacheOption, JsonOption
+from ucudnn.cli.options import AllOption, CacheOption, JsonOption
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError, quoted
 from ucudnn.plan import KernelPlan, Plan
@@ -42,10 +42,11 @@ def show(
         ),
     ] = False,
     cache: CacheOption = None,
+    everything: AllOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one row per kernel.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a plan: for each kernel torch's default, the split, times and workspaces.
+    """Print a plan: its totals, and for each kernel torch's default, split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
@@ -63,30 +64,34 @@ def show(
     if segments:
         _show_segments(loaded)
     elif kernel is None:
+        print_plan(loaded, everything=everything)
         if loaded.origin is not None:
             out.print(str(loaded.origin))
-        print_plan(loaded)
     else:
         _show_kernels(loaded, kernel, cache)
 
 
-def print_plan(plan: Plan) -> None:
-    """Print one row per kernel, and what is known of the whole step."""
-    from ucudnn.reports.text import layout_table, plan_summary, plan_table, plan_verdict
+def print_plan(plan: Plan, *, everything: bool) -> None:
+    """Print a plan: its totals, sentences, and a row per kernel, or per kernel that is changed."""
+    from ucudnn.reports.text import cards_table, counted, layout_table, plan_table, plan_verdict
 
-    # The width decides which columns the table has.
-    out.print(plan_table(plan, out.width))
-    out.print(plan_summary(plan))
+    out.print(cards_table(plan))
+    for sentence in plan_verdict(plan):
+        say(sentence)
     layouts = plan.layout_race
     if layouts is not None and layouts.ways and not layouts.is_fixed:
         out.print(layout_table(layouts))
-    for sentence in plan_verdict(plan):
-        say(sentence)
+    kept = 0 if everything else sum(kernel.is_default for kernel in plan.kernels)
+    if kept < len(plan.kernels):
+        # The width decides which columns the table has.
+        out.print(plan_table(plan, out.width, everything=everything))
+    if kept:
+        say(f"{counted(kept, 'kernel')} stay torch's own; --all lists them.")
 
 
 def _show_segments(plan: Plan) -> None:
     """Print which modules run in micro-batches, which cannot, and the ways to run the step."""
-    from ucudnn.reports.text import as_sentence, ways_table
+    from ucudnn.reports.text import as_sentence, ways_of, ways_table
 
     for one in plan.segments:
         say(as_sentence(str(one)))
@@ -101,8 +106,8 @@ def _show_segments(plan: Plan) -> None:
     if plan.memory is None:
         return
     say(as_sentence(str(plan.memory)))
-    if plan.memory.ways:
-        out.print(ways_table(plan.memory))
+    if ways := ways_of(plan):
+        out.print(ways_table(ways))
 
 
 def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:

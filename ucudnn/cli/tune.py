@@ -49,6 +49,7 @@ def tune(
     math: options.MathOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
+    everything: options.AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure convolutions, or replay measurements, and write a plan.
@@ -66,7 +67,14 @@ def tune(
         if recipe.is_table
         else _model_run(recipe, config, compiled, remeasure)
     )
-    plan = _tune(run, output, as_json)
+    start = time.monotonic()
+    plan, counts = _tune(run, output)
+    seconds = time.monotonic() - start
+    if as_json:
+        print_json(_summary(plan, counts, seconds, output))
+    else:
+        print_plan(plan, everything=everything)
+        _print_cost(plan, counts, seconds, output)
     if fail_if_partial and plan.left_out:
         from ucudnn.reports.text import left_out_sentence
 
@@ -159,8 +167,7 @@ def _compiled(named: NamedModel) -> NamedModel:
     return named._replace(module=compiled)
 
 
-def _tune(run: _Run, output: Path | None, as_json: bool) -> Plan:
-    start = time.monotonic()
+def _tune(run: _Run, output: Path | None) -> tuple[Plan, dict[str, int]]:
     try:
         with progress() as (on_progress, counts):
             plan = run(on_progress)
@@ -169,8 +176,7 @@ def _tune(run: _Run, output: Path | None, as_json: bool) -> Plan:
         raise InterruptedCommandError(_keep(interrupted.plan, output)) from None
     if output is not None:
         plan.save(output)
-    _print_tuned(plan, counts, time.monotonic() - start, output, as_json)
-    return plan
+    return plan, counts
 
 
 def _keep(plan: Plan, output: Path | None) -> str:
@@ -185,35 +191,37 @@ def _keep(plan: Plan, output: Path | None) -> str:
     )
 
 
-def _print_tuned(
-    plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
-) -> None:
+def _summary(
+    plan: Plan, counts: dict[str, int], seconds: float, output: Path | None
+) -> dict[str, Any]:
+    """What was found, as JSON values."""
     from ucudnn.kernels.noise import noise_of
-    from ucudnn.reports.text import payback, steps_to_pay_back
+    from ucudnn.reports.cards import steps_to_pay_back
 
-    if as_json:
-        summary = {
-            **counts,
-            "seconds": round(seconds, 3),
-            "kernels": len(plan.kernels),
-            "hash": plan.hash,
-            "left_out": list(plan.left_out),
-            "workspace_bytes": plan.workspace_bytes,
-            "predicted_time_ns": plan.predicted_time_ns,
-            "noise": noise_of(plan).to_dict(),
-            "pays_back_steps": steps_to_pay_back(plan, seconds),
-            "step_race": to_builtins(plan.step_race),
-            "memory_format": plan.memory_format,
-            "layout_race": to_builtins(plan.layout_race),
-            "compilation": to_builtins(plan.compilation),
-            "memory": to_builtins(plan.memory),
-            "segments": to_builtins(plan.segments),
-            "micro_batch": plan.micro_batch,
-            "output": None if output is None else str(output),
-        }
-        print_json(summary)
-        return
-    print_plan(plan)
+    return {
+        **counts,
+        "seconds": round(seconds, 3),
+        "kernels": len(plan.kernels),
+        "hash": plan.hash,
+        "left_out": list(plan.left_out),
+        "workspace_bytes": plan.workspace_bytes,
+        "predicted_time_ns": plan.predicted_time_ns,
+        "noise": noise_of(plan).to_dict(),
+        "pays_back_steps": steps_to_pay_back(plan, seconds),
+        "step_race": to_builtins(plan.step_race),
+        "memory_format": plan.memory_format,
+        "layout_race": to_builtins(plan.layout_race),
+        "compilation": to_builtins(plan.compilation),
+        "memory": to_builtins(plan.memory),
+        "segments": to_builtins(plan.segments),
+        "micro_batch": plan.micro_batch,
+        "output": None if output is None else str(output),
+    }
+
+
+def _print_cost(plan: Plan, counts: dict[str, int], seconds: float, output: Path | None) -> None:
+    from ucudnn.reports.cards import payback
+
     # If all measurements came from the cache, tuning had no cost that faster steps have to pay
     # back.
     if counts["measured"]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
-from math import ceil
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from ucudnn.kernels.noise import noise_of
-from ucudnn.outcomes import LayoutRace, StepMemory
+from ucudnn.outcomes import LayoutRace, StepRace, Way
 from ucudnn.plan import Chunk, KernelPlan, Plan, Split, Timing
+from ucudnn.problem import Problem
+from ucudnn.reports.cards import cards, raced
 from ucudnn.reports.comparison import PlanComparison
 from ucudnn.system.markup import csv_table
 from ucudnn.units import format_bytes, format_ns, format_ratio
@@ -29,15 +31,33 @@ def simple_table(title: str | None = None, caption: str | None = None) -> Table:
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
-def plan_table(plan: Plan, width: int = 120) -> Table:
+def cards_table(plan: Plan) -> Table:
+    """Table of a plan's totals, under a title that says for what the plan is."""
+    threads = counted(plan.conditions.threads, "thread")
+    about = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
+    table = simple_table(about)
+    table.title_justify = "left"
+    table.add_column("", no_wrap=True)
+    table.add_column("torch's own → this plan", no_wrap=True)
+    table.add_column("")
+    for card in cards(plan):
+        table.add_row(*card)
+    return table
+
+
+def kernel_name(problem: Problem) -> str:
+    """The name of a kernel in tables."""
+    return str(problem).replace(" at batch ", " N=")
+
+
+def plan_table(plan: Plan, width: int = 120, *, everything: bool = True) -> Table:
     """Table with a row per kernel, which shows torch's default beside the plan.
 
     Both were timed in turn, in the same rounds. A time that was not measured, as in a plan made
-    from a recording, is predicted and marked with "~".
+    from a recording, is predicted and marked with "~". Without `everything`, kernels that stay
+    torch's own convolution have no row.
     """
-    threads = counted(plan.conditions.threads, "thread")
-    title = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
-    table = simple_table(title, _caption(plan))
+    table = simple_table(caption=_caption(plan))
     # In lines of fewer than 110 characters, columns for workspaces would leave no room for the
     # kernel and its split.
     wide = width >= 110
@@ -49,13 +69,15 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
             table.add_column("workspace", justify="right", no_wrap=True)
     table.add_column("split", overflow="fold", min_width=14)
     for index, kernel in enumerate(plan.kernels):
+        if kernel.is_default and not everything:
+            continue
         split = kernel.split(kernel.problem.batch)
-        name = str(kernel.problem).replace(" at batch ", " N=")
         default = _cells(kernel.default, None, wide)
         # If the plan keeps the default, both times are of the same convolution, and differ only by
         # noise. So "= default" is printed instead of the second time.
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
+        name = kernel_name(kernel.problem)
         table.add_row(str(index), name, calls, *default, *planned, _gain(kernel), str(split))
     return table
 
@@ -111,32 +133,6 @@ def _time(timing: Timing) -> str:
     return f"{format_ns(timing.time_ns)} ±{100 * timing.spread_ns / timing.time_ns:.0f}%"
 
 
-def plan_summary(plan: Plan) -> str:
-    """Sentences on the total times and workspaces of torch's default and of the plan."""
-    split = sum(not kernel.is_default for kernel in plan.kernels)
-    planned = sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
-    defaults = [(kernel.default, len(kernel.layers)) for kernel in plan.kernels if kernel.default]
-    default = sum(timing.time_ns * calls for timing, calls in defaults)
-    sizes = [(timing.workspace_bytes, calls) for timing, calls in defaults]
-    most = f"in up to {format_bytes(max((size for size, _ in sizes), default=0))} of workspace"
-    planned_in = f"in up to {format_bytes(plan.workspace_bytes)}"
-    # With a pool every call owns a part of it, so the workspaces of all calls are added up. Without
-    # a pool, all calls use the same memory, one after the other, so the largest workspace counts.
-    if plan.config.total_bytes is not None:
-        most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
-        planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
-    timed = "timed one by one"
-    if any(kernel.timing.is_predicted for kernel in plan.kernels):
-        timed = "of which some are predicted, not timed"
-    partial = f"{left_out_sentence(plan)} " if plan.left_out else ""
-    return (
-        f"{partial}{split} of {len(plan.kernels)} kernels leave torch's default. "
-        f"All convolutions: default {format_ns(default)} {most}, plan {format_ns(planned)} "
-        f"{planned_in} (sums of kernels {timed}; the solver predicted "
-        f"{format_ns(plan.predicted_time_ns)})."
-    )
-
-
 def left_out_sentence(plan: Plan) -> str:
     """Sentence on how many kernels a partial plan lacks, wholly or at some batches, and why."""
     count = len(plan.left_out)
@@ -154,11 +150,11 @@ def left_out_sentence(plan: Plan) -> str:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Sentences on a plan's effects: on kernels, memory, layout, the time of a step, and so on."""
-    sentences = _kernel_verdict(plan)
+    """What the cards do not say of a plan, in sentences, from what it lacks to its noise."""
+    sentences = [left_out_sentence(plan)] if plan.left_out else []
+    sentences += _kernel_verdict(plan)
     if plan.segments:
-        count = counted(len(plan.segments), "module")
-        sentences.append(f"{count} in micro-batches or recomputed: `ucudnn show --segments`.")
+        sentences.append("`ucudnn show --segments` lists the modules that are divided.")
     if plan.micro_batch is not None:
         sentences.append(
             f"The training loop runs the model in micro-batches of {plan.micro_batch}: see "
@@ -167,18 +163,30 @@ def plan_verdict(plan: Plan) -> list[str]:
     if plan.comparison is not None:
         sentences.append(as_sentence(str(plan.comparison)))
     if plan.memory is not None:
-        sentences.append(as_sentence(str(plan.memory)))
+        causes = [f"{format_bytes(size)} of {what}" for what, size in plan.memory.causes if size]
+        sentences.append(f"The peak by torch is {', '.join(causes)}.")
     if plan.layout_race is not None:
         sentences.append(as_sentence(str(plan.layout_race)))
-    if plan.step_race is not None:
-        # In this race, steps by torch and steps by the plan both ran in the layout of the plan. The
-        # sentence names this layout if it is not the model's own.
-        where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
-        said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
-        sentences.append(as_sentence(said))
+    sentences += _race_verdict(plan.step_race or StepRace())
     if plan.compilation is not None:
         sentences.append(as_sentence(str(plan.compilation)))
-    return [*sentences, f"Noise: {noise_of(plan)}."]
+    noise = noise_of(plan)
+    said = str(noise) if noise.kernels else "not judged, because all times are predicted"
+    return [*sentences, f"Noise: {said}."]
+
+
+def _race_verdict(race: StepRace) -> list[str]:
+    """Sentences on kernels in a race of whole steps."""
+    sentences = []
+    if race.inside is not None:
+        ratio = format_ratio(*race.inside, race.rounds)
+        sentences.append(
+            f"Inside steps, the kernels that the plan changes take {ratio} times as long."
+        )
+    if race.dropped:
+        count = counted(len(race.dropped), "kernel")
+        sentences.append(f"{count} did not pay in whole steps, so torch's own convolution is kept.")
+    return sentences
 
 
 def _kernel_verdict(plan: Plan) -> list[str]:
@@ -208,16 +216,28 @@ def as_sentence(said: str) -> str:
     return f"{said[0].upper()}{said[1:]}."
 
 
-def ways_table(memory: StepMemory) -> Table:
-    """Table with a row per way to run a step, the way with the highest memory peak first."""
-    table = simple_table("Ways to run a step", "-: no such step was run")
+def ways_of(plan: Plan) -> list[Way]:
+    """The ways to run a step that a memory budget made known, and the step by the plan."""
+    memory, race = plan.memory, raced(plan)
+    if memory is None or not memory.ways:
+        return []
+    # There is no race if torch's step does not fit; then the time is that of the last check.
+    plan_ns = memory.plan_ns if race is None else race.plan_ns
+    foreseen = memory.plan_foreseen_bytes, memory.plan_foreseen_ns
+    this = Way("plan", "this plan", *foreseen, memory.plan_peak_bytes, plan_ns)
+    ways = [*memory.ways, *([this] if memory.plan_peak_bytes else [])]
+    return sorted(ways, key=lambda way: -way.most_bytes)
+
+
+def ways_table(ways: Sequence[Way]) -> Table:
+    """Table with a row per way to run a step."""
+    table = simple_table("Ways to run a step", "-: not foreseen, or no such step was run")
     for heading in ("way", "foreseen peak", "foreseen step", "peak", "step"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
-    for way in sorted(memory.ways, key=lambda way: -way.most_bytes):
-        found = [format_bytes(way.foreseen_bytes), format_ns(way.foreseen_ns), "-", "-"]
-        if way.time_ns:
-            found[2:] = [format_bytes(way.peak_bytes), format_ns(way.time_ns)]
-        table.add_row(way.name, *found)
+    for way in ways:
+        found = (way.foreseen_bytes, way.foreseen_ns), (way.peak_bytes, way.time_ns)
+        cells = [(format_bytes(size), format_ns(ns)) if ns else ("-", "-") for size, ns in found]
+        table.add_row(way.name, *cells[0], *cells[1])
     return table
 
 
@@ -230,31 +250,12 @@ def layout_table(layouts: LayoutRace) -> Table:
     for heading in ("", "by", "step", "ratio to torch", "peak", ""):
         table.add_column(heading, justify="right" if heading in ("step", "peak") else "left")
     for index, one in enumerate(layouts.ways):
-        ratio = format_ratio(*one.ratios)
+        ratio = format_ratio(*one.ratios, one.rounds)
         mark = "*" if index == layouts.winner else ""
         over = "" if one.is_allowed else "over the limit"
         peak = format_bytes(one.peak_bytes)
         table.add_row(mark, one.name, format_ns(one.time_ns), ratio, peak, over)
     return table
-
-
-def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
-    """Number of steps after which the plan has saved the time of tuning; None if it saves none."""
-    saved_ns = sum(kernel.saved_ns for kernel in plan.kernels)
-    return None if saved_ns <= 0 else ceil(seconds * 1e9 / saved_ns)
-
-
-def payback(plan: Plan, seconds: float) -> str:
-    """Sentence on how long tuning took, and after how many steps the plan has saved that time."""
-    if all(kernel.is_default for kernel in plan.kernels):
-        return f"Tuning cost {seconds:.1f} s: nothing is gained, all stays torch's own convolution."
-    steps = steps_to_pay_back(plan, seconds)
-    earned = (
-        "the plan saves memory or nothing, no time that would pay it back"
-        if steps is None
-        else f"paid back after {steps:,} steps, if a step gains what its convolutions do"
-    )
-    return f"Tuning cost {seconds:.1f} s: {earned}."
 
 
 def kernel_table(kernel: KernelPlan) -> Table:
@@ -318,8 +319,7 @@ def comparison_table(found: PlanComparison, names: tuple[str, str]) -> Table:
         kernels = (pair.one, pair.other)
         cells = zip(*(_compared(kernel) for kernel in kernels), strict=True)
         splits = (str(kernel.split(kernel.problem.batch)) if kernel else "-" for kernel in kernels)
-        name = str(pair.problem).replace(" at batch ", " N=")
-        table.add_row(name, *("\n".join(both) for both in cells), *splits)
+        table.add_row(kernel_name(pair.problem), *("\n".join(both) for both in cells), *splits)
     return table
 
 
@@ -340,11 +340,11 @@ def comparison_summary(found: PlanComparison, names: tuple[str, str]) -> list[st
         )
     else:
         verdict = f"{len(found.changed)} of {len(found.pairs)} kernels differ."
-    totals = [
-        f"{name}: {plan_summary(plan)}"
-        + (f" {as_sentence(str(plan.layout_race))}" if plan.layout_race else "")
-        for name, plan in zip(names, (found.one, found.other), strict=True)
-    ]
+    totals = []
+    for name, plan in zip(names, (found.one, found.other), strict=True):
+        said = "; ".join(f"{card.name.lower()} {card.value} ({card.note})" for card in cards(plan))
+        layout = f" {as_sentence(str(plan.layout_race))}" if plan.layout_race else ""
+        totals.append(f"{name}: {said}.{layout}")
     return [verdict, *totals]
 
 
