@@ -21,11 +21,11 @@ from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.comparison import compare
 from ucudnn.reports.text import (
+    cards_table,
     comparison_summary,
     comparison_table,
     kernel_table,
     layout_table,
-    plan_summary,
     plan_verdict,
 )
 from ucudnn.reports.text import plan_table as table_of
@@ -190,7 +190,7 @@ class Trials:
         assert (again.kernels, again.hash) == (plan.kernels, plan.hash)
         found = compare(self._plan, plan)
         json.dumps(found.to_dict())
-        for value in (table_of(plan), plan_summary(plan), *plan_verdict(plan)):
+        for value in (table_of(plan), cards_table(plan), *plan_verdict(plan)):
             self._print(value)
         if plan.layout_race is not None:
             self._print(layout_table(plan.layout_race))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 
-import by_hand
 import pytest
 from by_hand import linear
 
@@ -17,7 +16,6 @@ from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.tune import tune_problems
 from ucudnn.plan import Chunk, Plan, Split, Timing
 from ucudnn.problem import Problem
-from ucudnn.reports.text import payback, steps_to_pay_back
 
 MIB = 1 << 20
 MS = 1_000_000
@@ -226,20 +224,6 @@ def test_ever_smaller_limits_on_one_cache(op, policy, scripted):
     assert {
         chunk.size for chunk in tune_problems([("l", problem)], config).split(problem).chunks
     } == {1}
-
-
-def test_when_tuning_pays_back():
-    three, five = (Timing(ms * MS, 0, 0, 9) for ms in (3, 5))
-    faster, slower = (
-        by_hand.plan_of(
-            by_hand.kernel(4, batch=1, timing=plan, default=default, layers=("layer",) * 2)
-        )
-        for default, plan in ((five, three), (three, five))
-    )
-    assert steps_to_pay_back(faster, 1.0) == 250  # of 4 ms each
-    assert "paid back after 250 steps" in payback(faster, 1.0)
-    assert steps_to_pay_back(slower, 1.0) is None
-    assert "saves memory or nothing" in payback(slower, 1.0)
 
 
 def test_equal_geometries_share_measurements_and_settle_together(scripted):

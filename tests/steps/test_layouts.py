@@ -311,8 +311,8 @@ def test_a_plan_that_keeps_the_layout_says_what_channels_last_promises(
     assert hint.rounds == 2
     # Of a gain of one in a hundred two rounds say nothing.
     assert ('layout="auto"' in str(hint)) == (last_ns == 800)
-    ratio = f"{last_ns / keep_ns:.2f}"
-    assert f"{ratio} ({ratio} to {ratio}) times" in " ".join(plan_verdict(plan))
+    # nor do they tell an interval
+    assert f" takes {last_ns / keep_ns:.2f} times as long" in " ".join(plan_verdict(plan))
     plan.save(tmp_path / "plan.json")
     assert ucudnn.Plan.load(tmp_path / "plan.json").layout_race == hint
     # A plan's identity is what it decides.

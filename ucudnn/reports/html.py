@@ -49,7 +49,7 @@ body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1320px;
 h1 { margin: 0; font-size: clamp(1.3rem, 5vw, 2rem) }
 h2 { margin: 2em 0 .3em } p { margin: .4em 0 }
 .under { color: var(--faint) }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: .8em;
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: .8em;
   margin: 1em 0 }
 .cards > div { background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   padding: .7em .9em }
@@ -66,9 +66,9 @@ table { border-collapse: collapse; font-size: 12px; overflow-wrap: normal }
 th, td { border-bottom: 1px solid var(--line); padding: .25em .6em; text-align: left;
   vertical-align: top; min-width: 4em }
 #kernels td:not(.number) { min-width: 16em }
-th { position: sticky; top: 0; background: var(--page); white-space: nowrap }
-td.number, th.number { text-align: right; white-space: nowrap;
-  font-variant-numeric: tabular-nums }
+th { position: sticky; top: 0; background: var(--page) }
+.number { text-align: right; font-variant-numeric: tabular-nums }
+td.number { white-space: nowrap }
 .js-plotly-plot .main-svg text { fill: var(--text) !important }
 .js-plotly-plot .hoverlayer text { fill: #111 !important }
 """
@@ -97,7 +97,7 @@ def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
         figures["ways"] = [ways_chart(ways, plan.memory.budget_bytes)]
     labels = [f"{number}  {kernel_name(one.problem)}" for number, one, _ in kernels]
     sections = [*_ways(plan, "ways" in figures), *_kernels(plan, labels)]
-    if not any(rationale.front for rationale in known):
+    if kernels and not any(rationale.front for rationale in known):
         sections.append(f'<p class="under">{_sentence(_NO_FRONT)}</p>')
     return _page(plan, [*sections, *_scripts(figures, get_plotlyjs())])
 
