@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import by_hand
 import pytest
 
+from ucudnn.cli import console
 from ucudnn.config import Config
 from ucudnn.kernels.noise import noise_of
 from ucudnn.kernels.rationale import Alternative, Rationale, rationales
@@ -18,6 +20,7 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Origin, StepMemory, StepRace, Way
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
+from ucudnn.reports.cards import cards
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.text import kernel_table, plan_csv
 from ucudnn.split import Chunk, Split
@@ -294,6 +297,31 @@ def test_any_number_of_kernels(drawn, count):
     assert len(Page(text).options) == len(Page(text).figures.get("kernel", ())) == count
     assert len(text.encode()) < 6 << 20
     assert text == report(plan)
+
+
+def test_show_begins_with_the_cards_and_folds_what_stays_torchs_own(
+    ucudnn, mixed, tmp_path, monkeypatch
+):
+    plan, race = tmp_path / "plan.json", StepRace(200 * MS, 150 * MS, 0.75, 0.7, 0.8, 5)
+    mixed = replace(mixed, step_race=race)
+    mixed.save(plan)
+    monkeypatch.setattr(console.out, "width", 80)
+    shown, everything = (ucudnn("show", plan, *flag).out for flag in ((), ("--all",)))
+    assert "workspace limit 4 MiB" in shown[: shown.index(" Step ")]
+    # every total stands once, before everything else, and as on the page
+    for card in cards(mixed):
+        assert shown.count(card.value) == 1
+        assert shown.index(card.value) < shown.index("Noise: ")
+    assert "1 kernel stays torch's own; --all lists it" in shown
+    assert "stay torch's own" not in everything
+    for text, count in ((shown, 3), (everything, 4)):
+        *_, table = text.partition("gain  split")
+        assert len(re.findall(r"^ {1,2}\d  fprop", table, re.M)) == count
+        assert ("= default" in table) == (count == 4)
+        assert all(len(line) <= 80 for line in table.splitlines())
+    for one in mixed.kernels:
+        # no split is hidden in a narrow terminal
+        assert all(chunk.algorithm in everything for chunk in one.split(32).chunks)
 
 
 def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):

@@ -313,7 +313,10 @@ def test_what_computes_nothing_leaves_no_table(run: Run, train: Path) -> None:
 
 
 def test_bad_calls(run: Run, train: Path, plan: Path) -> None:
+    divided = train.with_name("divided.json")
+    replace(ucudnn.Plan.load(plan), micro_batch=2).save(divided)
     for words, said in (
+        (("run", "--plan", divided, "--", train), "use ucudnn.convert_(model, plan) and plan.mi"),
         (("run", "--plan", plan, "--", "none.py"), "a script that exists"),
         (("record", "--outptu", train), "a script that exists, or -m MODULE, got '--outptu'"),
         (("run", "--", train), "--plan is needed"),

@@ -86,7 +86,12 @@ def print_plan(plan: Plan, *, everything: bool) -> None:
         # The width decides which columns the table has.
         out.print(plan_table(plan, out.width, everything=everything))
     if kept:
-        say(f"{counted(kept, 'kernel')} stay torch's own; --all lists them.")
+        stay = (
+            "stays torch's own; --all lists it"
+            if kept == 1
+            else "stay torch's own; --all lists them"
+        )
+        say(f"{counted(kept, 'kernel')} {stay}.")
 
 
 def _show_segments(plan: Plan) -> None:

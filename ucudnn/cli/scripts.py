@@ -29,6 +29,7 @@ from ucudnn.config import Startup, set_startup, startup
 from ucudnn.errors import ConfigError, RankError, UcudnnError, quoted
 from ucudnn.layer_table import lock_of, read_rows
 from ucudnn.plan import Plan
+from ucudnn.segment import WHOLE
 from ucudnn.units import parse_bytes
 
 # The script's name and all words after it belong to the script, even if no `--` precedes the name.
@@ -69,8 +70,13 @@ def run(
     path = plan or startup().plan
     if path is None:
         raise ConfigError("--plan is needed: a file that `ucudnn tune -o` wrote")
-    # A plan that cannot be read is refused before the script has done anything.
-    Plan.load(path)
+    # A plan that cannot be read or followed is refused before the script has done anything.
+    if Plan.load(path).division != WHOLE:
+        raise ConfigError(
+            f"{path} keeps its memory by modules in micro-batches or by the training loop, and no "
+            f"unchanged script does that; use ucudnn.convert_(model, plan) and plan.micro_batches "
+            f"in the script"
+        )
     raise ScriptCall(_checked(script), Startup(plan=str(Path(path).resolve())))
 
 

@@ -154,7 +154,10 @@ def plan_verdict(plan: Plan) -> list[str]:
     sentences = [left_out_sentence(plan)] if plan.left_out else []
     sentences += _kernel_verdict(plan)
     if plan.segments:
-        sentences.append("`ucudnn show --segments` lists the modules that are divided.")
+        sentences.append(
+            "Modules are divided where a script calls `ucudnn.convert_(model, plan)`; `ucudnn show "
+            "--segments` lists them."
+        )
     if plan.micro_batch is not None:
         sentences.append(
             f"The training loop runs the model in micro-batches of {plan.micro_batch}: see "
