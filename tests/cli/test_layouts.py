@@ -77,6 +77,6 @@ def test_report_prints_the_race(raced):
     one, other = raced
     page = report(Plan.load(other))
     assert SENTENCE in page
-    assert "<dt>memory format</dt><dd>channels_last</dd>" in page
+    assert '<p class="under">channels_last, workspace limit none' in page
     assert "<td>plan in channels_last</td>" in page
-    assert "<dt>memory format</dt>" not in report(Plan.load(one))
+    assert ">channels_last" not in report(Plan.load(one))

@@ -93,6 +93,15 @@ def test_eight_columns_suffice(path: Path) -> None:
     ]
 
 
+def test_the_table_in_the_documents_is_read(path: Path, repository: Path) -> None:
+    page = (repository / "docs/formats.md").read_text()
+    path.write_text(page.partition("A table of two layers")[2].split("```")[1].lstrip())
+    assert [row.problem for row in read_rows(path, ("fprop",))] == [
+        Problem("fprop", 64, 3, 16, (32, 32), (3, 3), padding=((1, 1), (1, 1))),
+        Problem("fprop", 64, 16, 32, (32, 32), (5, 5), padding=((2, 2), (2, 2))),
+    ]
+
+
 @pytest.mark.parametrize(
     ("columns", "cells", "fields"),
     [

@@ -6,15 +6,15 @@ looks like a measured one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import product
 from math import ceil, floor, log2, log10
 from typing import Any, NamedTuple
 
-from ucudnn.kernels.rationale import Rationale
+from ucudnn.kernels.rationale import Alternative, Rationale
 from ucudnn.outcomes import Way
-from ucudnn.plan import KernelPlan, Plan
+from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.system.markup import printable
 from ucudnn.units import format_bytes, format_ns
 
@@ -33,8 +33,8 @@ _SECONDS = {"tickformat": "~s", "ticksuffix": "s"}
 _CLEAR = "rgba(0,0,0,0)"
 # The line of a front goes on to the right up to this many times the largest workspace in the chart.
 _BEYOND = 4
-# A mark is left out if its time is more than this many times the longer of two times: the plan's
-# and that of torch's default. Such a mark would leave the other marks no room.
+# The chart ends at this many times the longer of two times, the plan's and that of torch's default,
+# so that very slow splits leave the other marks room. They are seen after zooming out.
 _MOST_TIMES = 3
 
 
@@ -106,23 +106,19 @@ def ways_chart(ways: Sequence[Way], budget_bytes: int) -> Chart:
     return Chart(traces, _layout(xaxis, yaxis))
 
 
-class _Mark(NamedTuple):
-    """A split of a kernel, or torch's own convolution, as a mark in its chart."""
-
-    series: str
-    text: str
-    workspace_bytes: int
-    time_ns: int
-    is_measured: bool
-
-
 def kernel_chart(plan: Plan, kernel: KernelPlan, rationale: Rationale) -> Chart:
     """Chart of the time of a call of a kernel over its workspace: front, plan and alternatives."""
-    marks, limit = _near_marks(kernel, rationale), plan.limit_bytes(kernel)
-    front = rationale.front
-    sizes = [size for size, _ in front] + [one.workspace_bytes for one in marks]
+    front, limit = rationale.front, plan.limit_bytes(kernel)
+    marks = [
+        (series, one)
+        for series, one in _marks(kernel, rationale)
+        if one.time_ns is not None and one.workspace_bytes is not None
+    ]
+    points = [*front, *((one.workspace_bytes or 0, one.time_ns or 0) for _, one in marks)]
+    sizes, times = ([*column] for column in zip(*points, strict=True))
     axis, zero = _byte_axis([*sizes, *([] if limit is None else [limit])])
-    most = max([time_ns for _, time_ns in front] + [one.time_ns for one in marks]) * 1.08 / 1e9
+    known = kernel.timing.time_ns, kernel.default.time_ns if kernel.default else 0
+    most = min(max(times), _MOST_TIMES * max(known)) * 1.08 / 1e9
     traces = []
     if front:
         # The last point of a front is the fastest split for any larger workspace, too. So the line
@@ -143,56 +139,51 @@ def kernel_chart(plan: Plan, kernel: KernelPlan, rationale: Rationale) -> Chart:
         )
     if limit is not None:
         traces.append(_limit(f"limit {format_bytes(limit)}", limit or zero, most))
-    for series, is_measured in product(_LOOKS, (True, False)):
-        chosen = [one for one in marks if (one.series, one.is_measured) == (series, is_measured)]
+    for key in product(_LOOKS, (True, False)):
+        chosen = [one for series, one in marks if (series, one.is_measured) == key]
         if chosen:
-            traces.append(_trace(chosen, zero))
+            traces.append(_trace(key[0], chosen, zero))
     xaxis = {"title": {"text": "workspace of one call"}, **axis}
     yaxis = {"title": {"text": "time of one call"}, "range": [0, most]}
     return Chart(traces, _layout(xaxis, yaxis))
 
 
-def _near_marks(kernel: KernelPlan, rationale: Rationale) -> list[_Mark]:
-    """Marks of rejected splits, torch's own convolution and the plan, except very slow ones."""
-    marks = [
-        _Mark("rejected", f"{one.split}: {one.reason}", size, one.time_ns, one.is_measured)
-        for one in rationale.alternatives
-        if one.time_ns is not None
-        and (size := one.workspace_bytes) is not None
-        # torch's own convolution gets its mark below, so it is left out here.
-        and not (one.split.is_default and kernel.default is not None)
-    ]
-    known = kernel.timing.time_ns, kernel.default.time_ns if kernel.default else 0
-    for series, text, timing in (
-        ("torch's default", "undivided", kernel.default),
-        ("plan", str(kernel.split(kernel.problem.batch)), kernel.timing),
+def _marks(kernel: KernelPlan, rationale: Rationale) -> Iterator[tuple[str, Alternative]]:
+    """Rejected splits, torch's own convolution and the plan, each with the name of its series."""
+    for one in rationale.alternatives:
+        # torch's own convolution gets its mark below.
+        if not (one.split.is_default and kernel.default is not None):
+            yield "rejected", one
+    batch = kernel.problem.batch
+    for series, split, timing in (
+        ("torch's default", Split.default(batch), kernel.default),
+        ("plan", kernel.split(batch), kernel.timing),
     ):
         if timing is not None:
-            size, is_measured = timing.workspace_bytes, not timing.is_predicted
-            marks.append(_Mark(series, text, size, timing.time_ns, is_measured))
-    return [one for one in marks if one.time_ns <= _MOST_TIMES * max(known)]
+            sizes = timing.time_ns, timing.workspace_bytes
+            yield series, Alternative(split, *sizes, None, not timing.is_predicted, "")
 
 
-def _trace(marks: Sequence[_Mark], zero: float) -> dict[str, Any]:
-    series, is_measured = marks[0].series, marks[0].is_measured
+def _trace(series: str, marks: Sequence[Alternative], zero: float) -> dict[str, Any]:
+    is_measured = marks[0].is_measured
     symbol, color = _LOOKS[series]
-    about = "" if is_measured else "~"
+    hovers = []
+    for one in marks:
+        split, time, workspace, _, reason = map(plain, one.cells)
+        why = f": {reason}" if reason else ""
+        hovers.append(f"<b>{series}</b>: {split}{why}<br>{time} in {workspace}")
     return {
         "type": "scatter",
         "mode": "markers",
         "name": series if is_measured else f"{series}, predicted",
         "x": [one.workspace_bytes or zero for one in marks],
-        "y": [one.time_ns / 1e9 for one in marks],
+        "y": [(one.time_ns or 0) / 1e9 for one in marks],
         "marker": {
             "symbol": symbol if is_measured else f"{symbol}-open",
             "color": color,
             "size": 12 if series == "plan" else 9,
         },
-        "hovertext": [
-            f"<b>{series}</b>: {plain(one.text)}<br>{about}{format_ns(one.time_ns)} in "
-            f"{format_bytes(one.workspace_bytes)}"
-            for one in marks
-        ],
+        "hovertext": hovers,
         "hoverinfo": "text",
     }
 

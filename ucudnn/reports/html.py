@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from html import escape
 
 from rich.table import Table
@@ -25,13 +24,13 @@ from ucudnn.reports.text import (
     kernel_name,
     layout_table,
     plan_table,
+    plan_title,
     plan_verdict,
     ways_of,
     ways_table,
 )
 from ucudnn.system.files import write
 from ucudnn.system.markup import printable
-from ucudnn.units import format_bytes
 
 _NO_FRONT = (
     "The cache has no measurements of this plan's machine, versions and threads, so that only the "
@@ -55,9 +54,7 @@ h2 { margin: 2em 0 .3em } p { margin: .4em 0 }
   padding: .7em .9em }
 .cards b { display: block; font-size: 1.2em; font-weight: 600 }
 .cards span { color: var(--faint) }
-ul { margin: .4em 0; padding-left: 1.3em } summary { cursor: pointer }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1.2em }
-dt { color: var(--faint) } dd { margin: 0 }
+ul { margin: .4em 0; padding-left: 1.3em }
 select { font: inherit; max-width: 100% }
 .tall { max-height: 48rem; overflow: auto; border: 1px solid var(--line); border-radius: 6px;
   margin: .6em 0; width: fit-content; max-width: 100% }
@@ -163,7 +160,7 @@ def _kernels(plan: Plan, labels: Sequence[str]) -> Iterator[str]:
         "<p>The line is the front: the least sum of chunks that were timed in full, for every "
         "limit. Filled marks are whole calls, timed; open ones are predicted. Marks say what they "
         "are, and why the plan is another. 0 B stands at the left end of the logarithmic axis. "
-        "What takes more than three times as long as the plan and torch's default is left out.</p>"
+        "Very slow splits are above the chart; a double click shows all.</p>"
         f"\n<select onchange=\"draw('kernel', this.value)\">{options}</select>\n"
         '<div id="kernel"></div>'
     )
@@ -201,9 +198,8 @@ def _table(name: str, table: Table, **more: Iterable[str]) -> str:
 
 def _page(plan: Plan, sections: Sequence[str]) -> str:
     title = _text((plan.origin.model if plan.origin else "") or "ucudnn plan")
-    facts = "".join(
-        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in _facts(plan).items() if value
-    )
+    about = [plan_title(plan), *([] if plan.origin is None else [str(plan.origin)])]
+    head = "".join(f'<p class="under">{_text(line)}</p>\n' for line in about)
     totals = "".join(
         f"<div>{card.name}<b>{_text(card.value)}</b><span>{_sentence(card.note)}</span></div>"
         for card in cards(plan)
@@ -214,37 +210,9 @@ def _page(plan: Plan, sections: Sequence[str]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}: ucudnn plan {plan.hash[:8]}</title>",
         f"<style>{_STYLE}</style>\n</head>\n<body>",
-        f'<h1>{title}</h1>\n<p class="under">{_text(_subtitle(plan))}</p>',
-        f'<p class="under">torch\'s own → this plan</p>\n<div class="cards">{totals}</div>',
-        f"<ul>{sentences}</ul>",
-        f"<details><summary>How and for what it was made</summary><dl>{facts}</dl></details>",
+        f"<h1>{title}</h1>\n{head}<p>torch's own → this plan</p>",
+        f'<div class="cards">{totals}</div>\n<ul>{sentences}</ul>',
         *sections,
         "</body>\n</html>\n",
     )
     return "\n".join(lines)
-
-
-def _subtitle(plan: Plan) -> str:
-    origin = plan.origin
-    about = [] if origin is None else [*origin.inputs, f"planned {origin.made}" * bool(origin.made)]
-    return " · ".join(filter(None, [*about, str(plan.device), f"torch {plan.software.torch}"]))
-
-
-def _facts(plan: Plan) -> dict[str, str]:
-    limit, total, memory = plan.config.limit_bytes, plan.config.total_bytes, plan.memory
-    return {
-        "device": str(plan.device),
-        "threads": str(plan.conditions.threads or ""),
-        "malloc": plan.conditions.allocator,
-        **{name: str(version) for name, version in asdict(plan.software).items()},
-        "backend": plan.backend,
-        "memory format": "" if plan.memory_format == "keep" else plan.memory_format,
-        "workspace limit": "none" if limit is None else f"{format_bytes(limit)} for each kernel",
-        "memory budget": "" if memory is None else format_bytes(memory.budget_bytes),
-        "pool": "" if total is None else f"{format_bytes(total)}, every call owns its part",
-        "policy": plan.config.policy,
-        "ops": ", ".join(plan.config.ops),
-        "demands": "deterministic" if plan.config.deterministic else "",
-        "tuning": "" if plan.origin is None else str(plan.origin),
-        "plan": plan.hash,
-    }

@@ -31,11 +31,15 @@ def simple_table(title: str | None = None, caption: str | None = None) -> Table:
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
-def cards_table(plan: Plan) -> Table:
-    """Table of a plan's totals, under a title that says for what the plan is."""
+def plan_title(plan: Plan) -> str:
+    """What a plan is for: its limits, the device, threads and torch."""
     threads = counted(plan.conditions.threads, "thread")
-    about = f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
-    table = simple_table(about)
+    return f"{_limits(plan)}, {plan.device}, {threads}, torch {plan.software.torch}"
+
+
+def cards_table(plan: Plan) -> Table:
+    """Table of a plan's totals, under its title."""
+    table = simple_table(plan_title(plan))
     table.title_justify = "left"
     table.add_column("", no_wrap=True)
     table.add_column("torch's own → this plan", no_wrap=True)
