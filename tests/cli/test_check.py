@@ -96,6 +96,6 @@ def test_in_what_two_plans_differ(ucudnn, planned):
             continue
         entry = changed[text]
         assert entry["one"]["split"] == str(kernel.split(8))
-        assert entry["one"]["time_ns"] == kernel.timing.time_ns
+        assert entry["one"]["plan_ns"] == kernel.timing.time_ns
         assert format_ns(kernel.timing.time_ns) in done.out
         assert (entry["other"] is None) == (counterpart is None)

@@ -299,7 +299,7 @@ def test_show_begins_with_the_cards_and_folds_what_stays_torchs_own(
     assert "1 kernel stays torch's own; --all lists it" in shown
     assert "stay torch's own" not in everything
     for text, count in ((shown, 3), (everything, 4)):
-        *_, table = text.partition("gain  split")
+        *_, table = text.partition("ratio  split")
         assert len(re.findall(r"^ {1,2}\d  fprop", table, re.M)) == count
         assert ("= default" in table) == (count == 4)
         assert all(len(line) <= 80 for line in table.splitlines())

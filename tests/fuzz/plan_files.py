@@ -22,6 +22,7 @@ from ucudnn.problem import Problem
 from ucudnn.reports.comparison import compare
 from ucudnn.reports.text import (
     cards_table,
+    comparison_document,
     comparison_summary,
     comparison_table,
     kernel_table,
@@ -189,7 +190,7 @@ class Trials:
         again = Plan.load(self._again)
         assert (again.kernels, again.hash) == (plan.kernels, plan.hash)
         found = compare(self._plan, plan)
-        json.dumps(found.to_dict())
+        json.dumps(comparison_document(found))
         for value in (table_of(plan), cards_table(plan), *plan_verdict(plan)):
             self._print(value)
         if plan.layout_race is not None:

@@ -132,7 +132,7 @@ def test_what_was_not_raced_is_predicted_and_marked(tmp_path, limit_mib, chunks,
     if time_us == 800:
         cells = [cell for column in plan_table(plan).columns for cell in column.cells]
         assert "~800 us" in cells
-        assert "~2.88x" in cells
+        assert "~0.35" in cells
         assert any("predicted, not timed" in card.note for card in cards(plan))
 
 

@@ -234,12 +234,12 @@ def compare(
     Example: ucudnn compare before.plan.json after.plan.json
     """
     from ucudnn.reports.comparison import compare as compare_plans
-    from ucudnn.reports.text import comparison_summary, comparison_table
+    from ucudnn.reports.text import comparison_document, comparison_summary, comparison_table
 
     found = compare_plans(Plan.load(one), Plan.load(other))
     names = (str(one), str(other))
     if as_json:
-        print_json(found.to_dict())
+        print_json(comparison_document(found))
     else:
         for difference in found.differences:
             say(f"{difference.name}: {difference.one} | {difference.other}")

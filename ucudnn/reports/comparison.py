@@ -56,21 +56,6 @@ class PlanComparison:
         """The kernels that the plans compute differently."""
         return tuple(pair for pair in self.pairs if not pair.is_same)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The comparison as JSON values: times in ns, workspaces in bytes."""
-        return {
-            "is_same": self.is_same,
-            "differences": [asdict(difference) for difference in self.differences],
-            "changed": [
-                {
-                    "problem": asdict(pair.problem),
-                    "one": _outcome(pair.one),
-                    "other": _outcome(pair.other),
-                }
-                for pair in self.changed
-            ],
-        }
-
 
 def compare(one: Plan, other: Plan) -> PlanComparison:
     """Compare two plans.
@@ -112,17 +97,3 @@ def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterato
 def _text(value: Any) -> str:
     # A field that does not apply is None or empty, depending on its type; both are printed alike.
     return "none" if value in (None, "") else str(value)
-
-
-def _outcome(kernel: KernelPlan | None) -> dict[str, Any] | None:
-    if kernel is None:
-        return None
-    # These are the values of the largest planned batch. The splits of smaller batches were not
-    # timed as a whole.
-    return {
-        "split": str(kernel.split(kernel.problem.batch)),
-        "time_ns": kernel.timing.time_ns,
-        "is_predicted": kernel.timing.is_predicted,
-        "workspace_bytes": kernel.timing.workspace_bytes,
-        "default_time_ns": kernel.default.time_ns if kernel.default else None,
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -67,7 +68,7 @@ def plan_table(plan: Plan, width: int = 120, *, everything: bool = True) -> Tabl
     wide = width >= 110
     table.add_column("#", justify="right")
     table.add_column("kernel", overflow="fold", min_width=16)
-    for heading in ("calls", "default", "plan", "gain"):
+    for heading in ("calls", "default", "plan", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
         if wide and heading in ("default", "plan"):
             table.add_column("workspace", justify="right", no_wrap=True)
@@ -82,7 +83,7 @@ def plan_table(plan: Plan, width: int = 120, *, everything: bool = True) -> Tabl
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
         name = kernel_name(kernel.problem)
-        table.add_row(str(index), name, calls, *default, *planned, _gain(kernel), str(split))
+        table.add_row(str(index), name, calls, *default, *planned, _ratio(kernel), str(split))
     return table
 
 
@@ -99,7 +100,7 @@ def _caption(plan: Plan) -> str:
     caption = "time (median ± interquartile range of the whole call) and workspace, measured; "
     if any(kernel.timing.is_predicted for kernel in plan.kernels):
         caption += "~: predicted from parts that were measured elsewhere; "
-    return caption + "gain: default over plan"
+    return caption + "ratio: plan over default"
 
 
 def _limits(plan: Plan) -> str:
@@ -119,13 +120,13 @@ def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str,
     return cells if wide else ("\n".join(cells),)
 
 
-def _gain(kernel: KernelPlan) -> str:
-    # A kernel that stays torch's own convolution has no gain, because the ratio of its two times is
+def _ratio(kernel: KernelPlan) -> str:
+    # A kernel that stays torch's own convolution has none, because the ratio of its two times is
     # only noise.
     if kernel.is_default or kernel.default is None:
         return ""
     predicted = "~" if kernel.timing.is_predicted else ""
-    return f"{predicted}{kernel.default.time_ns / kernel.timing.time_ns:.2f}x"
+    return f"{predicted}{kernel.timing.time_ns / kernel.default.time_ns:.2f}"
 
 
 def _time(timing: Timing) -> str:
@@ -315,10 +316,10 @@ def comparison_table(found: PlanComparison, names: tuple[str, str]) -> Table:
     """Table with a row per kernel that two plans compute differently, by each plan's own times."""
     table = simple_table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
-        "a faster or slower day; gain: over torch's default in the same run; -: not planned"
+        "a faster or slower day; ratio: over torch's default in the same run; -: not planned"
     )
     table.add_column("kernel", overflow="fold", min_width=16)
-    for heading in ("time", "workspace", "gain"):
+    for heading in ("time", "workspace", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in names:
         table.add_column(f"split of {name}", overflow="fold", min_width=14)
@@ -334,7 +335,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
     if kernel is None:
         return "-", "-", "-"
     workspace = format_bytes(kernel.timing.workspace_bytes)
-    return _time(kernel.timing), workspace, _gain(kernel) or "-"
+    return _time(kernel.timing), workspace, _ratio(kernel) or "-"
 
 
 def comparison_summary(found: PlanComparison, names: tuple[str, str]) -> list[str]:
@@ -376,6 +377,24 @@ def _kernel_row(number: int, kernel: KernelPlan) -> dict[str, Any]:
         "predicted_ns": kernel.predicted_time_ns,
         "gain": 1.0 if split.is_default else gain,
     }
+
+
+def comparison_document(found: PlanComparison) -> dict[str, Any]:
+    """A comparison of two plans as JSON values; the values of a kernel are those of its CSV row."""
+
+    def row(plan: Plan, kernel: KernelPlan | None) -> dict[str, Any] | None:
+        return None if kernel is None else _kernel_row(plan.kernels.index(kernel), kernel)
+
+    changed = [
+        {
+            "problem": asdict(pair.problem),
+            "one": row(found.one, pair.one),
+            "other": row(found.other, pair.other),
+        }
+        for pair in found.changed
+    ]
+    differences = [asdict(difference) for difference in found.differences]
+    return {"is_same": found.is_same, "differences": differences, "changed": changed}
 
 
 def plan_csv(plan: Plan) -> str:
