@@ -52,7 +52,7 @@ h2 { margin: 2em 0 .3em } p { margin: .4em 0 }
   margin: 1em 0 }
 .cards > div { background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   padding: .7em .9em }
-.cards b { display: block; font-size: 1.2em; font-weight: 600 }
+.cards b { display: block; font-size: 1.1em; font-weight: 600 }
 .cards span { color: var(--faint) }
 ul { margin: .4em 0; padding-left: 1.3em }
 select { font: inherit; max-width: 100% }
