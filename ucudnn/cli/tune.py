@@ -223,11 +223,11 @@ def _print_cost(plan: Plan, counts: dict[str, int], seconds: float, output: Path
     from ucudnn.reports.cards import payback
 
     # If all measurements came from the cache, tuning had no cost that faster steps have to pay
-    # back.
-    if counts["measured"]:
+    # back. A memory budget is kept by steps, which are run anew.
+    if counts["measured"] or plan.memory is not None:
         say(payback(plan, seconds))
-        said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"
-    else:
+    said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"
+    if counts["reused"] and not counts["measured"]:
         said = f"Measured nothing: everything was in the cache ({seconds:.1f} s)"
     where = f"; plan written to {output}" if output else "; no -o FILE, so the plan was not kept"
     say(f"{said}, reused {counts['reused']}{where}.")

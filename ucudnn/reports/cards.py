@@ -135,10 +135,12 @@ def payback(plan: Plan, seconds: float) -> str:
         saved = memory.torch_peak_bytes - memory.plan_peak_bytes
     if memory is not None and saved > 0:
         bought = f"{format_bytes(saved)} ({saved / memory.torch_peak_bytes:.0%} of the peak)"
-        ratio = None if race is None else race.ratio
-        if ratio is None and memory.plan_ns and memory.torch_foreseen_ns:
+        price = ""
+        if race is not None:
+            price = f" for {race.ratio:.2f} times the time of a step"
+        elif memory.plan_ns and memory.torch_foreseen_ns:
             ratio = memory.plan_ns / memory.torch_foreseen_ns
-        price = "" if ratio is None else f" for {ratio:.2f} times the time of a step"
+            price = f" for about {ratio:.2f} times the time of a step"
         return f"{cost} and bought {bought}{price}."
     is_whole = plan.division == WHOLE and plan.memory_format == "keep"
     if is_whole and all(kernel.is_default for kernel in plan.kernels):

@@ -178,9 +178,11 @@ def plan_verdict(plan: Plan) -> list[str]:
     sentences += _race_verdict(plan.step_race or StepRace())
     if plan.compilation is not None:
         sentences.append(as_sentence(str(plan.compilation)))
-    noise = noise_of(plan)
-    said = str(noise) if noise.kernels else "not judged, because all times are predicted"
-    return [*sentences, f"Noise: {said}."]
+    if plan.kernels:
+        noise = noise_of(plan)
+        said = str(noise) if noise.kernels else "not judged, because all times are predicted"
+        sentences.append(f"Noise: {said}.")
+    return sentences
 
 
 def _race_verdict(race: StepRace) -> list[str]:
