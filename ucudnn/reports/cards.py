@@ -103,8 +103,10 @@ def _workspace(plan: Plan) -> Card:
     if plan.config.total_bytes is not None:
         # The workspace of the plan is a sum over all calls. torch's is that of one call after the
         # other, and cannot be compared with a sum.
-        pool = f"pool of {format_bytes(plan.config.total_bytes)}, each call its own part"
-        return Card("Workspace", planned, pool)
+        note = f"pool of {format_bytes(plan.config.total_bytes)}, each call its own part"
+        # What is left out runs torch's own convolution, whose workspace is in no pool.
+        note += f"; without the {len(plan.left_out)} left out" if plan.left_out else ""
+        return Card("Workspace", planned, note)
     most = max((default.workspace_bytes for _, default in _known(plan)), default=None)
     value = planned if most is None else f"{format_bytes(most)} → {planned}"
     kept = "no limit" if limit is None else f"limit {format_bytes(limit)}"
