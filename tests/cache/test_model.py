@@ -9,7 +9,7 @@ import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn.cache.hdf5 import store
+from ucudnn.cache import store
 from ucudnn.measurement import Measurement, MeasurementKey
 
 KEYS = [one.key for one in laws.sample_measurements(25, seed=8)]

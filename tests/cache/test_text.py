@@ -88,7 +88,7 @@ def test_a_csv_has_a_column_per_field(file):
         ("adds_bias", "yes", "adds_bias must be bool, got 'yes'"),
         ("problem.padding", "1x:2", "problem.padding must be tuple[tuple[int, int], ...]"),
         ("problem.batch", str(2**63), "batch must be"),
-        ("device.cores", "-1", "Expected `int` >= 0 - at `$.measurement.key.device.cores`"),
+        ("device.cores", "-1", "Expected `int` >= 0 - at `$.cores`"),
         ("conditions.role", "last", "Invalid enum value 'last'"),
         ("subject", "weather", "Invalid enum value 'weather'"),
         ("failure", "boredom", "Invalid enum value 'boredom'"),
