@@ -128,10 +128,13 @@ def _contents(path: Path) -> bytes:
         if error.errno in _NO_FILE:
             raise DamagedError(f"it is not a file ({error.strerror})") from error
         raise
-    with os.fdopen(handle, "rb") as stream:
+    try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise DamagedError("it is not a file")
-        return stream.read()
+        with open(handle, "rb", closefd=False) as stream:
+            return stream.read()
+    finally:
+        os.close(handle)
 
 
 def wrap(data: bytes, version: int = VERSION) -> bytes:
@@ -205,7 +208,9 @@ def decode(content: bytes) -> list[Row]:
             table = _dataset(file, "measurements", len(content))
             texts = _dataset(file, "texts", len(content))
         _require_columns(table)
-        long = texts.astype("u1").tobytes().split(b"\0")
+        if texts.dtype != np.uint8:
+            raise DamagedError("its texts are no bytes")
+        long = texts.tobytes().split(b"\0")
         rows: list[Row] = table.tolist()
         if len(texts):
             rows = [tuple(_whole(cell, long) for cell in row) for row in rows]
