@@ -226,9 +226,11 @@ def _dataset(file: h5py.File, name: str, length: int) -> Array:
         raise DamagedError(f"its {name} is no table")
     properties = dataset.id.get_create_plist()
     is_elsewhere = properties.get_external_count() or properties.get_layout() == h5py.h5d.VIRTUAL
-    if is_elsewhere or len(dataset) * dataset.dtype.itemsize > _MOST_INFLATED * length:
+    # Each call of `dtype` translates all columns.
+    dtype = dataset.dtype
+    if is_elsewhere or len(dataset) * dtype.itemsize > _MOST_INFLATED * length:
         raise DamagedError(f"its table {name} claims more than the file can hold")
-    if dataset.dtype.hasobject:
+    if dtype.hasobject:
         raise DamagedError(f"its table {name} has texts of variable length")
     rows: Array = dataset[()]
     return rows

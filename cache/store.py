@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from time import time_ns
@@ -53,8 +54,7 @@ from ucudnn.system.processes import ForkSafeLock
 _FOLDER = ".h5.d"
 _GONE = (errno.ENOENT, errno.ESTALE)
 _LISTINGS = 8
-# A process that has written so many segments merges all before it goes on.
-_MANY_SEGMENTS = 100
+_MANY_SEGMENTS = 64
 _LOCK_WAIT_S = 10.0
 # Most characters of a kind: a file name may have 255 bytes, and suffixes follow the kind.
 _KIND_LENGTH = 100
@@ -80,10 +80,10 @@ class DeviceStore:
         self._newest_ns = 0
         # By name of a segment: True if its rows are in memory, so that a merge may remove it.
         self._is_held: dict[str, bool] = {}
-        # Rows that could not be written yet, and the number of segments that this process has
-        # written since the last merge.
+        # Rows that this process has put: those in `_pending` could not be written yet; the others
+        # are in `_own`, by the name of their segment, until they are merged with others' rows.
         self._pending: list[Row] = []
-        self._written = 0
+        self._own: dict[str, list[Row]] = {}
 
     def find(self, key: MeasurementKey) -> Measurement | None:
         """The latest measurement with this key."""
@@ -212,12 +212,14 @@ class DeviceStore:
         self._add(rows)
         self._pending += rows
         self._write(content)
-        if self._written >= _MANY_SEGMENTS:
-            self.merge()
+        if len(self._own) >= _MANY_SEGMENTS:
+            self._merge_own()
 
     def _write(self, content: bytes) -> None:
+        """Write the rows that wait to be written, of which these are the contents of a segment."""
         try:
-            self._publish(content)
+            self._own[self._publish(content)] = self._pending
+            self._pending = []
         except OSError as error:
             self._report_once(
                 "writing",
@@ -226,18 +228,36 @@ class DeviceStore:
                 f"can be written",
             )
 
-    def _publish(self, content: bytes) -> None:
-        self._is_held[publish(self.folder, content)] = True
-        self._written += 1
-        self._pending = []
+    def _publish(self, content: bytes) -> str:
+        name = publish(self.folder, content)
+        self._is_held[name] = True
+        return name
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove segments, as far as another process has not removed them."""
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+            self._is_held.pop(name, None)
 
     def close(self) -> None:
         """Write rows that could not be written so far, and merge the segments into one."""
         if self._pending:
             self._write(encode(self._pending))
-        # Only processes that were killed leave many segments that others have to merge.
-        if self._written or sum(self._is_held.values()) >= _MANY_SEGMENTS:
+        # First this process's own segments are merged, so that it leaves only one even if `merge`
+        # cannot get the lock.
+        if len(self._own) > 1:
+            self._merge_own()
+        # Processes that were killed may have left many.
+        if self._own or len(self._held()) >= _MANY_SEGMENTS:
             self.merge()
+
+    def _merge_own(self) -> None:
+        """Replace this process's segments by one; this needs neither a lock nor reading."""
+        rows = list(chain.from_iterable(self._own.values()))
+        with suppress(OSError):
+            name = self._publish(encode(rows))
+            self._remove(self._own)
+            self._own = {name: rows}
 
     def merge(self) -> None:
         """Replace all segments by one, unless another process is doing so."""
@@ -246,7 +266,6 @@ class DeviceStore:
                 self.refresh()
                 if len(self._held()) > 1:
                     self._replace(self.rows())
-                self._written = 0
 
     def remove(self, where: Mapping[str, str]) -> int:
         """Remove the entries that match a filter, and count them."""
@@ -276,10 +295,9 @@ class DeviceStore:
         replaced = self._held()
         if rows:
             self._publish(encode(rows))
-        for name in replaced:
-            (self.folder / name).unlink(missing_ok=True)
-        # Rows that were waiting to be written are among these, or must not be written any more.
-        self._pending = []
+        self._remove(replaced)
+        # This process's rows are in that segment, or were pruned and must not be written any more.
+        self._pending, self._own = [], {}
 
     @contextmanager
     def _lock(self, timeout_s: float) -> Iterator[bool]:
@@ -303,7 +321,7 @@ class DeviceStore:
 
     def after_fork(self) -> None:
         """In a forked child, leave unwritten rows to the parent, and list the files again."""
-        self._pending, self._written, self._listed = [], 0, False
+        self._pending, self._own, self._listed = [], {}, False
 
 
 def device_kind(device: Device) -> str:
