@@ -26,7 +26,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -63,8 +63,9 @@ _SHARED = 2 | 4
 _LONGEST = 255
 _COMPRESSED_ROWS = 16
 _CHUNK_ROWS = 1024
-# A damaged file may claim terabytes, but gzip compresses at most by this factor.
-_MOST_INFLATED = 1032
+# Largest ratio of the bytes of a table to those of its file, because a damaged file may claim
+# terabytes. Rows compress by a factor of about 5, and a table of equal rows is not compressed.
+_MOST_INFLATED = 64
 _ABOUT = "Times of convolution algorithms, one per row."
 
 
@@ -180,18 +181,25 @@ def encode(rows: Sequence[Row]) -> bytes:
     table = np.empty(len(rows), [(name, column.dtype) for name, column in columns.items()])
     for name, column in columns.items():
         table[name] = column
-    storage: dict[str, Any] = {}
-    if len(rows) >= _COMPRESSED_ROWS:
-        chunks = (min(len(rows), _CHUNK_ROWS),)
-        storage = {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
+    texts = np.frombuffer(b"\0".join(long), "u1")
+    chunks = (min(len(rows), _CHUNK_ROWS),)
+    compressed = {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
+    data = _image(table, texts, compressed if len(rows) >= _COMPRESSED_ROWS else {})
+    if table.nbytes > _MOST_INFLATED * len(data):
+        data = _image(table, texts, {})
+    return wrap(data)
+
+
+def _image(table: Array, texts: Array, storage: Mapping[str, Any]) -> bytes:
     # The name has a number, because HDF5 cannot open two files of one name at a time, not even in
     # memory.
     with h5py.File(f"image {next(_numbers)}", "w", driver="core", backing_store=False) as file:
         file.attrs.update({"format": _FORMAT, "version": VERSION, "about": _ABOUT})
         file.create_dataset("measurements", data=table, **storage)
-        file["texts"] = np.frombuffer(b"\0".join(long), "u1")
+        file["texts"] = texts
         file.flush()
-        return wrap(file.id.get_file_image())
+        data: bytes = file.id.get_file_image()
+    return data
 
 
 def _short(cell: bytes, long: dict[bytes, int]) -> bytes:

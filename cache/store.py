@@ -162,7 +162,9 @@ class DeviceStore:
         except DamagedError as error:
             self._put_aside(path, error)
         except OtherVersionError as error:
-            self._report_once("version", f"{path} is not used: {error}; it was left as it is")
+            self._report_once(
+                "version", f"{path} is not used: {error}; it was left as it is; move it elsewhere"
+            )
         except OSError as error:
             # A segment that is gone is not reported: a merge has moved its rows to another one,
             # which the next list shows.
@@ -351,6 +353,10 @@ class HDF5Cache(AbstractCache):
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The latest measurement with this key, or None."""
         with self._lock:
+            if key.device not in self._store_by_device:
+                # Tuning lists the folder nowhere else.
+                with suppress(OSError):
+                    self._kinds()
             return self._store_of(key.device).find(key)
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
@@ -434,9 +440,6 @@ class HDF5Cache(AbstractCache):
     def _store_of(self, device: Device) -> DeviceStore:
         store = self._store_by_device.get(device)
         if store is None:
-            # The folder is listed here, too, because tuning calls only `get` and `put`.
-            with suppress(OSError):
-                self._kinds()
             store = self._store_by_device[device] = self._store(device_kind(device))
         return store
 
@@ -466,7 +469,7 @@ class HDF5Cache(AbstractCache):
                 self._foreign.add(name)
                 _warn(
                     f"{self._path / name} is not a file of this cache, or an earlier version of "
-                    f"ucudnn wrote it: it was left as it is"
+                    f"ucudnn wrote it: it was left as it is; move it elsewhere"
                 )
         return [name.removesuffix(_FOLDER) for name in names if name.endswith(_FOLDER)]
 

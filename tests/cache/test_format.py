@@ -201,6 +201,18 @@ def test_many_rows_are_compressed_and_come_back(tmp_path):
         assert cache.get(many[2345].key) == many[2345]
 
 
+def test_rows_that_are_nearly_equal_come_back(tmp_path):
+    """They would compress so well that their file would be taken for one that claims too much."""
+    texts = {"status": "failed", "time_ns": None, "spread_ns": None, "reason": "x" * 250}
+    one = replace(MEASUREMENTS[0], samples=(), notes=("y" * 240,), **texts)
+    many = [replace(one, key=replace(KEYS[0], protocol=number)) for number in range(5000)]
+    with caches.open(tmp_path) as cache:
+        cache.put(many)
+    with caches.open(tmp_path, "r") as cache:
+        assert cache.get(many[-1].key) == many[-1]
+        assert cache.check().records == len(many)
+
+
 def test_one_long_text_costs_its_own_length(tmp_path):
     """A column is as wide in each row as its longest text."""
     long = "x" * 100_000
