@@ -22,10 +22,8 @@ and holds no file open across a fork.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import count
@@ -50,9 +48,6 @@ SUFFIX = ".h5"
 _FORMAT = "ucudnn-cache"
 _FIRST_LINE = re.compile(rb"ucudnn-cache ([1-9]\d{0,8})\n")
 _NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
-# Errors for paths that are no regular file: a circle of symbolic links, a device without a driver,
-# a socket, a folder.
-_NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
 # Errors that an edited file may raise while its table is read.
 _DAMAGES = (OSError, RuntimeError, LookupError, TypeError, ValueError)
 _numbers = count()
@@ -64,7 +59,8 @@ _LONGEST = 255
 _COMPRESSED_ROWS = 16
 _CHUNK_ROWS = 1024
 # Largest ratio of the bytes of a table to those of its file, because a damaged file may claim
-# terabytes. Rows compress by a factor of about 5, and a table of equal rows is not compressed.
+# terabytes. Rows compress by a factor of about 5; if they compress too well, they are stored as
+# they are.
 _MOST_INFLATED = 64
 _ABOUT = "Times of convolution algorithms, one per row."
 
@@ -101,7 +97,10 @@ def publish(folder: Path, content: bytes) -> str:
 
 def read(path: Path) -> list[Row]:
     """The rows of a segment."""
-    content = _contents(path)
+    # A pipe would be waited for, if nobody writes to it.
+    if not _is_file_or_gone(path):
+        raise DamagedError("it is not a file")
+    content = path.read_bytes()
     verify(content)
     return decode(content)
 
@@ -111,7 +110,12 @@ def is_ours(path: Path) -> bool:
 
     Every other path may be one of the user's, who may name a folder of HDF5 files by mistake.
     """
-    return bool(_NAME.fullmatch(path.name)) and path.is_file()
+    return bool(_NAME.fullmatch(path.name)) and _is_file_or_gone(path)
+
+
+def _is_file_or_gone(path: Path) -> bool:
+    # In this order, because another process may remove the file between the two calls.
+    return path.is_file() or not os.path.lexists(path)
 
 
 def set_aside(path: Path) -> Path:
@@ -119,23 +123,6 @@ def set_aside(path: Path) -> Path:
     target = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
     os.rename(path, target)
     return target
-
-
-def _contents(path: Path) -> bytes:
-    try:
-        # Opening a pipe that nobody writes to would wait for ever without O_NONBLOCK.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            raise DamagedError(f"it is not a file ({error.strerror})") from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise DamagedError("it is not a file")
-        with open(handle, "rb", closefd=False) as stream:
-            return stream.read()
-    finally:
-        os.close(handle)
 
 
 def wrap(data: bytes, version: int = VERSION) -> bytes:

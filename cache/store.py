@@ -126,7 +126,7 @@ class DeviceStore:
             self.refresh()
 
     def refresh(self) -> None:
-        """Read the segments that are new."""
+        """Read the segments that are new, and forget what another process has pruned."""
         self._listed = True
         seen = None
         # A list may miss rows that a merge has just moved to another segment. So the segments are
@@ -136,6 +136,11 @@ class DeviceStore:
             if names == seen:
                 break
             seen = names
+            # The rows of a segment that is gone are in another one, or were pruned.
+            if any(is_held and name not in names for name, is_held in self._is_held.items()):
+                self._is_held = {name: False for name, held in self._is_held.items() if not held}
+                self._rows = {}
+                self._add(self._pending)
             for name in names:
                 if name not in self._is_held:
                     self._is_held[name] = self._load(self.folder / name)
@@ -247,19 +252,22 @@ class DeviceStore:
             self._write(encode(self._pending))
         # First this process's own segments are merged, so that it leaves only one even if `merge`
         # cannot get the lock.
-        if len(self._own) > 1:
-            self._merge_own()
+        self._merge_own()
         # Processes that were killed may have left many.
         if self._own or len(self._held()) >= _MANY_SEGMENTS:
             self.merge()
 
     def _merge_own(self) -> None:
         """Replace this process's segments by one; this needs neither a lock nor reading."""
-        rows = list(chain.from_iterable(self._own.values()))
-        with suppress(OSError):
-            name = self._publish(encode(rows))
-            self._remove(self._own)
-            self._own = {name: rows}
+        names = self._names()
+        # Segments that are gone were merged, or pruned, by another process.
+        self._own = {name: rows for name, rows in self._own.items() if name in names}
+        if len(self._own) > 1:
+            rows = list(chain.from_iterable(self._own.values()))
+            with suppress(OSError):
+                name = self._publish(encode(rows))
+                self._remove(self._own)
+                self._own = {name: rows}
 
     def merge(self) -> None:
         """Replace all segments by one, unless another process is doing so."""

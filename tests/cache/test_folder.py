@@ -320,25 +320,39 @@ def test_a_clock_far_ahead_hides_nothing_and_stops_nobody(tmp_path):
         assert cache.check().clean
 
 
+def test_what_another_process_pruned_does_not_come_back(tmp_path):
+    with caches.open(tmp_path) as first:
+        first.put(MEASUREMENTS[:10])
+    cache = caches.open(tmp_path)
+    assert len(cache) == 10
+    cache.put(MEASUREMENTS[10:12])
+    with caches.open(tmp_path) as other:
+        assert other.prune({}) == 12
+    cache.put(MEASUREMENTS[12:])
+    cache.close()
+    assert texts(cache) == texts(MEASUREMENTS[12:])
+    with caches.open(tmp_path, "r") as cache:
+        assert texts(cache) == texts(MEASUREMENTS[12:])
+
+
 def refusing(
-    monkeypatch: pytest.MonkeyPatch, name: str, where: Callable[[Any], bool]
-) -> pytest.MonkeyPatch:
-    """Let a function of os fail for some paths, as for a user without permission."""
-    original = getattr(os, name)
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, where: Callable[[Any], bool]
+) -> None:
+    """Let a function fail for some paths, as for a user without permission."""
+    original = getattr(module, name)
 
     def wrapper(path: Any, *arguments: Any, **named: Any) -> Any:
         if where(Path(os.fspath(path))):
             raise PermissionError(13, "Permission denied", str(path))
         return original(path, *arguments, **named)
 
-    monkeypatch.setattr(os, name, wrapper)
-    return monkeypatch
+    monkeypatch.setattr(module, name, wrapper)
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     cache = caches.open(tmp_path)
     cache.put(MEASUREMENTS)
-    refusing(monkeypatch, "listdir", lambda path: path == tmp_path)
+    refusing(monkeypatch, os, "listdir", lambda path: path == tmp_path)
     with pytest.raises(CacheError, match="cannot read the cache .*: Permission denied"):
         len(cache)
     with pytest.raises(CacheError, match="cannot read the cache .*; let this user read it"):
@@ -349,7 +363,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_used(tmp_path, monk
     caches.open(tmp_path).put(MEASUREMENTS[:5])
     (first,) = tmp_path.rglob("*.h5")
     caches.open(tmp_path).put(MEASUREMENTS[5:])
-    refusing(monkeypatch, "open", lambda path: path == first)
+    refusing(monkeypatch, Path, "read_bytes", lambda path: path == first)
     with (
         pytest.warns(CacheWarning, match=rf"{first.name} cannot be read \(Permission denied\)"),
         caches.open(tmp_path, "r") as cache,
@@ -362,7 +376,7 @@ def test_pruning_a_disk_that_takes_nothing_removes_nothing(tmp_path, monkeypatch
         cache.put(MEASUREMENTS)
     with caches.open(tmp_path) as cache:
         with monkeypatch.context() as patch:
-            refusing(patch, "replace", lambda _: True)
+            refusing(patch, os, "replace", lambda _: True)
             with pytest.raises(CacheError, match="cannot write .* denied; nothing was removed"):
                 cache.prune({"status": "ok"})
         assert texts(cache) == texts(MEASUREMENTS)
