@@ -13,6 +13,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice
@@ -33,6 +34,8 @@ from ucudnn.system.files import make_folder, parse_json, replacing
 Row: TypeAlias = tuple[Any, ...]
 # Stands for None in a column of integers.
 _NONE = -(2**63)
+# More chunks than any batch or number of rows.
+_MOST_CHUNKS = 1 << 20
 # Most problems, and other parts of keys, that are kept in both forms.
 _MEMO = 4096
 
@@ -138,13 +141,13 @@ def _split_to_text(split: Split) -> str:
 
 def _split_from_text(text: str) -> Split:
     """The split that `_split_to_text` wrote; a ValueError for any other text."""
-    try:
+    with suppress(KeyError, TypeError, ValueError):
         values = dict(parse_json(text))
         runs = values.pop("steps")
-        chunks = (Chunk(int(size), str(name)) for n, size, name in runs for _ in range(n))
-        return Split(chunks=tuple(chunks), **values)
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(text) from None
+        if sum(n for n, _, _ in runs) <= _MOST_CHUNKS:
+            chunks = (Chunk(int(size), str(name)) for n, size, name in runs for _ in range(n))
+            return Split(chunks=tuple(chunks), **values)
+    raise ValueError(text)
 
 
 # The kind of each type, which is written as in the annotations of the dataclasses. An attribute of
@@ -190,10 +193,15 @@ def _fields_of(part: str, cls: Any, path: str) -> tuple[Field, ...]:
     )
 
 
-# Parts of a key that many entries share, by attribute.
-_PARTS = {"problem": Problem, "device": Device, "software": Software, "conditions": Conditions}
+# The parts of a key that many entries share.
 _PART_FIELDS = {
-    cls: _fields_of(f"{name}.", cls, f"measurement.key.{name}.") for name, cls in _PARTS.items()
+    cls: _fields_of(f"{name}.", cls, f"measurement.key.{name}.")
+    for name, cls in {
+        "problem": Problem,
+        "device": Device,
+        "software": Software,
+        "conditions": Conditions,
+    }.items()
 }
 _ALGORITHM, _PROTOCOL, *_OTHERS = _fields_of("", MeasurementKey, "measurement.key.")
 _WORK_FIELDS = (_ALGORITHM, *_OTHERS)
@@ -246,12 +254,20 @@ NONSENSE = (ValidationError, ValueError, UcudnnError)
 def entry_of(row: Row) -> Entry:
     """The entry of a row; one of the errors `NONSENSE` if it is none."""
     cells = iter(row)
-    parts = {"problem": _part(Problem, tuple(islice(cells, len(_PART_FIELDS[Problem]))))}
-    work = _values(_WORK_FIELDS, cells)
-    for name in ("device", "software", "conditions"):
-        cls = _PARTS[name]
-        parts[name] = _part(cls, tuple(islice(cells, len(_PART_FIELDS[cls]))))
-    key = convert({**parts, **work, "protocol": next(cells)}, MeasurementKey)
+
+    def part(cls: Any) -> Any:
+        return _part(cls, tuple(islice(cells, len(_PART_FIELDS[cls]))))
+
+    # The cells are taken in the order of the columns.
+    values = {
+        "problem": part(Problem),
+        **_values(_WORK_FIELDS, cells),
+        "device": part(Device),
+        "software": part(Software),
+        "conditions": part(Conditions),
+        "protocol": next(cells),
+    }
+    key = convert(values, MeasurementKey)
     return Entry(measurement_of(row, key), row[-1])
 
 

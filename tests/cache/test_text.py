@@ -90,6 +90,11 @@ def test_a_csv_has_a_column_per_field(file):
         ("problem.batch", str(2**63), "batch must be"),
         ("device.cores", "-1", "Expected `int` >= 0 - at `$.cores`"),
         ("conditions.role", "last", "Invalid enum value 'last'"),
+        (
+            "split",
+            '{"axis": "batch", "steps": [[1000000000000, 1, "gemm"]]}',
+            "split must be split",
+        ),
         ("subject", "weather", "Invalid enum value 'weather'"),
         ("failure", "boredom", "Invalid enum value 'boredom'"),
         ("stored_ns", str(2**62 + 1), "stored_ns must be from 0 to 2^62"),
