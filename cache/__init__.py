@@ -2,11 +2,10 @@
 
     base.py       the contract, with the methods that are the same in every cache
     memory.py     a cache in a dictionary
-    hdf5/         a cache in a folder of HDF5 files
+    store.py      a cache in a folder of segments
+    segments.py   the files of such a cache
     entries.py    entries, and results of operations
-    schema.py     the fields of an entry, and filters
-    table.py      measurements by column
-    exchange.py   CSV files
+    schema.py     the fields of an entry, as values, texts and cells; CSV files
 
 Importing this package loads no h5py; opening a cache does.
 """
@@ -24,7 +23,7 @@ from ucudnn.config import Config
 from ucudnn.errors import CacheWarning, ConfigError
 
 if TYPE_CHECKING:
-    from ucudnn.cache.hdf5.folder import HDF5Cache
+    from ucudnn.cache.store import HDF5Cache
 
 __all__ = [
     "open",
@@ -59,8 +58,8 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
     Raises:
         ConfigError: the mode is neither "a" nor "r".
     """
-    # Imported only here, because `hdf5.folder` loads h5py.
-    from ucudnn.cache.hdf5.folder import HDF5Cache
+    # Imported only here, because `store` loads h5py.
+    from ucudnn.cache.store import HDF5Cache
 
     if mode not in _MODES:
         raise ConfigError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")

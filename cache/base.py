@@ -9,8 +9,14 @@ from dataclasses import replace
 from typing import Self
 
 from ucudnn.cache.entries import Entry, Explanation, KeyDifference, MergeReport
-from ucudnn.cache.exchange import read_entries, write_entries
-from ucudnn.cache.schema import FIELD_BY_NAME, KEY_FIELDS, matches, parse_where
+from ucudnn.cache.schema import (
+    FIELD_BY_NAME,
+    KEY_FIELDS,
+    matches,
+    parse_where,
+    read_entries,
+    write_entries,
+)
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 
@@ -49,8 +55,8 @@ class AbstractCache(ABC):
         Raises:
             CacheError: there is no cache at the path, or this cache is read-only.
         """
-        # Imported only here, because `hdf5.folder` loads h5py.
-        from ucudnn.cache.hdf5.folder import open_existing
+        # Imported only here, because `store` loads h5py.
+        from ucudnn.cache.store import open_existing
 
         before, entries = len(self), list(open_existing(path).entries())
         pairs = [
@@ -69,7 +75,7 @@ class AbstractCache(ABC):
         """Read entries that other processes have put since."""
 
     def close(self) -> None:  # noqa: B027 - the same
-        """Write entries that could not be written so far, and compact; reading still works."""
+        """Write entries that could not be written so far, and merge files; reading still works."""
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from ucudnn import cache as caches
 from ucudnn.cache import AbstractCache, Entry, MemoryCache
-from ucudnn.cache.hdf5.folder import HDF5Cache
+from ucudnn.cache.store import HDF5Cache
 from ucudnn.measurement import (
     STATUSES,
     Conditions,
@@ -75,7 +75,7 @@ def sample_measurements(count: int, seed: int = 0) -> list[Measurement]:
 
 
 def samples_of_one_device() -> list[Measurement]:
-    """20 measurements, which a folder keeps in one file: cpu-one.h5."""
+    """20 measurements, whose segments a cache keeps in cpu-one.h5.d."""
     return [
         replace(one, key=replace(one.key, device=Device("cpu", "one")))
         for one in sample_measurements(60, seed=9)[1::3]

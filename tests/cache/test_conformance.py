@@ -8,7 +8,7 @@ import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn.cache.hdf5 import device_files
+from ucudnn.cache import store
 
 
 def memory(_: Path, __: pytest.MonkeyPatch) -> laws.OpenCache:
@@ -21,7 +21,7 @@ def folder(path: Path, _: pytest.MonkeyPatch) -> laws.OpenCache:
 
 
 def folder_without_locks(path: Path, patch: pytest.MonkeyPatch) -> laws.OpenCache:
-    patch.setattr(device_files.FileLock, "acquire", laws.refuse)
+    patch.setattr(store.FileLock, "acquire", laws.refuse)
     return lambda: caches.open(path / "cache")
 
 

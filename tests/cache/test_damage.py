@@ -14,8 +14,7 @@ from laws import texts
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, wrap
-from ucudnn.measurement import Measurement
+from ucudnn.cache.segments import ENVELOPE_BYTES, VERSION, wrap
 
 SAMPLES = laws.samples_of_one_device()
 OLD, NEW = SAMPLES[:12], SAMPLES[12:]
@@ -23,12 +22,12 @@ OLD, NEW = SAMPLES[:12], SAMPLES[12:]
 
 @pytest.fixture
 def segment(tmp_path: Path) -> Path:
-    """A segment with NEW, beside a compacted file with OLD."""
-    with caches.open(tmp_path) as cache:
-        cache.put(OLD)
+    """A segment with NEW, beside one with OLD."""
+    caches.open(tmp_path).put(OLD)
+    (old,) = tmp_path.glob("*.d/*.h5")
     caches.open(tmp_path).put(NEW)
-    (path,) = tmp_path.glob("*.d/*.h5")
-    return path
+    (new,) = set(tmp_path.glob("*.d/*.h5")) - {old}
+    return new
 
 
 def root_of(segment: Path) -> Path:
@@ -69,41 +68,28 @@ DAMAGES = {
 }
 
 
-# What nobody can tell from something that is not a cache's: a segment's name says that it is.
-ANYBODYS = {
-    "segment": ("folder", "symlink loop", "pipe"),
-    "compacted": ("empty", "all zero", "foreign HDF5", "folder", "symlink loop", "pipe"),
-}
-CASES = [(victim, damage) for victim in ANYBODYS for damage in DAMAGES]
+# What is no file may be anybody's.
+ANYBODYS = ("folder", "symlink loop", "pipe")
 
 
-def damaged(segment: Path, victim: str, damage: str) -> tuple[Path, list[Measurement]]:
-    """Damage a file; its path, and the measurements of the other one."""
-    path, safe = (segment, OLD) if victim == "segment" else (root_of(segment) / "cpu-one.h5", NEW)
-    DAMAGES[damage](path)
-    return path, safe
-
-
-@pytest.mark.parametrize(
-    ("victim", "damage"), [case for case in CASES if case[1] not in ANYBODYS[case[0]]]
-)
-def test_damage_is_named_once_and_costs_that_file_alone(victim, damage, segment):
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name not in ANYBODYS])
+def test_damage_is_named_once_and_costs_that_file_alone(damage, segment):
     root = root_of(segment)
-    path, safe = damaged(segment, victim, damage)
+    DAMAGES[damage](segment)
     with caches.open(root, "r") as cache:
         with pytest.warns(CacheWarning) as caught:
-            assert texts(cache) == texts(safe)
+            assert texts(cache) == texts(OLD)
         cache.refresh()
         assert not cache.check().clean
     assert len(caught) == 1
     assert "left where it is" in str(caught[0].message)
     with caches.open(root) as cache:
         with pytest.warns(CacheWarning) as caught:
-            assert texts(cache) == texts(safe)
+            assert texts(cache) == texts(OLD)
         assert len(caught) == 1
         message = str(caught[0].message)
-        assert str(path) in message
-        (aside,) = path.parent.glob(f"{path.name}.damaged-*")
+        assert str(segment) in message
+        (aside,) = segment.parent.glob(f"{segment.name}.damaged-*")
         assert aside.name in message
         cache.put(SAMPLES)
         assert texts(cache) == texts(SAMPLES)
@@ -118,26 +104,46 @@ def identity(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns
 
 
-@pytest.mark.parametrize(
-    ("victim", "damage"), [case for case in CASES if case[1] in ANYBODYS[case[0]]]
-)
-def test_what_may_be_anybodys_is_named_and_left(victim, damage, segment):
+@pytest.mark.parametrize("damage", ANYBODYS)
+def test_what_may_be_anybodys_is_named_and_left(damage, segment):
     root = root_of(segment)
-    path, safe = damaged(segment, victim, damage)
-    before = identity(path)
+    DAMAGES[damage](segment)
+    before = identity(segment)
     with caches.open(root) as cache:
         with pytest.warns(CacheWarning, match="left as it is") as caught:
-            assert texts(cache) == texts(safe)
+            assert texts(cache) == texts(OLD)
         assert len(caught) == 1
-        assert str(path) in str(caught[0].message)
+        assert str(segment) in str(caught[0].message)
         cache.put(SAMPLES)
         report = cache.check()
-        assert [str(path) in problem for problem in report.problems] == [True]
+        assert [str(segment) in problem for problem in report.problems] == [True]
         cache.prune({"protocol": 99})
-    assert identity(path) == before
+    assert identity(segment) == before
     assert not list(root.rglob("*.damaged-*"))
     with pytest.warns(CacheWarning, match="left as it is"), caches.open(root) as cache:
         assert texts(cache) == texts(SAMPLES)
+
+
+@pytest.mark.parametrize("mode", ["a", "r"])
+def test_files_of_another_version_are_named_once_and_left(mode, segment):
+    """Those of the version before, too, which had a file beside the folder of each device."""
+    root = root_of(segment)
+    others = [segment, segment.with_name("another.h5"), root / "cpu-one.h5"]
+    for path in others:
+        path.write_bytes(wrap(b"what another version needs", VERSION - 1))
+    before = [(identity(path), path.read_bytes()) for path in others]
+    with caches.open(root, mode) as cache:
+        with pytest.warns(CacheWarning) as caught:
+            assert texts(map(cache.get, (OLD[0].key, NEW[0].key))) == texts([OLD[0], None])
+        if mode == "a":
+            cache.put(NEW)
+    beside, inside = (str(one.message) for one in caught)
+    assert "cpu-one.h5 is not a file of this cache, or an earlier version" in beside
+    assert f"format version {VERSION - 1}, this ucudnn reads {VERSION}" in inside
+    assert "left as it is" in inside
+    assert [(identity(path), path.read_bytes()) for path in others] == before
+    with pytest.warns(CacheWarning), caches.open(root, "r") as cache:
+        assert texts(cache) == texts(SAMPLES if mode == "a" else OLD)
 
 
 def test_a_users_own_files_in_the_folder_are_named_and_left(segment):
@@ -148,7 +154,7 @@ def test_a_users_own_files_in_the_folder_are_named_and_left(segment):
         os.utime(path, (1, 1))
     (root / "notes.damaged-by-water").write_text("mine")
     before = [(identity(path), path.read_bytes()) for path in own]
-    names = sorted(root.iterdir())  # the lock is one of them
+    names = sorted(root.iterdir())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with caches.open(root) as cache:
@@ -163,32 +169,3 @@ def test_a_users_own_files_in_the_folder_are_named_and_left(segment):
     assert [str(own[1]) in problem for problem in report.problems] == [True]
     assert [(identity(path), path.read_bytes()) for path in own] == before
     assert sorted(root.iterdir()) == names
-
-
-def test_a_file_that_took_the_place_of_ours_is_not_moved(segment):
-    """Another process may have read X.h5 before somebody replaced it."""
-    root = root_of(segment)
-    with caches.open(root) as cache:
-        assert len(cache) == len(SAMPLES)
-        swap_with(write_foreign)(root / "cpu-one.h5")
-        foreign = (root / "cpu-one.h5").read_bytes()
-        cache.put(OLD)
-        with pytest.warns(CacheWarning, match="left as it is"):
-            cache.close()
-    assert (root / "cpu-one.h5").read_bytes() == foreign
-
-
-def test_a_file_replaced_by_a_sound_one_in_the_meantime_is_used(segment, monkeypatch):
-    sound = segment.read_bytes()
-    flip(segment, -1)
-    rename = os.rename
-
-    def replaced(source: Path, target: Path) -> None:
-        if Path(source) == segment:
-            segment.write_bytes(sound)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", replaced)
-    with caches.open(root_of(segment)) as cache:
-        assert texts(cache) == texts(SAMPLES)
-        assert cache.check().clean

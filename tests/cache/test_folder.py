@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import laws
 import pytest
 from laws import texts
 
 from ucudnn import cache as caches
-from ucudnn.cache import CacheWarning, Entry
+from ucudnn.cache import CacheWarning, Entry, store
 from ucudnn.cache.entries import LATEST_NS
-from ucudnn.cache.hdf5 import codec, device_files, folder, store
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Device, Measurement
 
@@ -39,7 +39,7 @@ def test_the_folder_is_the_argument_then_the_variable_then_the_users(tmp_path, m
     assert caches.default_path("~/mine") == tmp_path / "mine"
     with caches.open() as cache:
         cache.put(MEASUREMENTS)
-    assert (tmp_path / "home" / "ucudnn" / "cpu-one.h5").is_file()
+    assert (tmp_path / "home" / "ucudnn" / "cpu-one.h5.d").is_dir()
 
 
 def test_another_mode_is_refused():
@@ -101,23 +101,26 @@ def test_closing_leaves_one_file_and_reading_goes_on(tmp_path):
         cache.put([one])
     cache.close()
     cache.close()
-    assert [path.name for path in tmp_path.rglob("*.h5")] == ["cpu-one.h5"]
+    assert len(list(tmp_path.rglob("*.h5"))) == 1
     assert texts(cache) == texts(MEASUREMENTS)
     cache.put([replace(MEASUREMENTS[0], notes=("again",))])
     assert cache.get(MEASUREMENTS[0].key).notes == ("again",)
 
 
-def test_a_compacted_file_that_was_copied_alone_can_be_pruned(tmp_path):
+def test_a_segment_that_was_copied_alone_can_be_used_and_pruned(tmp_path):
     with caches.open(tmp_path / "there") as cache:
         cache.put(MEASUREMENTS)
-    (tmp_path / "here").mkdir()
-    shutil.copy(tmp_path / "there" / "cpu-one.h5", tmp_path / "here")
+    (segment,) = tmp_path.rglob("*.h5")
+    here = tmp_path / "here" / "cpu-one.h5.d"
+    here.mkdir(parents=True)
+    shutil.copy(segment, here / "copy.h5")
     with caches.open(tmp_path / "here") as cache:
+        assert texts(cache) == texts(MEASUREMENTS)
         assert cache.prune({}) == len(MEASUREMENTS)
-    assert not list((tmp_path / "here").rglob("*.h5"))
+    assert not list(here.rglob("*.h5"))
 
 
-def test_a_writer_compacts_its_own_files_as_it_goes(tmp_path, monkeypatch):
+def test_a_writer_merges_files_as_it_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_MANY_SEGMENTS", 4)
     cache = caches.open(tmp_path)
     for one in MEASUREMENTS:
@@ -125,23 +128,6 @@ def test_a_writer_compacts_its_own_files_as_it_goes(tmp_path, monkeypatch):
         assert len(list(tmp_path.rglob("*.h5"))) <= 4
     with caches.open(tmp_path, "r") as other:
         assert texts(other) == texts(MEASUREMENTS)
-
-
-def test_a_large_file_is_not_rewritten_for_a_few_entries(tmp_path):
-    many = [
-        replace(one, key=replace(one.key, protocol=n)) for one in MEASUREMENTS for n in range(9)
-    ]
-    with caches.open(tmp_path) as cache:
-        cache.put(many)
-    compacted = tmp_path / "cpu-one.h5"
-    data = compacted.read_bytes()
-    for one in MEASUREMENTS[:3]:
-        with caches.open(tmp_path) as cache:
-            cache.put([replace(one, key=replace(one.key, protocol=99))])
-    assert compacted.read_bytes() == data
-    assert len(list(tmp_path.rglob("*.h5"))) == 2
-    with caches.open(tmp_path) as cache:
-        assert len(cache) == len(many) + 3
 
 
 def test_each_kind_of_device_has_its_files(tmp_path):
@@ -155,8 +141,8 @@ def test_each_kind_of_device_has_its_files(tmp_path):
     put = [Measurement(replace(key, device=one), "ok", 1 + n) for n, one in enumerate(devices)]
     with caches.open(tmp_path) as cache:
         cache.put(put)
-    names = {path.name for path in tmp_path.iterdir() if path.suffix == ".h5"}
-    assert names == {"cuda-nvidia-h200-9.0.h5", "cpu-..-..-prozessor-nd-2.h5", "cpu.h5"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"cuda-nvidia-h200-9.0.h5.d", "cpu-..-..-prozessor-nd-2.h5.d", "cpu.h5.d"}
     with caches.open(tmp_path) as cache:
         assert [cache.get(one.key) for one in put] == put
         found = [one.device for one in cache.info().devices]
@@ -225,8 +211,11 @@ with ucudnn.cache.open(sys.argv[1]) as cache:
 
 def interrupted(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Callable[[], None]
-) -> None:
-    """Let another process do something just before a function of ours first returns."""
+) -> list[bool]:
+    """Let another process do something just before a function of ours first returns.
+
+    Returns whether that happened, as a list that is empty until then.
+    """
     original, done = getattr(module, name), []
 
     def wrapper(*arguments: Any) -> Any:
@@ -237,31 +226,33 @@ def interrupted(
         return result
 
     monkeypatch.setattr(module, name, wrapper)
+    return done
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(store, "read_envelope"), (device_files, "names_in"), (store, "read_file")]
+    ("module", "name"), [(store, "names_in"), (store, "segments_in"), (store, "read")]
 )
-def test_a_reader_misses_nothing_while_another_compacts(module, name, tmp_path, monkeypatch):
+def test_a_reader_misses_nothing_while_another_merges(module, name, tmp_path, monkeypatch):
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
     other = caches.open(tmp_path)
     other.put(MEASUREMENTS[5:12])
     other.put(MEASUREMENTS[12:])
-    interrupted(monkeypatch, module, name, other.close)
+    done = interrupted(monkeypatch, module, name, other.close)
     with caches.open(tmp_path, "r") as cache:
         assert texts(cache) == texts(MEASUREMENTS)
+    assert done
 
 
 def test_two_caches_of_one_process_can_be_written_at_the_same_time(tmp_path, monkeypatch):
-    storage, other = codec._storage, caches.open(tmp_path / "b")
+    create, other = h5py.File.create_dataset, caches.open(tmp_path / "b")
 
-    def meanwhile(*arguments: Any) -> Any:
-        monkeypatch.setattr(codec, "_storage", storage)
+    def meanwhile(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(h5py.File, "create_dataset", create)
         other.put(MEASUREMENTS[:5])  # as another thread does
-        return storage(*arguments)
+        return create(*arguments, **named)
 
-    monkeypatch.setattr(codec, "_storage", meanwhile)
+    monkeypatch.setattr(h5py.File, "create_dataset", meanwhile)
     with caches.open(tmp_path / "a") as cache:
         cache.put(MEASUREMENTS[5:])
         assert texts(cache) == texts(MEASUREMENTS[5:])
@@ -272,15 +263,15 @@ def test_two_caches_of_one_process_can_be_written_at_the_same_time(tmp_path, mon
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (store, "merge_tables"),
-        (device_files.DeviceFiles, "publish"),
-        (device_files, "read_envelope"),
-        (os, "rename"),
-        (os, "link"),
+        (store, "segments_in"),
+        (store, "encode"),
+        (store, "publish"),
+        (os, "replace"),
+        (os, "unlink"),
     ],
 )
-def test_two_that_compact_at_once_lose_nothing(module, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_files.FileLock, "acquire", laws.refuse)
+def test_two_that_merge_at_once_lose_nothing(module, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(store.FileLock, "acquire", laws.refuse)
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
     other = caches.open(tmp_path)
@@ -292,8 +283,9 @@ def test_two_that_compact_at_once_lose_nothing(module, name, tmp_path, monkeypat
         other.put([replace(MEASUREMENTS[0], notes=("newer",))])
         other.close()
 
-    interrupted(monkeypatch, module, name, intrude)
+    done = interrupted(monkeypatch, module, name, intrude)
     mine.close()
+    assert done
     with caches.open(tmp_path) as cache:
         wanted = [replace(MEASUREMENTS[0], notes=("newer",)), *MEASUREMENTS[1:]]
         assert texts(cache) == texts(wanted)
@@ -303,25 +295,13 @@ def test_two_that_compact_at_once_lose_nothing(module, name, tmp_path, monkeypat
     assert texts(mine) == texts(other) == texts(wanted)
 
 
-def test_a_file_system_without_links_or_locks_keeps_segments(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "link", laws.refuse)
-    monkeypatch.setattr(device_files.FileLock, "acquire", laws.refuse)
-    for start in range(0, len(MEASUREMENTS), 5):
-        with caches.open(tmp_path) as cache:
-            cache.put(MEASUREMENTS[start : start + 5])
-    with caches.open(tmp_path) as cache:
-        assert texts(cache) == texts(MEASUREMENTS)
-        assert cache.check().clean
-    assert len(list(tmp_path.rglob("*.h5"))) == 1
-
-
 def test_nobody_waits_for_a_lock_but_pruning_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(store, "_LOCK_WAIT_S", 0.05)
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
-    with device_files.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
+    with store.FileLock(tmp_path / "cpu-one.h5.d" / "lock"), caches.open(tmp_path) as cache:
         cache.put([replace(MEASUREMENTS[0], notes=("newer",))])
-        with pytest.raises(CacheError, match="another process is compacting"):
+        with pytest.raises(CacheError, match="another process is merging"):
             cache.prune({})
     assert len(list(tmp_path.rglob("*.h5"))) == 2
     with caches.open(tmp_path) as cache:
@@ -340,38 +320,52 @@ def test_a_clock_far_ahead_hides_nothing_and_stops_nobody(tmp_path):
         assert cache.check().clean
 
 
+def test_what_another_process_pruned_does_not_come_back(tmp_path):
+    with caches.open(tmp_path) as first:
+        first.put(MEASUREMENTS[:10])
+    cache = caches.open(tmp_path)
+    assert len(cache) == 10
+    cache.put(MEASUREMENTS[10:12])
+    with caches.open(tmp_path) as other:
+        assert other.prune({}) == 12
+    cache.put(MEASUREMENTS[12:])
+    cache.close()
+    assert texts(cache) == texts(MEASUREMENTS[12:])
+    with caches.open(tmp_path, "r") as cache:
+        assert texts(cache) == texts(MEASUREMENTS[12:])
+
+
 def refusing(
-    monkeypatch: pytest.MonkeyPatch, name: str, where: Callable[[Any], bool]
-) -> pytest.MonkeyPatch:
-    """Let a function of os fail for some paths, as for a user without permission."""
-    original = getattr(os, name)
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, where: Callable[[Any], bool]
+) -> None:
+    """Let a function fail for some paths, as for a user without permission."""
+    original = getattr(module, name)
 
     def wrapper(path: Any, *arguments: Any, **named: Any) -> Any:
         if where(Path(os.fspath(path))):
             raise PermissionError(13, "Permission denied", str(path))
         return original(path, *arguments, **named)
 
-    monkeypatch.setattr(os, name, wrapper)
-    return monkeypatch
+    monkeypatch.setattr(module, name, wrapper)
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     cache = caches.open(tmp_path)
     cache.put(MEASUREMENTS)
-    refusing(monkeypatch, "listdir", lambda path: path == tmp_path)
+    refusing(monkeypatch, os, "listdir", lambda path: path == tmp_path)
     with pytest.raises(CacheError, match="cannot read the cache .*: Permission denied"):
         len(cache)
     with pytest.raises(CacheError, match="cannot read the cache .*; let this user read it"):
         cache.check()
 
 
-def test_a_compacted_file_that_cannot_be_read_is_named_and_the_rest_is_used(tmp_path, monkeypatch):
-    with caches.open(tmp_path) as cache:
-        cache.put(MEASUREMENTS[:5])
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_used(tmp_path, monkeypatch):
+    caches.open(tmp_path).put(MEASUREMENTS[:5])
+    (first,) = tmp_path.rglob("*.h5")
     caches.open(tmp_path).put(MEASUREMENTS[5:])
-    refusing(monkeypatch, "open", lambda path: path.name == "cpu-one.h5")
+    refusing(monkeypatch, Path, "read_bytes", lambda path: path == first)
     with (
-        pytest.warns(CacheWarning, match=r"cpu-one.h5 cannot be read \(Permission denied\)"),
+        pytest.warns(CacheWarning, match=rf"{first.name} cannot be read \(Permission denied\)"),
         caches.open(tmp_path, "r") as cache,
     ):
         assert texts(cache) == texts(MEASUREMENTS[5:])
@@ -382,7 +376,7 @@ def test_pruning_a_disk_that_takes_nothing_removes_nothing(tmp_path, monkeypatch
         cache.put(MEASUREMENTS)
     with caches.open(tmp_path) as cache:
         with monkeypatch.context() as patch:
-            refusing(patch, "replace", lambda _: True)
+            refusing(patch, os, "replace", lambda _: True)
             with pytest.raises(CacheError, match="cannot write .* denied; nothing was removed"):
                 cache.prune({"status": "ok"})
         assert texts(cache) == texts(MEASUREMENTS)

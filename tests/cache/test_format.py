@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +14,8 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.exchange import read_entries, write_entries
-from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, verify, wrap
+from ucudnn.cache.schema import FIELD_BY_NAME, read_entries, write_entries
+from ucudnn.cache.segments import ENVELOPE_BYTES, VERSION, DamagedError, verify, wrap
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software, Subject
 from ucudnn.problem import Problem
@@ -43,63 +42,71 @@ MEASUREMENTS = [
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A compacted file with MEASUREMENTS."""
+    """A segment with MEASUREMENTS."""
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
     (path,) = tmp_path.rglob("*.h5")
     return path
 
 
-def edit(path: Path, change: Callable[[h5py.File], None], version: int = 1) -> None:
-    """Change the HDF5 part of a file and seal it again, as a writer of another version would."""
+def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
+    """Change the HDF5 part of a file and seal it again, as an attacker would."""
     image = path.with_suffix(".image")
     image.write_bytes(path.read_bytes()[ENVELOPE_BYTES:])
     with h5py.File(image, "r+") as file:
         change(file)
-    path.write_bytes(wrap(image.read_bytes(), version))
+    path.write_bytes(wrap(image.read_bytes()))
     image.unlink()
 
 
-def set_column(name: str, table: str, value: object) -> Callable[[h5py.File], None]:
-    """Give every row of a column one value; a column that is not there is added."""
+def retype(column: str, kind: str | None) -> Callable[[h5py.File], None]:
+    """Give a column another type, and zeros; None: leave the column out."""
 
     def change(file: h5py.File) -> None:
-        old = file[table][()]
-        kinds = {column: old.dtype[column] for column in old.dtype.names}
-        kinds[name] = np.asarray(value).dtype
-        replace_table(file, table, old, kinds)
-        rows = file[table][()]
-        rows[name] = value
-        file[table][...] = rows
+        old = file["measurements"][()]
+        kinds = {name: old.dtype[name] for name in old.dtype.names}
+        kinds |= {column: kind} if kind else {}
+        new = np.zeros(len(old), [one for one in kinds.items() if kind or one[0] != column])
+        for name in set(old.dtype.names) - {column}:
+            new[name] = old[name]
+        if new.dtype.hasobject:
+            new[column] = "text"
+        replaced(new)(file)
 
     return change
 
 
-def drop_column(name: str, table: str) -> Callable[[h5py.File], None]:
+def replaced(table: Any) -> Callable[[h5py.File], None]:
     def change(file: h5py.File) -> None:
-        old = file[table][()]
-        kinds = {column: old.dtype[column] for column in old.dtype.names if column != name}
-        replace_table(file, table, old, kinds)
+        del file["measurements"]
+        file["measurements"] = table
 
     return change
 
 
-def replace_table(file: h5py.File, table: str, old: Any, kinds: dict[str, Any]) -> None:
-    new = np.zeros(len(old), list(kinds.items()))
-    for column in kinds.keys() & set(old.dtype.names):
-        if kinds[column] == old.dtype[column]:
-            new[column] = old[column]
-    del file[table]
-    file[table] = new
-
-
-def edit_context(old: str, new: str) -> Callable[[h5py.File], None]:
-    """Replace a part of the first context's text."""
+def set_cell(column: str, value: object) -> Callable[[h5py.File], None]:
+    """Give the first row another value in one column."""
 
     def change(file: h5py.File) -> None:
-        text = file["contexts"].asstr()[0]
-        assert old in text
-        file["contexts"][0] = text.replace(old, new)
+        rows = file["measurements"][()]
+        kinds = [(name, rows.dtype[name]) for name in rows.dtype.names]
+        wide = [
+            (name, "S90" if name == column and kind.kind == "S" else kind) for name, kind in kinds
+        ]
+        rows = rows.astype(wide)
+        rows[column][0] = value
+        replaced(rows)(file)
+
+    return change
+
+
+def refer_to(cell: bytes) -> Callable[[h5py.File], None]:
+    """Let the first row refer to a long text, of which there are two."""
+
+    def change(file: h5py.File) -> None:
+        set_cell("reason", cell)(file)
+        del file["texts"]
+        file["texts"] = np.frombuffer(b"long\0longer", "u1")
 
     return change
 
@@ -107,69 +114,77 @@ def edit_context(old: str, new: str) -> Callable[[h5py.File], None]:
 def test_any_hdf5_tool_reads_it(file):
     with h5py.File(file) as opened:
         rows = opened["measurements"][()]
-        problems = opened["problems"][()]
-        contexts = [json.loads(text) for text in opened["contexts"].asstr()[()]]
-        names = opened["algorithms"].asstr()[()]
-        samples = opened["samples"][()]
-        assert opened.attrs["version"] == 1
+        assert opened.attrs["version"] == VERSION
+    assert rows.dtype.names == tuple(FIELD_BY_NAME)
     assert len(rows) == len(MEASUREMENTS)
-    for row in rows:
-        problem, context = problems[row["problem"]], contexts[row["context"]]
-        (true,) = [
-            one
-            for one in MEASUREMENTS
-            if one.key.problem.batch == problem["batch"]
-            and one.key.algorithm == json.loads(names[row["algorithm"]])["algorithm"]
-        ]
+    for row, true in zip(rows, MEASUREMENTS, strict=True):
+        assert row["problem.batch"] == true.key.problem.batch
+        assert row["algorithm"].decode() == true.key.algorithm
         assert row["time_ns"] == true.time_ns
         assert row["workspace_bytes"] == true.workspace_bytes
-        first = row["first_sample"]
-        assert tuple(samples[first : first + row["samples"]]) == true.samples
-        assert problem["input_size"].tolist() == [27, 28, 0]
-        assert problem["padding"].tolist() == [[2, 1], [0, 0], [0, 0]]
-        assert (problem["op"], problem["math"]) == (b"fprop", b"tf32")
-        assert context["device"]["name"] == "NVIDIA H200"
-        assert context["software"]["cudnn"] == "9.28.0"
-        assert context["conditions"]["mps_percent"] == 50
-
-
-def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file):
-    edit(file, lambda _: None, version=2)
-    data = file.read_bytes()
-    with caches.open(file.parent) as cache:
-        with pytest.warns(CacheWarning, match="format version 2, this ucudnn reads 1"):
-            assert cache.get(KEYS[0]) is None
-        cache.put(MEASUREMENTS[:1])
-    (aside,) = file.parent.glob("*.damaged-*")
-    assert aside.read_bytes() == data
-    with caches.open(file.parent) as cache:
-        assert list(cache) == MEASUREMENTS[:1]
+        assert row["samples"].decode() == "x".join(map(str, true.samples))
+        assert row["problem.input_size"] == b"27x28"
+        assert row["problem.padding"] == b"2:1x0:0"
+        assert (row["problem.op"], row["problem.math"]) == (b"fprop", b"tf32")
+        assert row["device.name"] == b"NVIDIA H200"
+        assert row["software.cudnn"] == b"9.28.0"
+        assert row["conditions.mps_percent"] == 50
+        assert row["is_deterministic"]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (drop_column("batch", "problems"), "columns of its table problems are not"),
-        (edit_context('"name": "NVIDIA H200", ', ""), "missing required field `name`"),
-        (edit_context('"isa": "", ', ""), "fields of its contexts are not"),
-        (edit_context('"cores"', '"eyes": 2, "cores"'), "fields of its contexts are not"),
-        (edit_context('"protocol": 1', '"protocol": "1"'), "Expected `int`, got `str`"),
-        (set_column("energy_uj", "measurements", 4.5), "columns of its table measurements are not"),
-        (lambda file: file.pop("samples"), "its samples is no table"),
-        (edit_context('"alone"', '"middle"'), "Invalid enum value .*role`"),
-        (set_column("problem", "measurements", 99), "do not fit together"),
-        (set_column("reason", "measurements", 99), "do not fit together"),
-        (set_column("samples", "measurements", 10**6), "do not fit together"),
-        (set_column("first_sample", "measurements", -5), "do not fit together"),
+        (retype("problem.batch", None), "columns of its table are not"),
+        (retype("energy_uj", "f8"), "columns of its table are not"),
+        (retype("time_ns", "f8"), "column time_ns holds something else"),
+        (retype("time_ns", "i4"), "column time_ns holds something else"),
+        (retype("reason", "i8"), "column reason holds something else"),
+        (retype("reason", h5py.string_dtype()), "texts of variable length"),
+        (set_cell("stored_ns", 2**62 + 1), "impossible time"),
+        (refer_to(b"\x0012"), "list index out of range"),
+        (refer_to(b"\0first"), "invalid literal"),
+        (lambda file: file.pop("texts"), "texts is no table"),
+        (lambda file: file.pop("measurements"), "measurements is no table"),
     ],
 )
-def test_sound_bytes_with_senseless_tables_are_set_aside(file, change, reason):
+def test_sound_bytes_with_a_senseless_table_are_set_aside(file, change, reason):
     edit(file, change)
-    with caches.open(file.parent) as cache:
+    with caches.open(file.parents[1]) as cache:
         with pytest.warns(CacheWarning, match=reason):
             assert cache.get(KEYS[0]) is None
         assert cache.check().clean
     assert len(list(file.parent.glob("*.damaged-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("status", b"guessed"),
+        ("status", b"failed"),
+        ("time_ns", -5),
+        ("samples", b"1x?"),
+        ("notes", b"[" * 80),
+        ("notes", b"\xff\xfe"),
+        ("failure", b"boredom"),
+        ("problem.op", b"conv"),
+        ("problem.stride", b"0x1"),
+        ("device.cores", -1),
+        ("conditions.role", b"middle"),
+        ("split", b"{}"),
+    ],
+)
+def test_a_senseless_row_is_named_once_and_costs_that_row_alone(file, column, value):
+    edit(file, set_cell(column, value))
+    cache = caches.open(file.parents[1])
+    with pytest.warns(CacheWarning, match="a measurement that makes no sense"):
+        assert list(cache) == MEASUREMENTS[1:]
+    # No second warning, which would be an error here.
+    assert [cache.get(key) for key in KEYS] == [None, *MEASUREMENTS[1:]]
+    (said,) = cache.check().problems
+    assert "makes no sense" in said
+    cache.put(MEASUREMENTS[:1])
+    assert [cache.get(key) for key in KEYS] == MEASUREMENTS
 
 
 def test_many_rows_are_compressed_and_come_back(tmp_path):
@@ -179,13 +194,45 @@ def test_many_rows_are_compressed_and_come_back(tmp_path):
     ]
     with caches.open(tmp_path) as cache:
         cache.put(many)
-    (path,) = tmp_path.glob("*.h5")
-    with h5py.File(path) as opened:
-        assert opened["measurements"].compression == "gzip"
-        assert opened["measurements"].id.get_storage_size() < 3000 * 40
+    (path,) = tmp_path.rglob("*.h5")
+    assert path.stat().st_size < 3000 * 40
     with caches.open(tmp_path) as cache:
         assert sorted(one.time_ns for one in cache) == list(range(1, 3001))
         assert cache.get(many[2345].key) == many[2345]
+
+
+def test_rows_that_are_nearly_equal_come_back(tmp_path):
+    """They would compress so well that their file would be taken for one that claims too much."""
+    texts = {"status": "failed", "time_ns": None, "spread_ns": None, "reason": "x" * 250}
+    one = replace(MEASUREMENTS[0], samples=(), notes=("y" * 240,), **texts)
+    many = [replace(one, key=replace(KEYS[0], protocol=number)) for number in range(5000)]
+    with caches.open(tmp_path) as cache:
+        cache.put(many)
+    with caches.open(tmp_path, "r") as cache:
+        assert cache.get(many[-1].key) == many[-1]
+        assert cache.check().records == len(many)
+
+
+def test_one_long_text_costs_its_own_length(tmp_path):
+    """A column is as wide in each row as its longest text."""
+    long = "x" * 100_000
+    many = [replace(MEASUREMENTS[0], key=replace(KEYS[0], protocol=n)) for n in range(500)]
+    texts = [
+        replace(one, status="failed", time_ns=None, spread_ns=None, reason=reason)
+        for one, reason in zip(many, (long, long, "\0" + long, "µ" * 150, "\0"), strict=False)
+    ]
+    with caches.open(tmp_path) as cache:
+        cache.put([*texts, *many[len(texts) :]])
+    (path,) = tmp_path.rglob("*.h5")
+    assert path.stat().st_size < 3 * len(long)
+    tracemalloc.start()
+    try:
+        with caches.open(tmp_path, "r") as cache:
+            assert [cache.get(one.key) for one in texts] == texts
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 60 * len(long)
 
 
 def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:
@@ -201,8 +248,8 @@ def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:
 
 def linked(link: Any) -> Callable[[h5py.File], None]:
     def change(file: h5py.File) -> None:
-        del file["samples"]
-        file["samples"] = link
+        del file["measurements"]
+        file["measurements"] = link
 
     return change
 
@@ -210,27 +257,21 @@ def linked(link: Any) -> Callable[[h5py.File], None]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (claims("samples", shape=(10**12,), chunks=(1 << 16,), compression="gzip"), "claims more"),
-        (claims("samples", shape=(10**12,)), "claims more"),
-        (claims("algorithms", shape=(10**9,), chunks=(1 << 10,)), "claims more"),
-        (
-            claims("samples", shape=(64,), dtype="i1", external=[("/dev/zero", 0, 64)]),
-            "claims more",
-        ),
-        (linked(h5py.ExternalLink("/dev/null", "x")), "samples is no table"),
-        (linked(h5py.SoftLink("/samples")), "samples is no table"),
-        (lambda file: [file.pop("samples"), file.create_group("samples")], "samples is no table"),
-        (claims("reasons", data=np.zeros(9, "i8"), dtype="i8"), "reasons holds no texts"),
-        (claims("notes", data=[b"[" * 900] * 9), "nested deeper than 32 levels"),
-        (claims("notes", data=[b"[[1]]"] * 9), "no table of measurements"),
-        (set_column("time_ns", "measurements", 1.5), "time_ns holds something else"),
+        (claims("texts", shape=(10**12,), chunks=(1 << 16,), compression="gzip"), "claims more"),
+        (claims("measurements", shape=(10**12,)), "claims more"),
+        (claims("measurements", shape=(10**9,), chunks=(1 << 10,)), "claims more"),
+        (claims("texts", shape=(64,), external=[("/dev/zero", 0, 64)]), "claims more"),
+        (linked(h5py.ExternalLink("/dev/null", "x")), "measurements is no table"),
+        (linked(h5py.SoftLink("/measurements")), "measurements is no table"),
+        (lambda file: [file.pop("texts"), file.create_group("texts")], "texts is no table"),
+        (claims("texts", data=[b"[" * 900] * 9, dtype="S900"), "texts are no bytes"),
     ],
 )
 def test_no_table_is_elsewhere_or_larger_than_its_file(file, change, reason):
     edit(file, change)
     tracemalloc.start()
     try:
-        with caches.open(file.parent, "r") as cache, pytest.warns(CacheWarning, match=reason):
+        with caches.open(file.parents[1], "r") as cache, pytest.warns(CacheWarning, match=reason):
             assert not list(cache)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -246,8 +287,6 @@ def test_no_bit_flip_and_no_truncation_goes_unseen():
         with pytest.raises(DamagedError):
             verify(damaged)
 
-
-# Facts beside the numbers; laws.py has that they come back
 
 SPLIT = Split("batch", (Chunk(3, "gemm"), Chunk(1, "“gemm”")))
 OTHER_SUBJECTS = [
@@ -292,12 +331,3 @@ def test_subjects_are_keys_of_their_own(tmp_path):
 def test_a_subject_needs_what_it_is_of(changes):
     with pytest.raises(UcudnnError, match="do not go with"):
         replace(KEYS[0], **changes)
-
-
-@pytest.mark.parametrize(
-    "text", ['{"energy_uj": 4}', '{"failure": "boredom"}', '{"load": "high"}', "[]", "{", "lost_to"]
-)
-def test_facts_that_are_none_are_damage(file, text):
-    edit(file, lambda opened: opened["facts"].__setitem__(0, text))
-    with caches.open(file.parent) as cache, pytest.warns(caches.CacheWarning):
-        assert not list(cache)

@@ -85,7 +85,7 @@ def test_merge_prefers_what_was_taken_without_load(is_here, target, tmp_path):
 
 
 def test_merge_passes_over_a_damaged_file_of_the_other(folder, tmp_path):
-    victim = min(folder.glob("*.h5"))
+    victim = min(folder.rglob("*.h5"))
     os.truncate(victim, victim.stat().st_size // 2)
     data = victim.read_bytes()
     with caches.open(tmp_path / "target") as target:

@@ -228,7 +228,7 @@ def environment_of_cache(at: Setting) -> None:
     assert at.status("cache", "export", full, "--cache", at.folder / "sound") == 3
     assert not full.exists()
     assert at.status("cache", "merge", at.folder / "sound", "--cache", at.folder / "full") == 3
-    for file in (at.folder / "sound").glob("*.h5"):
+    for file in (at.folder / "sound").rglob("*.h5"):
         os.truncate(file, 600)
     # There is nothing to write, so this is about the file that cannot be used.
     assert at.status("cache", "merge", at.folder / "sound", "--cache", at.folder / "full") == 3

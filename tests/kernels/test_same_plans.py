@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ucudnn.cache.exchange import read_entries
+from ucudnn.cache.schema import read_entries
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.kernels.tune import tune_problems

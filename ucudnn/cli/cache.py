@@ -17,7 +17,7 @@ from ucudnn.errors import CacheError, CacheWarning, ConfigError
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
-    from ucudnn.cache.hdf5.folder import HDF5Cache
+    from ucudnn.cache.store import HDF5Cache
 
 app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 

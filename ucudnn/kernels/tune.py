@@ -23,7 +23,7 @@ from ucudnn.backends.registry import backend_entry
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker
 from ucudnn.cache import AbstractCache, MemoryCache
-from ucudnn.cache.exchange import read_entries
+from ucudnn.cache.schema import read_entries
 from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, quoted, warn
 from ucudnn.execution.validity import require_real
