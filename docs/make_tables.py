@@ -20,6 +20,7 @@ from make_steps import NAME_BY_NETWORK
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.config import SETTINGS
 from ucudnn.distributed.exchange_advice import HARM, PERIOD
+from ucudnn.problem import OPS
 from ucudnn.units import format_bytes, format_ns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -30,7 +31,11 @@ from found_steps import Found
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # The machine of each file of results; of the others it is the Intel Xeon.
 MACHINES = dict.fromkeys(
-    ("tuning_time.json", "tuning_haste.json", "fit_the_step.json", "communication.json"), "amd-epyc"
+    (
+        *("tuning_time.json", "tuning_haste.json", "fit_the_step.json", "communication.json"),
+        *("algorithms.json", "algorithms_avx2.json"),
+    ),
+    "amd-epyc",
 )
 NAMES = {
     **NAME_BY_NETWORK,
@@ -292,6 +297,32 @@ def linked() -> list[Row]:
     return rows
 
 
+def halved() -> list[Row]:
+    """Kernels in bfloat16 by onednn_float32 on an imitated processor, by convolution and layout."""
+    cells: dict[tuple[str, str], Row] = {}
+    for one in results("algorithms_avx2.json")["kernels"]:
+        low, middle, high = one["ratios"]["onednn_float32"]
+        layout = "channels_last" if "nhwc" in one["kernel"] else "default"
+        cells.setdefault((one["of"], layout), []).append(ratio((middle, low, high)))
+    heading = ["convolution", "layout", *OPS]
+    return [heading, *([*key, *row] for key, row in cells.items())]
+
+
+def special() -> list[Row]:
+    """Kernels of networks by the two algorithms that are made for them, beside the best other."""
+    rows = []
+    for one in results("algorithms.json")["kernels"]:
+        ratios = {"torch_default": [1.0, 1.0, 1.0], **one["ratios"]}
+        name = "phases" if one["kernel"].startswith("dgrad") else "diagonal_gemm"
+        low, middle, high = ratios.pop(name, (0.0, 0.0, 0.0))
+        other = min(ratios, key=lambda rival: ratios[rival][1])
+        own = ratio((middle, low, high)) if middle else "over 6"
+        best = f"`{other}`" if other == "torch_default" else f"`{other}` {ratios[other][1]:.2f}"
+        rows.append([one["of"], f"`{one['kernel']}`", f"`{name}`", own, best])
+    heading = ["network", "kernel", "algorithm", "time over torch's", "best other"]
+    return [heading, *rows]
+
+
 def settings() -> list[Row]:
     """The settings, as `ucudnn.config` has them."""
     rows = []
@@ -315,6 +346,8 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "deep": lambda: layers_table(results("limits_layers.json")),
     "fits": fitted,
     "link": linked,
+    "half": halved,
+    "algo": special,
 }
 # Where the file of a table says how it was made, a sentence below the table does, too.
 FILES = {

@@ -18,7 +18,7 @@ from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE
 from ucudnn.units import format_bytes, format_ns, format_ratio, format_sizes, parse_bytes
-from ucudnn.verdict import ADVISED_GAIN, HIDDEN, LEAST_ROUNDS, TOLERATED, is_faster
+from ucudnn.verdict import ADVISED_GAIN, EMULATED, HIDDEN, LEAST_ROUNDS, TOLERATED, is_faster
 
 # A value of GLIBC_TUNABLES with which glibc reuses the memory of freed blocks below 1 GiB.
 LARGE_THRESHOLD_TUNABLES = (
@@ -43,11 +43,12 @@ _UNTOUCHED = 0.8
 _NOISY = 0.1
 _MIB = 1 << 20
 # Names of ways, and what a user must do for those of which the name alone says it.
-AS_IT_IS, CHANNELS_LAST = "as it is", "channels_last"
+AS_IT_IS, CHANNELS_LAST, FLOAT32 = "as it is", "channels_last", "float32"
 BLOCKS, MALLOC = "checkpoint per block", "malloc that keeps blocks"
 _HOW = {
     AS_IT_IS: "leave it as it is",
     CHANNELS_LAST: "use channels_last",
+    FLOAT32: "leave autocast out",
     BLOCKS: "checkpoint each block",
     MALLOC: f"start Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES}",
 }
@@ -192,6 +193,12 @@ class Advice:
         level = [way for way in faster if least and way.low <= least.high]
         return min(level, key=lambda way: (way.most_bytes, way.ratio), default=None)
 
+    @property
+    def faster_float32(self) -> Way | None:
+        """The step in float32, if one under autocast takes ten times as long or more; else None."""
+        known = (way for way in self.ways if way.name == FLOAT32)
+        return next((way for way in known if EMULATED * way.step_ns <= self.step_ns), None)
+
     def factor(self, way: Way) -> float:
         """Time of a way divided by the time of the step as it is."""
         return way.ratio if way.rounds else way.step_ns / self.step_ns
@@ -272,7 +279,14 @@ class Advice:
 
     def _on_time(self) -> Iterator[str]:
         """Clauses of the verdict on time: what makes steps shorter, or what noise may hide."""
-        best = self.fastest
+        best, float32 = self.fastest, self.faster_float32
+        if float32 is not None:
+            own, other = (format_ns(time_ns) for time_ns in (self.step_ns, float32.step_ns))
+            yield (
+                f"{self.how(float32)}: a step in float32 takes {self.factor(float32):.2g} times as "
+                f"long, {other} instead of {own}"
+            )
+            return
         # Another layout, micro-batches and segments change what kernels compute. So if such a way
         # is faster, the verdict does not mention cliffs, which are of the step as it is.
         if best is not None:

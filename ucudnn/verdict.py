@@ -43,6 +43,9 @@ HINTED_GAIN = 0.05
 CLEARLY = {"cpu": 0.95, "cuda": 0.98}
 # Advice does not recommend tuning for less than this.
 ADVISED_GAIN = 0.05
+# A step under autocast that takes at least this many times as long as one in float32 has kernels
+# without instructions for half precision. Then no other way to run it is worth a trial.
+EMULATED = 10
 # If the interval of a way's ratio reaches below this, noise may hide a gain that matters.
 HIDDEN = 0.9
 

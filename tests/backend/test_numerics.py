@@ -9,6 +9,7 @@ import torch
 
 from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu.backend import ALGORITHMS
+from ucudnn.backends.torch_cpu.processor import has_instructions
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem, strides_of
 
 BATCH = 5
@@ -83,6 +84,27 @@ def test_add_keeps_what_was_there(tried, tolerance, geometry):
         executable.add(a, b, total)
         error = relative_error(total - before, expected)
         assert error < tolerance[problem.dtype] * 4, f"{algorithm} on {problem}"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.usefixtures("poisoned")
+def test_half_precision_by_float32_is_rounded_once(backend, exact, geometry, op, groups):
+    """It has the error of the exact result rounded, the least of any; a sum of chunks has none."""
+    for problem in problems(op, geometry, groups):
+        if backend.refusal(problem, "onednn_float32") is not None:
+            continue
+        a, b = backend.operands(problem, BATCH)
+        expected = exact(problem, a, b)
+        least = relative_error(expected.to(a.dtype), expected)
+        executable = backend.executable(problem, "onednn_float32")
+        own = relative_error(executable.alone(a, b), expected)
+        torchs = backend.executable(problem, "torch_default").alone(a, b)
+        assert own <= 1.01 * min(least, relative_error(torchs, expected)), problem
+        if op == "wgrad":
+            total = executable.begin(a[:2], b[:2])
+            executable.add(a[2:], b[2:], total)
+            assert relative_error(total, expected) < 1e-6, problem
 
 
 # Filters of at least five columns: with blocks of columns, and with one.
@@ -226,4 +248,5 @@ def test_every_algorithm_was_tried(backend):
     for problem in gradients:
         tried |= {candidate.algorithm for candidate in backend.candidates(problem)}
     assert backend.refusal(small, "onednn") is None
-    assert tried == set(ALGORITHMS)
+    is_half_native = has_instructions("bfloat16") and has_instructions("float16")
+    assert tried == set(ALGORITHMS) - ({"onednn_float32"} if is_half_native else set())

@@ -21,6 +21,7 @@ PLAIN = Problem("fprop", 8, 4, 8, (9, 9), (3, 3))
         (replace(PLAIN, dtype="float64"), "onednn", "float64"),
         (replace(PLAIN, dtype="float16"), "fft", "float16"),
         (replace(PLAIN, dtype="bfloat16"), "fft", "bfloat16"),
+        (PLAIN, "onednn_float32", "half precision only"),
         (replace(PLAIN, layout="nhwc"), "onednn_nhwc", "already"),
         (replace(PLAIN, layout="nhwc", groups=2), "im2col_gemm", "without groups"),
         (replace(PLAIN, layout="nhwc", groups=2, kernel_size=(1, 1)), "gemm", "without groups"),

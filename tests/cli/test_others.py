@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from ucudnn import cache as caches
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 
 
 @pytest.mark.slow
@@ -126,6 +127,20 @@ def test_advice_on_a_model(ucudnn, model):
     assert [kernel["problem"]["op"] for kernel in found["kernels"]] == ["fprop", "fprop"]
     assert found["ways"][0]["name"] == "as it is"
     assert found["verdict"]
+
+
+def test_advice_under_autocast_compares_a_step_in_float32(ucudnn, model, monkeypatch):
+    def elapsed_ns(_, run):
+        run()
+        return 136 * 10**9 if torch.is_autocast_enabled("cpu") else 10**9
+
+    monkeypatch.setattr(TorchCpuBackend, "elapsed_ns", elapsed_ns)
+    done = ucudnn("advise", f"{model}:net", "--input", "8x3x12x12", "--autocast")
+    assert done.status == 0, done.err
+    assert done.out.startswith(
+        "Verdict: leave autocast out: a step in float32 takes 0.0074 times as long, 1.00 s instead "
+        "of 136 s."
+    )
 
 
 def test_no_advice_on_a_recording(ucudnn, model):

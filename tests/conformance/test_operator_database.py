@@ -30,6 +30,7 @@ ALGORITHMS = (
     "torch_default",
     "onednn",
     "onednn_nhwc",
+    "onednn_float32",
     "slow_conv2d",
     "im2col_gemm",
     "gemm",

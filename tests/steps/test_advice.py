@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ucudnn
 from ucudnn.advice import Advice, KernelAdvice, Largest
 from ucudnn.backends import open_backend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Device
@@ -260,6 +261,21 @@ def test_the_largest_batch_is_exact_where_peaks_are_a_line():
         assert len(calls) <= 6
 
 
+def test_autocast_that_is_emulated_is_left_out():
+    found = advice(way("float32", 1900, 0.05), channels_last((0.5, 0.4, 0.6)))
+    assert found.verdict == (
+        "leave autocast out: a step in float32 takes 0.05 times as long, 5.00 ms instead of 100 ms."
+    )
+    # At less than ten times the time, it is one way among others.
+    one = way("float32", 900, (0.11, 0.1, 0.12))
+    assert advice(one).faster_float32 is None
+    assert advice(one).verdict == (
+        "leave autocast out: a step then takes 0.11 (0.10 to 0.12) times as long and 900 MiB "
+        "instead of 1000 MiB."
+    )
+    assert advice(one, channels_last((0.05, 0.04, 0.06))).verdict.startswith("use channels_last")
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)
@@ -430,6 +446,76 @@ def test_a_step_that_cannot_be_computed(model):
     assert found.step_ns == 0
     assert found.left_out == ()
     assert all(one.timing for one in found.kernels)
+
+
+class Emulated(nn.Conv2d):
+    """A convolution that is slow under autocast, by the clock that it counts itself."""
+
+    now_ns = 0
+    slow_ns = 0
+    order: tuple[bool, ...] = ()
+
+    def forward(self, x):
+        y = super().forward(x)
+        if not isinstance(y, FakeTensor):
+            is_slow = torch.is_autocast_enabled("cpu")
+            Emulated.now_ns += Emulated.slow_ns if is_slow else MS
+            Emulated.order += (is_slow,)
+        return y
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets how long a step under autocast takes; in float32 it takes 1 ms."""
+
+    def elapsed_ns(_, run):
+        before = Emulated.now_ns
+        run()
+        return max(1, Emulated.now_ns - before)
+
+    monkeypatch.setattr(TorchCpuBackend, "elapsed_ns", elapsed_ns)
+
+    def choose(slow_ms):
+        Emulated.slow_ns, Emulated.order = int(slow_ms * MS), ()
+
+    return choose
+
+
+@pytest.mark.slow
+def test_a_step_that_is_slow_under_autocast_is_run_once_after_one_in_float32(clock):
+    clock(136_000)
+    x = torch.randn(4, 3, 12, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ucudnn.advise(Emulated(3, 8, 3), x)
+    assert found.verdict == (
+        "leave autocast out: a step in float32 takes 7.4e-06 times as long, 1.00 ms instead of "
+        "136 s."
+    )
+    assert Emulated.order == (False, False, True)
+    assert [one.name for one in found.ways] == ["as it is", "float32"]
+    assert found.kernels == ()
+    assert any("steps under autocast take too long" in one for one in found.left_out)
+    # Without autocast there is nothing to leave out.
+    assert all(one.name != "float32" for one in ucudnn.advise(Emulated(3, 8, 3), x).ways)
+
+
+@pytest.mark.slow
+def test_a_step_under_autocast_is_raced_with_one_in_float32(clock):
+    for slow_ms, has_won in ((9, True), (0.5, False)):
+        clock(slow_ms)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = ucudnn.advise(Emulated(3, 8, 3), torch.randn(4, 3, 12, 12))
+        (one,) = (one for one in found.ways if one.name == "float32")
+        assert found.factor(one) == pytest.approx(1 / slow_ms)
+        assert found.verdict.startswith("leave autocast out: ") is has_won
+        assert found.kernels
+
+
+def test_without_steps_there_is_no_word_on_autocast(clock):
+    clock(136_000)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ucudnn.advise(Emulated(3, 8, 3), torch.randn(4, 3, 12, 12), dry=True)
+    assert all(one.name != "float32" for one in found.ways)
 
 
 def test_what_there_is_no_time_for_is_named(model, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ucudnn.advice import AS_IT_IS, BLOCKS, CHANNELS_LAST, MALLOC, Advice, KernelAdvice, Largest
+from ucudnn.advice import (
+    AS_IT_IS,
+    BLOCKS,
+    CHANNELS_LAST,
+    FLOAT32,
+    MALLOC,
+    Advice,
+    KernelAdvice,
+    Largest,
+)
 from ucudnn.backends import AbstractBackend, Cost, open_backend
 from ucudnn.backends.torch_cpu.processor import filling
 from ucudnn.benchmark.statistics import median_ns, spread_ns
@@ -38,6 +47,7 @@ from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_s
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_bytes
+from ucudnn.verdict import EMULATED
 
 # Seconds for the whole advice, which is for users who do not want to wait for tuning.
 _MOST_S = 60.0
@@ -78,11 +88,12 @@ def advise(
     """Foresee and run a step in several ways, report what fills its memory, and give a verdict.
 
     The ways are the step as it is, channels_last, segments, micro-batches, checkpoints and, by
-    estimate, a plan for the convolutions. With a memory budget, the verdict is the largest batch
-    that fits it. A step that does not fit the memory is foreseen and not run. There is no search
-    for plans, and nothing is cached. Advice takes about a minute for steps of up to a second. Steps
-    are run on deep copies of the model; the model and the states of random generators do not
-    change. A compiled model is run uncompiled, with a warning.
+    estimate, a plan for the convolutions; under autocast also the step in float32, which comes
+    first: if it takes at most a tenth of the time, nothing else is tried. With a memory budget, the
+    verdict is the largest batch that fits it. A step that does not fit the memory is foreseen and
+    not run. There is no search for plans, and nothing is cached. Advice takes about a minute for
+    steps of up to a second. Steps are run on deep copies of the model; the model and the states of
+    random generators do not change. A compiled model is run uncompiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -118,7 +129,7 @@ def advise(
     # torch has no channels_last layout in 1-D, and "nhwc" problems are in channels_last already.
     has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in names)
     advice = _Trials(model, example_inputs, backend, config, began, dry).advice(has_other)
-    if dry:
+    if dry or advice.faster_float32 is not None:
         return advice
     until = max(began + _MOST_S, monotonic() + _LEAST_S)
     found: dict[Problem, KernelAdvice] = {}
@@ -164,6 +175,8 @@ class _Trials:
     search: SegmentSearch | None = None
     copies: dict[str, Steps] = field(default_factory=dict)
     spread: float = 0.0
+    float32: Way | None = None
+    is_emulated: bool = False
 
     def __post_init__(self) -> None:
         self.is_training = self.config.ops != ("fprop",)
@@ -184,14 +197,19 @@ class _Trials:
         budget = None
         try:
             with undisturbed(self.model):
-                self._as_it_is()
-                self._all_ways(has_other)
-                budget = self.budget_bytes
-                if budget is not None and self.is_single and self.batch:
-                    self._find_largest(budget)
-                elif budget is not None:
-                    self.left_out.append("the largest batch (it takes one example with a batch)")
-                self._race()
+                with self._trying(FLOAT32):
+                    self._try_float32()
+                if not self.is_emulated:
+                    self._as_it_is()
+                    self._all_ways(has_other)
+                    budget = self.budget_bytes
+                    if budget is not None and self.is_single and self.batch:
+                        self._find_largest(budget)
+                    elif budget is not None:
+                        self.left_out.append(
+                            "the largest batch (it takes one example with a batch)"
+                        )
+                    self._race()
         # A model that was traced on fake tensors may still fail on real ones. Its kernels can be
         # timed all the same.
         except STEP_ERRORS as error:
@@ -240,6 +258,36 @@ class _Trials:
         """When this part of the time is over."""
         return Deadline(self.began + part * _MOST_S)
 
+    def _context(self, name: str) -> AbstractContextManager[object]:
+        """Context in which to foresee and run a way."""
+        if name != FLOAT32:
+            return nullcontext()
+        return torch.autocast(self.backend.device().type, enabled=False)
+
+    def _try_float32(self) -> None:
+        """Under autocast, time a step in float32 and one as it is, before all else."""
+        if self.is_dry or not torch.is_autocast_enabled(self.backend.device().type):
+            return
+        # Operators are not called: those of a very slow step would take twice its time.
+        peaks = Foreseer(self.model, self.inputs, self.backend, self.is_training, operators="none")
+        profile = peaks.step()
+        with self._context(FLOAT32):
+            peak = replace(peaks).step().peak_bytes
+            if not peaks.can_run(max(peak, profile.peak_bytes)):
+                self.left_out.append(f"{FLOAT32} (it needs {format_bytes(peak)}, foreseen)")
+                return
+            time_ns = self._run("keep")
+        self.float32 = Way("torch", FLOAT32, peak, time_ns=time_ns)
+        self.own_ns = self._run("keep")
+        if self.own_ns < EMULATED * time_ns:
+            return
+        self.is_emulated, self.profile = True, profile
+        own = Way("torch", AS_IT_IS, profile.peak_bytes, time_ns=self.own_ns)
+        self.ways += own, self.float32
+        self.left_out.append(
+            "other ways, kernels, workspace of the peaks (steps under autocast take too long)"
+        )
+
     def _as_it_is(self) -> None:
         """Foresee the step as it is, and run it if it fits the memory."""
         self.foreseer = Foreseer(self.model, self.inputs, self.backend, self.is_training)
@@ -260,6 +308,10 @@ class _Trials:
             )
         time_ns = self.own_ns if self.may_run else 0
         self.ways.append(Way("torch", AS_IT_IS, own.peak_bytes, own.time_ns, time_ns=time_ns))
+        if self.float32 is not None:
+            with self._context(FLOAT32):
+                found = replace(self.foreseer).step()
+            self.ways.append(replace(self.float32, foreseen_bytes=found.peak_bytes))
 
     def _run(self, layout: str) -> int:
         """Time of a second step in a layout, or of the first one if steps are very long."""
@@ -392,7 +444,8 @@ class _Trials:
             if self.search is not None and way.division != WHOLE:
                 time_ns = self.search.elapsed_ns(way.division)
             else:
-                time_ns = self._elapsed_ns(way.memory_format)
+                with self._context(way.name):
+                    time_ns = self._elapsed_ns(way.memory_format)
             faults.extend([_faults() - before] * (way is own))
             return time_ns
 
@@ -429,7 +482,7 @@ class _Trials:
     def _find_largest(self, budget: int) -> None:
         """Foresee each way's largest batch."""
         for way in self.ways:
-            with self._trying(f"the largest batch by {way.name}"):
+            with self._trying(f"the largest batch by {way.name}"), self._context(way.name):
                 foreseer = replace(self.foreseer, operators="in part")
                 peak_at = partial(_peak_at, foreseer, way.division, way.memory_format, None)
                 batch, peak = largest_batch(peak_at, self.batch, budget)

@@ -27,6 +27,7 @@ from ucudnn.backends.torch_cpu.fft import Fft
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.operators import (
     OneDnn,
+    OneDnnFloat32,
     OneDnnNhwc,
     SlowConv2d,
     TorchDefault,
@@ -51,6 +52,7 @@ ALGORITHMS = {
         TorchDefault(),
         OneDnn(),
         OneDnnNhwc(),
+        OneDnnFloat32(),
         SlowConv2d(),
         Im2colGemm(),
         Gemm(),
