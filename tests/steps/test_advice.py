@@ -357,7 +357,7 @@ def test_micro_batches_of_an_inference():
     assert not found.is_training
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_largest_batch_fits_the_budget_and_no_much_larger_one_does():
     torch.manual_seed(0)
     net, x = Blocks(), torch.randn(8, 8, 40, 40)
