@@ -163,9 +163,7 @@ def test_a_plan_that_keeps_a_smaller_budget_is_the_plan_for_it(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "kind", [pytest.param("training", marks=pytest.mark.nightly), "inference"]
-)
+@pytest.mark.parametrize("kind", [pytest.param("training", marks=pytest.mark.nightly), "inference"])
 def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, under_malloc):
     model, x = network()
     unlimited = tuned(model, x, "1GiB", kind)
