@@ -131,6 +131,7 @@ TABLES = {
 }
 
 
+@pytest.mark.process
 def test_tables_are_those_of_the_files_and_of_the_settings(repository, python, tmp_path):
     made = {name: tmp_path / f"{number}.md" for number, name in enumerate(TABLES)}
     for name, path in made.items():

@@ -82,6 +82,7 @@ for name, run in runs.items():
 )
 
 
+@pytest.mark.process
 @limited
 def test_errors_for_lack_of_memory_are_known(python):
     said = python("-c", RUNS).stdout
@@ -114,6 +115,7 @@ print(step(80))
 )
 
 
+@pytest.mark.process
 @limited
 def test_after_a_failed_step_a_smaller_one_fits(python):
     assert python("-c", FREED).stdout == "161\n"
@@ -160,6 +162,7 @@ print(max(sizes), raced, kernel.timing.samples, kernel.default)
 )
 
 
+@pytest.mark.process
 @limited
 @pytest.mark.parametrize(
     "op", [*(pytest.param(op, marks=pytest.mark.nightly) for op in ("fprop", "dgrad")), "wgrad"]
@@ -172,6 +175,7 @@ def test_chunks_that_fit_are_timed_where_the_whole_does_not(python, op):
     assert (raced, samples, default) == ("False", "0", "None")
 
 
+@pytest.mark.slow
 def test_a_ring_of_fewer_samples_serves_smaller_chunks(scripted, monkeypatch):
     backend = scripted(torch_default=lambda size: (size * MS, 0))
     operands, asked = backend.operands, []
@@ -193,6 +197,7 @@ def test_a_ring_of_fewer_samples_serves_smaller_chunks(scripted, monkeypatch):
     assert all(entry.key.subject == Subject.CHUNK for entry in measurements)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_nothing_fits_is_left_to_torch(scripted, monkeypatch):
     backend = scripted(torch_default=lambda size: (size * MS, 0))
     operands = backend.operands
@@ -212,6 +217,7 @@ def test_a_kernel_that_nothing_fits_is_left_to_torch(scripted, monkeypatch):
         tune_problems([("wide", wide), ("layer", SMALL)], Config(unplanned="error"))
 
 
+@pytest.mark.slow
 def test_memory_for_operands_is_not_looked_for_by_each_candidate(scripted, monkeypatch):
     """They would all fail as the first did, each after as long a search."""
     backend = scripted(

@@ -148,6 +148,7 @@ def smallest(model, x, kind="training", budget=0, **more):
             budget = error.smallest_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_that_keeps_a_smaller_budget_is_the_plan_for_it(tmp_path):
     model, x = network()
     plan = tuned(model, x, "90%", cache=str(tmp_path))
