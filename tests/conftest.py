@@ -192,7 +192,8 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
             one, least_budget_s=3600.0, most_budget_s=3600.0, chunks=chunks, wholes=wholes
         )
         monkeypatch.setitem(EFFORTS, name, patient)
-    monkeypatch.setattr(protocol, "_RING_CACHES", 1 / 64)
+    samples = protocol.ring_samples
+    monkeypatch.setattr(protocol, "ring_samples", lambda one, cache: samples(one, cache >> 7))
 
 
 @pytest.fixture(scope="module", autouse=True)
