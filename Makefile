@@ -3,11 +3,12 @@
 #
 #   make demo   .venv       steps within half and a quarter of torch's memory, on this machine
 #   make quick  .venv-test  what takes no time and no processes of its own, on the installed package:
-#                           for while you work
+#                           for while you work; a minute
 #   make test   .venv-test  the suite and the doctests, but for what is nightly, on the installed
 #                           package; lines and branches of values, solvers, cache, kernels and steps
 #   make avx2   .venv-test  tests/backend as on a processor without AVX-512
-#   make bare   .venv-bare  imports of every module and the commands, without optional dependencies
+#   make bare   .venv-bare  imports of every module and the commands, without optional dependencies;
+#                           .venv-test is the same environment with more beside it
 #   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches the wheels of CUDNNS,
 #                           500 MB each
 #   make simulated-gpu      .venv-test: tests/gpu and failures on a GPU that is simulated by cuDNN
@@ -52,16 +53,17 @@ ALL_CUDNNS := 9.28.0.42 9.20.0.48 9.19.0.56
 NOTHING :=
 COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 
-# Per environment: extras of the package, and tools beside it.
+# Per environment: extras of the package, and tools beside it. .venv-test has torch, pytest and the
+# package from .venv-bare, so that they are installed once.
 EXTRAS.venv :=
 EXTRAS.venv-test := [test,report]
-TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist
+TOOLS.venv-test := mypy ruff import-linter pytest-cov
 EXTRAS.venv-bare :=
 TOOLS.venv-bare := pytest pytest-xdist hypothesis
 TOOLS.venv-docs := mkdocs-material 'mkdocstrings[python]' ruff typer rich msgspec
 TOOLS.venv-build := build setuptools wheel
-# These two need no torch.
-.venv-docs/.ready .venv-build/.ready: TORCH :=
+# These need no torch, or have it from elsewhere.
+.venv-docs/.ready .venv-build/.ready .venv-test/.ready: private TORCH :=
 
 demo: .venv/.installed
 	.venv/bin/python examples/demo.py
@@ -74,14 +76,16 @@ env -u PYTHONPATH "$(ROOT)/$(1)/bin/python" -P -m $(2)
 endef
 PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -p no:cacheprovider
 
-# Several processes take the tests of a file each, in the order of the folders. OpenMP's threads sleep
-# while they wait, or they would keep the other process from its processor.
-PARALLEL = $(PYTEST) "$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile \
-	--no-loadscope-reorder
+# Several processes share the tests. OpenMP's threads sleep while they wait, or they would keep the
+# other process from its processor. On each push torch computes in one thread, unless a test or
+# `make avx2` says otherwise.
+# Each process begins with its part of the files, and takes tests of others when it has no more.
+PARALLEL = $(PYTEST) "$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS) -n $(WORKERS) --dist worksteal
 QUICK = not slow and not process and not gpu and not nightly
 # Values, solvers, the cache, and what decides: see pyproject.toml.
 COVERAGE := 95
 test quick avx2 bare nightly: export OMP_WAIT_POLICY := passive
+test quick bare: export OMP_NUM_THREADS := 1
 
 # A part of the suite covers less: with PYTEST_ARGS there is no gate.
 test: .venv-test/.installed
@@ -96,8 +100,9 @@ quick: .venv-test/.installed
 avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export ATEN_CPU_CAPABILITY := avx2
 avx2: .venv-test/.installed
-	$(call outside,.venv-test,$(PYTEST) -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" \
-	--ignore-glob "*/test_accuracy.py" --ignore-glob "*/test_engine_executable.py" $(PYTEST_ARGS))
+	$(call outside,.venv-test,$(PYTEST) -n $(WORKERS) -m "not nightly and not process" \
+	"$(ROOT)/tests/backend" --ignore-glob "*/test_accuracy.py" \
+	--ignore-glob "*/test_engine_executable.py" $(PYTEST_ARGS))
 
 # What else computes with torch alone, which is the same with optional dependencies and without.
 bare: .venv-bare/.installed
@@ -178,8 +183,12 @@ dist/.built: .venv-build/.ready pyproject.toml MANIFEST.in LICENSE README.md $(S
 	.venv-build/bin/python .ci/check_dist.py dist
 	touch $@
 
+.venv-test/.ready: .venv-bare/.ready
+.venv-test/.installed: .venv-bare/.installed
 %/.ready: constraints.txt
 	$(PYTHON) -m venv $*
+	$(if $(filter .venv-test,$*),cd $* && for folder in lib/python*/site-packages; do \
+	echo "../../../../.venv-bare/$$folder" > "$$folder/bare.pth"; done)
 	$(if $(TORCH),$*/bin/python $(PIP) $(TORCH))
 	$(if $(TOOLS$*),$*/bin/python $(PIP) $(TOOLS$*))
 	touch $@

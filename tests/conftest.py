@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -177,12 +178,32 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No default time budget ends a tuning: what a test sees hangs on no clock."""
+    """No default time budget ends a tuning: what a test sees hangs on no clock.
+
+    Nor does it need exact times. So samples are short, and the operands to be measured on are not
+    larger than the processor's cache.
+    """
+    from ucudnn.benchmark import protocol
     from ucudnn.kernels.deadline import EFFORTS
 
     for name, one in EFFORTS.items():
-        patient = replace(one, least_budget_s=3600.0, most_budget_s=3600.0)
+        chunks, wholes = (replace(how, sample_ns=200_000) for how in (one.chunks, one.wholes))
+        patient = replace(
+            one, least_budget_s=3600.0, most_budget_s=3600.0, chunks=chunks, wholes=wholes
+        )
         monkeypatch.setitem(EFFORTS, name, patient)
+    samples = protocol.ring_samples
+    monkeypatch.setattr(protocol, "ring_samples", lambda one, cache: samples(one, cache >> 7))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap() -> None:
+    """What was imported is left out when the collector, or a search for tensors, goes through all.
+
+    A process that has run many tests has a heap many times as large as that of a user.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

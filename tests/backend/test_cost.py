@@ -107,6 +107,7 @@ def assert_needed_in_channels_last(backend, op, geometry):
         assert_needed(backend, problem_of(op, case, geometry, dtype, "nhwc"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("op", OPS)
 def test_stated_workspace_where_copies_are_left_out(backend, special, op):

@@ -56,6 +56,7 @@ def test_the_tightest_of_nested_control_groups_counts(tmp_path, line, folder, li
     assert available_memory_bytes(tmp_path) == 2 * GIB + GIB // 2
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="no limits of a process")
 @pytest.mark.parametrize(("limit", "name"), [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
 def test_a_limit_of_the_process_counts(python, limit, name):

@@ -37,8 +37,13 @@ def check(row, is_native):
 
 
 @pytest.mark.process
-def test_reported_workspace_is_the_true_one(under_malloc):
-    rows = under_malloc(TRUTH, *BYTES_BY_DTYPE)
+@pytest.mark.parametrize(
+    "dtypes",
+    [("float32", "bfloat16"), pytest.param(tuple(BYTES_BY_DTYPE), marks=pytest.mark.nightly)],
+    ids=["usual", "all"],
+)
+def test_reported_workspace_is_the_true_one(under_malloc, dtypes):
+    rows = under_malloc(TRUTH, *dtypes)
     algorithms = {row[3] for row in rows}
     assert algorithms >= {"torch_default", "slow_conv2d", "im2col_gemm", "gemm", "fft"}
     assert algorithms >= {"phases", "diagonal_gemm"}

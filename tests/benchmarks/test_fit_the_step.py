@@ -51,6 +51,7 @@ def ways(path: Path) -> dict[str, Any]:
     return found["ways"]
 
 
+@pytest.mark.nightly
 def test_a_plan_takes_what_the_checkpoints_take(race, tmp_path):
     found = race().run()
     title = f"segments at the peak of {CHECKPOINT}"

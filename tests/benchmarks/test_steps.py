@@ -29,6 +29,7 @@ def make_run(workers: ModuleType) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.nightly
 def test_processes_take_steps_in_turn(workers):
     """One fails at setting up, which the others do not notice; every answer is handed out."""
     names = {"unet3d": ("eager", "channels_last"), "nothing": ("eager",)}

@@ -105,7 +105,7 @@ def test_a_way_that_fails_is_named_and_the_others_are_timed(script, random_plan,
     assert found_steps.StepBench.from_dict(json.loads(json.dumps(bench.to_dict()))) == bench
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_the_other_process_takes_a_round_when_it_is_told_to(script, random_plan, tmp_path):
     other, path, shape = script("malloc_steps"), tmp_path / "plan.json", (1, 512, 8)
     random_plan(
@@ -136,6 +136,7 @@ def tiny(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -
     return "tiny"
 
 
+@pytest.mark.nightly
 def test_steps_under_limits(script, tiny, monkeypatch, tmp_path):
     limits, path = script("limits"), tmp_path / "limits.json"
     command = ["limits.py", tiny, "--limits", "64KiB,64MiB", "--policies", "undivided,all"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from by_hand import in_chunks, where_it_can
 
 from ucudnn import cli
 from ucudnn.cli import console
+from ucudnn.config import Config
 
 MODEL = """
 import torch
@@ -93,6 +96,27 @@ def model(tmp_path):
     path = tmp_path / "some_models.py"
     path.write_text(MODEL)
     return path
+
+
+@pytest.fixture
+def made(tmp_path) -> Callable[..., Path]:
+    """A function that writes a plan of `net` for this machine, which nothing measured."""
+    import torch
+
+    from ucudnn.backends import open_backend
+    from ucudnn.steps.tracing import trace_layers
+
+    def make(name: str, chunk: int = 2, **settings: object) -> Path:
+        space: dict[str, object] = {"__name__": "models"}
+        exec(MODEL, space)
+        config, backend = Config(**settings), open_backend("torch_cpu")
+        layers = trace_layers(space["made"], torch.empty(8, 3, 12, 12), config.ops).layers
+        algorithm_of = where_it_can(backend, "im2col_gemm", chunk)
+        path = tmp_path / f"{name}.plan.json"
+        in_chunks(backend, layers, chunk, algorithm_of, config).save(path)
+        return path
+
+    return make
 
 
 @pytest.fixture

@@ -10,25 +10,26 @@ import pytest
 from ucudnn.plan import Plan
 from ucudnn.units import format_ns
 
-SHAPE = "8x3x12x12"
-
 
 @pytest.fixture
-def planned(ucudnn, model, tmp_path):
-    """A function that tunes the model and returns the path of the plan."""
-
-    def tune(name, *flags):
-        output = tmp_path / f"{name}.plan.json"
-        done = ucudnn("tune", f"{model}:net", "--input", SHAPE, "-o", output, *flags)
-        assert done.status == 0, done.err
-        return output
-
-    return tune
+def tuned(ucudnn, model, output):
+    """The path of a plan that was just measured."""
+    flags = ("--input", "8x3x12x12", "--workspace-limit", "1MiB", "-o", output)
+    done = ucudnn("tune", f"{model}:net", *flags)
+    assert done.status == 0, done.err
+    return output
 
 
-@pytest.mark.slow
-def test_a_plan_that_was_just_made_is_true_but_for_what_is_timed(ucudnn, planned):
-    path = planned("plan", "--workspace-limit", "1MiB")
+@pytest.mark.nightly
+def test_a_plan_that_was_just_tuned_is_true(ucudnn, tuned):
+    done = ucudnn("check", tuned, "--canaries", "0")
+    assert done.status == 0, done.out
+    assert done.out.endswith("The plan is valid here.\n")
+    assert ucudnn("compare", tuned, tuned).status == 0
+
+
+def test_a_plan_that_was_just_made_is_true_but_for_what_is_timed(ucudnn, made):
+    path = made("plan", workspace_limit="1MiB")
     done = ucudnn("check", path, "--canaries", "0")
     assert done.status == 0, done.out
     assert "ok  device: " in done.out
@@ -48,19 +49,17 @@ def test_a_plan_that_was_just_made_is_true_but_for_what_is_timed(ucudnn, planned
 
 
 @pytest.mark.slow
-def test_canaries_are_timed(ucudnn, model, tmp_path, planned, one_thread):
+def test_canaries_are_timed(ucudnn, made, one_thread):
     del one_thread
-    path = planned("plan", "--workspace-limit", "32KiB")
-    plan = Plan.load(path)
-    leaving = sum(not kernel.is_default for kernel in plan.kernels)
+    path = made("plan", workspace_limit="32KiB")
+    assert sum(not kernel.is_default for kernel in Plan.load(path).kernels) > 2
     found = json.loads(ucudnn("check", path, "--canaries", "2", "--json").out)
     timed = [one for one in found["findings"] if one["about"].startswith("canary")]
-    assert len(timed) == max(1, min(2, leaving))
+    assert len(timed) == 2
 
 
-@pytest.mark.slow
-def test_a_plan_is_the_same_as_itself_but_not_for_another_device(ucudnn, planned, tmp_path):
-    path = planned("one")
+def test_a_plan_is_the_same_as_itself_but_not_for_another_device(ucudnn, made, tmp_path):
+    path = made("one")
     done = ucudnn("compare", path, path)
     assert done.status == 0
     assert "Both compute all 5 kernels alike." in done.out
@@ -75,9 +74,8 @@ def test_a_plan_is_the_same_as_itself_but_not_for_another_device(ucudnn, planned
     assert "alike, but were made for other devices or by other settings" in done.out
 
 
-@pytest.mark.slow
-def test_in_what_two_plans_differ(ucudnn, planned):
-    paths = planned("one"), planned("other", "--workspace-limit", "32KiB", "--ops", "fprop")
+def test_in_what_two_plans_differ(ucudnn, made):
+    paths = made("one"), made("other", 3, workspace_limit="32KiB", ops=("fprop",))
     one, other = map(Plan.load, paths)
     done = ucudnn("compare", *paths)
     assert done.status == 1

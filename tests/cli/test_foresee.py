@@ -98,7 +98,8 @@ def test_the_largest_batch_that_fits(foresee):
 
 @pytest.mark.slow
 def test_a_step_by_a_plan(ucudnn, foresee, model, output):
-    tuned = ucudnn("tune", f"{model}:net", *SHAPE, "--memory-budget", "60%", "-o", output)
+    quick = ("--effort", "quick", "--policy", "undivided", "--no-step-race", "-o", output)
+    tuned = ucudnn("tune", f"{model}:net", *SHAPE, "--memory-budget", "60%", *quick)
     assert tuned.status == 0, tuned.err
     memory = json.loads(output.read_text())["memory"]
     found = numbers(foresee, "--plan", output, "--fits", "1MiB")

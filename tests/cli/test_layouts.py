@@ -43,6 +43,7 @@ def raced(tmp_path):
     return one, other
 
 
+@pytest.mark.nightly
 def test_tuning_for_the_better_layout_prints_the_race(ucudnn, model):
     arguments = ("tune", f"{model}:net", "--input", "2x3x12x12", "--policy", "undivided")
     done = ucudnn(*arguments, "--layout", "auto")

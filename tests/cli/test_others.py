@@ -113,12 +113,23 @@ def test_a_name_that_no_terminal_can_show_is_printed_all_the_same(ucudnn, tmp_pa
     assert "half \\ud800 of it" in found.out
 
 
-@pytest.mark.slow
-def test_advice_on_a_model(ucudnn, model):
+@pytest.mark.nightly
+def test_advice_on_a_model_within_a_budget(ucudnn, model):
     arguments = ("advise", f"{model}:net", "--input", "8x3x12x12")
     done = ucudnn(*arguments, "--memory-budget", "50%")
     assert done.status == 0, done.err
     assert done.out.startswith("Verdict: the largest batch within ")
+    assert len(done.out.splitlines()) <= 26
+
+
+@pytest.mark.slow
+def test_advice_on_a_model(ucudnn, model, monkeypatch):
+    # No way of running steps is tried.
+    monkeypatch.setattr("ucudnn.steps.advise._MOST_S", 0.0)
+    arguments = ("advise", f"{model}:net", "--input", "8x3x12x12")
+    done = ucudnn(*arguments)
+    assert done.status == 0, done.err
+    assert done.out.startswith("Verdict: ")
     assert len(done.out.splitlines()) <= 26
     assert "fprop conv2d(3->8, k3, 12x12) N=8" not in done.out
     done = ucudnn(*arguments, "--infer", "--all")
@@ -228,7 +239,8 @@ def test_progress_without_a_terminal_is_lines(ucudnn, model, monkeypatch):
     from ucudnn.cli import console
 
     monkeypatch.setattr(console, "_LINE_S", 0.0)
-    arguments = ("tune", f"{model}:net", "--input", "2x3x9x9", "--ops", "fprop", "--no-step-race")
+    arguments = ("tune", f"{model}:net", "--input", "2x3x9x9", "--ops", "fprop")
+    arguments += ("--no-step-race", "--policy", "undivided")
     loud = ucudnn(*arguments)
     assert "ucudnn: tuning, " in loud.err
     assert " measured, " in loud.err

@@ -58,6 +58,7 @@ def test_arguments_of_the_callable_several_sizes_and_a_model_that_is_there(ucudn
     assert traced(ucudnn, tmp_path, f"{model}:made", "--input", "8x3x12x12")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "dtype"),
     [

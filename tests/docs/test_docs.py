@@ -60,7 +60,7 @@ def test_every_python_block_compiles(readme: str) -> None:
         compile(block["code"], "README.md", "exec")
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_every_block_marked_as_running_runs(readme, python, tmp_path):
     """A line `<!-- runs -->` above a block marks it; each runs by itself in an empty folder."""
     for number, block in enumerate(blocks(readme, "python")):
@@ -131,14 +131,16 @@ TABLES = {
 }
 
 
+@pytest.mark.process
 def test_tables_are_those_of_the_files_and_of_the_settings(repository, python, tmp_path):
-    script = repository / "docs" / "make_tables.py"
-    for name, count in TABLES.items():
-        kept, made = repository / name, tmp_path / "made.md"
-        made.write_bytes(kept.read_bytes())
-        python(script, made, cwd=tmp_path)
-        assert made.read_text().count("<!-- end of table -->") == count
-        assert made.read_text() == kept.read_text(), f"python docs/make_tables.py {name}"
+    made = {name: tmp_path / f"{number}.md" for number, name in enumerate(TABLES)}
+    for name, path in made.items():
+        path.write_bytes((repository / name).read_bytes())
+    python(repository / "docs" / "make_tables.py", *made.values(), cwd=tmp_path)
+    for name, path in made.items():
+        assert path.read_text().count("<!-- end of table -->") == TABLES[name]
+        kept = (repository / name).read_text()
+        assert path.read_text() == kept, f"python docs/make_tables.py {name}"
 
 
 def test_links_lead_to_files(checkout: Path) -> None:

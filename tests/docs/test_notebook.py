@@ -22,8 +22,7 @@ def test_it_is_kept_without_results(cells: list[dict]) -> None:
     assert len({cell["id"] for cell in cells}) == len(cells)
 
 
-@pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_runs(cells, python, tmp_path):
     pytest.importorskip("plotly", reason="charts need plotly (the extra report)")
     # One process runs the cells in their order, as a kernel does.

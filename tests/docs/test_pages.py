@@ -37,13 +37,8 @@ def test_all_python_of_a_page_is_run_or_saved(page: Path) -> None:
     assert len(marked) == page.read_text("utf-8").count("<!--")
 
 
-# The other pages are of a framework or a place each, and take minutes.
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "page",
-    [PAGES[0], *(pytest.param(page, marks=pytest.mark.nightly) for page in PAGES[1:])],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_in_their_order(page: Path, package: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,

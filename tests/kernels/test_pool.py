@@ -205,6 +205,7 @@ HUNGRY = {"torch_default": linear(4, 2), "fast": linear(1, 1), "lean": linear(9,
 SLOW = {"torch_default": linear(75, 1), "fast": linear(40, 2), "lean": linear(200, 0.5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "seconds", "mib", "round_s"),
     [
@@ -227,6 +228,7 @@ def test_little_time_gives_each_kernel_a_part(timed, costs, seconds, mib, round_
             assert all(kernel.split(n).size == n for n in range(1, N + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [LEAN, HUNGRY], ids=["lean", "hungry"])
 def test_more_time_is_never_slower_and_ends_at_the_best_division(timed, costs):
     total = 17 * MIB

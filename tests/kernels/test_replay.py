@@ -42,9 +42,14 @@ def test_few_measurements_and_plans_as_good(path, tuning_cost):
 
 
 # The runs were counted when every candidate took part in a race.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit_mib", "most", "runs_before"),
-    [(8, 0.3, 16_316), (64, 0.15, 14_828), (None, 0.15, 11_481)],
+    [
+        (8, 0.3, 16_316),
+        (64, 0.15, 14_828),
+        pytest.param(None, 0.15, 11_481, marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize("path", GPU_TABLES, ids=lambda path: path.parent.name)
 def test_within_a_limit_few_engines_of_a_gpu_are_run(

@@ -134,6 +134,7 @@ def test_on_a_gpu_slow_candidates_are_run_once_and_not_raced(scripted, on_a_gpu)
             assert min(ran.values()) >= least["near"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("scale", [0.02, 1.0])
 def test_on_a_gpu_fewer_runs_find_the_fastest_split(on_a_gpu, seed, scale):
@@ -156,6 +157,7 @@ def test_on_a_gpu_a_slow_candidate_is_timed_if_the_fast_ones_take_too_little_tim
     assert plan.split(FPROP).chunks == (Chunk(4, "calm"),) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_mib", [None, 3])
 def test_batches_that_there_was_no_time_for_are_named(scripted, tmp_path, limit_mib):
     """Looks at the clock take a second each; each batch has an implementation of its own."""

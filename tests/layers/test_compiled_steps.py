@@ -133,9 +133,16 @@ KINDS = {
     "in place": (in_place, False, 1, 0),
     "in parts": (in_parts, False, 2, 1),
 }
+# Models of these kinds are tuned on each push.
+JUDGED = [
+    pytest.param("wrapped", marks=pytest.mark.nightly),
+    "wrapped, with a break",
+    pytest.param("in place", marks=pytest.mark.nightly),
+    "in parts",
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", JUDGED)
 def test_every_step_that_judges_is_compiled_beforehand(kind, metered):
     made, breaks, graphs, calls = KINDS[kind]
     backend = Counting()
@@ -187,7 +194,7 @@ def state_of(model):
     ]
 
 
-@pytest.mark.parametrize("kind", ["wrapped, with a break", "in place", "in parts"])
+@pytest.mark.parametrize("kind", JUDGED[1:])
 def test_nothing_of_the_users_is_disturbed(kind):
     made, breaks, _, _ = KINDS[kind]
     backend, model, x = Counting(), Net(breaks), torch.randn(SHAPE)
@@ -237,7 +244,7 @@ def test_convolutions_that_are_compiled_in_another_layout_are_counted(plan_by_ha
     assert "4 convolutions are in another layout" in plan_verdict(found)[-2]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("breaks", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_judging_often_uses_up_no_recompilations_of_the_user(breaks, plan_by_hand):
     backend, model = Counting(), Net(breaks)
     compiled = torch.compile(model, backend=backend, dynamic=False)

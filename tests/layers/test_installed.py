@@ -187,6 +187,7 @@ def test_a_converted_model_inside_follows_its_own_plan(plan_by_hand, computed):
     assert computed == ["fprop", "dgrad", "wgrad"]
 
 
+@pytest.mark.slow
 def test_autocast_and_backward_inside_it(plan_by_hand, computed):
     model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
     with torch.autocast("cpu", torch.bfloat16):

@@ -16,6 +16,7 @@ import ucudnn
 from ucudnn.config import Config
 from ucudnn.execution.channels_last import lay_out_, restore_layout_, why_not_channels_last
 
+pytestmark = pytest.mark.slow
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 INPUT = (6, 3, 9, 9)
 

@@ -83,6 +83,7 @@ def test_a_bias_that_torch_refuses(plan_by_hand, algorithm, bias):
     assert ours == [torchs, torchs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("operands", OTHERS.values(), ids=OTHERS)
 def test_other_operands_are_torchs_to_judge(plan_by_hand, operands, algorithm):

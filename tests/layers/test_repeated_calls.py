@@ -155,6 +155,7 @@ def left(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [*found, *(one.clone() for one in model.buffers()), torch.rand(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Pair, Sizes, Modes, Loop, Cut, Inside, Critic, Teacher])
 @pytest.mark.parametrize("way", [*REPEATED, *(f"divided, {one}" for one in DIVIDED)])
 def test_steps_leave_what_torch_leaves(kind: type[Pair], way: str) -> None:

@@ -357,6 +357,7 @@ def test_modes_switched_before_backward():
         assert any(one.abs().sum() for one in ours)
 
 
+@pytest.mark.slow
 def test_a_discarded_forward_keeps_nothing_offloaded():
     model, x = Net(nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Tanh())).double(), samples()
     segment_(model, [Segment("body", 2, recompute=False, offload=True)])

@@ -398,6 +398,7 @@ def test_a_result_that_is_changed_later_is_not_mistaken_for_the_old_one() -> Non
     assert_same(Changing(), torch.randn(2, 3, 5, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segment", [WHOLE, Segment("", None, selective=True)], ids=str)
 def test_nothing_stays_allocated_after_the_graph(segment: Segment) -> None:
     """No reference cycles: without the collector, all goes with the last name for the result."""
@@ -541,6 +542,7 @@ def transforms_of_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
 )
 @pytest.mark.parametrize("activation", [*RECTIFIED[1:], nn.ELU(inplace=True)], ids=repr)
 # Torch's own, when it first needs a decomposition.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_higher_and_forward_derivatives_are_torchs(
     activation: nn.Module, norm: Any, derived: Any, segments: list[Segment]
@@ -597,6 +599,7 @@ class Beside(nn.Module):
 MANNERS = ["checkpoint", "checkpoint, reentrant", "offload", "hooks", "none"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "segments",
     [

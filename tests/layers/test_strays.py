@@ -193,6 +193,7 @@ class UsesGlobal(nn.Module):
         return ENCODER(self.layer(x))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_global_gets_no_gradients():
     model, x = UsesGlobal(), torch.randn(2, 3, 5, 5)
     assert len(ucudnn.trace(model, x)) == 5

@@ -104,6 +104,7 @@ STRETCHES = [
 ]
 
 
+@pytest.mark.slow
 @EACH_WAY
 @pytest.mark.parametrize("names", STRETCHES)
 def test_results_and_gradients_are_torchs(way: Segment, names: list[str]) -> None:
@@ -153,6 +154,7 @@ def nested(draw: random.Random, name: str, begin: int, end: int) -> Iterator[Seg
     yield from nested(draw, name, last, end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_recomputed_ones_inside_recomputed_ones_at_any_depth(seed: int) -> None:
     draw = random.Random(seed)
@@ -179,6 +181,7 @@ def test_autocast() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_memory_of_recomputed_ones_inside_a_recomputed_one() -> None:
     # In units of one result. Of k stretches of s tanhs each there are k results, and in backward
     # those of one stretch and two gradients. Inside a recomputed segment they are kept no longer.

@@ -145,6 +145,7 @@ def test_a_real_step_where_values_decide():
     assert {kernel.problem.kernel_size for kernel in plan.kernels} == {(3, 3)}
 
 
+@pytest.mark.slow
 def test_a_hook_that_needs_values_needs_a_real_step():
     model, means = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)), []
     model[0].register_forward_hook(lambda *call: means.append(call[-1].mean().item()))
@@ -257,6 +258,7 @@ def test_settings_in_a_dict_are_refused(call) -> None:
         call(torch.nn.Conv2d(3, 4, 3), torch.empty(2, 3, 9, 9), {"policy": "all"})
 
 
+@pytest.mark.slow
 def test_shapes_that_do_not_fit_are_one_error_and_no_log_of_torch():
     class Odd(nn.Conv2d):
         def forward(self, x):
@@ -293,6 +295,7 @@ class Interrupting(nn.Conv2d):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("presses", "steps"), [(1, ["begun", "computed"]), (2, ["begun"])])
 def test_an_interrupt_takes_effect_when_the_trace_is_over_and_a_second_one_at_once(presses, steps):
     """Torch ends the process where one arrives in some of its calls of Python."""

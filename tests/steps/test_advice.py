@@ -373,7 +373,7 @@ def test_micro_batches_of_an_inference():
     assert not found.is_training
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_largest_batch_fits_the_budget_and_no_much_larger_one_does():
     torch.manual_seed(0)
     net, x = Blocks(), torch.randn(8, 8, 40, 40)
@@ -418,6 +418,7 @@ def test_a_real_step_is_looked_at(model):
     assert values["verdict"] == found.verdict
 
 
+@pytest.mark.slow
 def test_several_inputs_have_no_segments(model):
     found = ucudnn.advise(model, [torch.randn(2, 3, 12, 12), torch.randn(2, 3, 16, 16)])
     assert "segments and micro-batches (one example at a time)" in found.left_out
@@ -425,6 +426,7 @@ def test_several_inputs_have_no_segments(model):
     assert found.step_peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_layouts_that_there_are_not(model):
     audio = ucudnn.advise(nn.Conv1d(2, 4, 3), torch.randn(2, 2, 9))
     last = {"memory_format": torch.channels_last}

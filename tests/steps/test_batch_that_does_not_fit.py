@@ -11,7 +11,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("names", ["groups", "batches volumes loop"])
+@pytest.mark.parametrize(
+    "names", ["groups", pytest.param("half batches volumes loop", marks=pytest.mark.nightly)]
+)
 def test_a_plan_is_found_whose_real_step_runs_there(names, python):
     """In a process whose address space is limited to a part of what torch's step needs."""
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}

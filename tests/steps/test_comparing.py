@@ -285,6 +285,7 @@ def test_an_error_in_a_trial_excludes_its_module(monkeypatch, tmp_path):
     assert "no such thing" in dict(plan.reasons).get("2", "no such thing")
 
 
+@pytest.mark.slow
 def test_a_loop_that_computes_something_else_is_refused(monkeypatch, tmp_path):
     model, x = blocks(2), torch.randn(4, 3, 12, 12)
 

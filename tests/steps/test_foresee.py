@@ -228,6 +228,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_peak_of_a_step_is_the_real_one(name):
     make, shape = NETWORKS[name]
@@ -281,6 +282,7 @@ DIVISIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_the_peak_of_a_divided_step_is_the_real_one(name):
     model, x, division = divisible(), torch.randn(8, 3, 32, 32), DIVISIONS[name]
@@ -349,6 +351,7 @@ class Skipping(nn.Module):
         return x[x > 0] if self.indexed else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indexed", [False, True])
 def test_layers_that_are_left_out_by_chance_count(indexed):
     model, x = Skipping(indexed), torch.randn(4, 4, 32, 32, requires_grad=True)
@@ -540,6 +543,7 @@ def test_an_unknown_optimiser_is_refused():
         ucudnn.foresee(conv(3, 8), torch.randn(IMAGES), optimizer="sofia")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2-D, batch norm", "residual", "attention", "checkpoints"])
 @pytest.mark.parametrize("batch", [1, 9])
 def test_another_batch_is_foreseen_from_the_same_example(name, batch):
@@ -552,6 +556,7 @@ def test_another_batch_is_foreseen_from_the_same_example(name, batch):
     assert found.peak_bytes == near(held + real_bytes(model, real))
 
 
+@pytest.mark.slow
 def test_operators_in_part_or_none_are_near_or_below():
     model = nn.Sequential(conv(8, 32), nn.GroupNorm(2, 32), nn.SiLU(), conv(32, 8))
     x = torch.empty(48, 8, 112, 112)
@@ -587,6 +592,7 @@ def test_the_largest_batch_is_that_of_brute_force(seed):
         assert largest_batch(peak_at, chance.randint(1, 64), budget) == expected
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_model_is_that_of_brute_force():
     model, x = (
         nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)),

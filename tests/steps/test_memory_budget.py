@@ -148,6 +148,7 @@ def smallest(model, x, kind="training", budget=0, **more):
             budget = error.smallest_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_that_keeps_a_smaller_budget_is_the_plan_for_it(tmp_path):
     model, x = network()
     plan = tuned(model, x, "90%", cache=str(tmp_path))
@@ -163,7 +164,7 @@ def test_a_plan_that_keeps_a_smaller_budget_is_the_plan_for_it(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["training", "inference"])
+@pytest.mark.parametrize("kind", [pytest.param("training", marks=pytest.mark.nightly), "inference"])
 def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, under_malloc):
     model, x = network()
     unlimited = tuned(model, x, "1GiB", kind)

@@ -169,6 +169,7 @@ def searching(model: nn.Module, x: Tensor) -> SegmentSearch:
     return SegmentSearch(Foreseer(model, x, open_backend("torch_cpu")))
 
 
+@pytest.mark.slow
 def test_micro_batches_are_kept_where_there_is_memory():
     search = searching(blocks(groups), torch.randn(IMAGES))
     found = search.within(search.ways[0].foreseen_bytes // 2)
@@ -179,6 +180,7 @@ def test_micro_batches_are_kept_where_there_is_memory():
     assert peaks, "smaller peaks take longer"
 
 
+@pytest.mark.slow
 def test_segments_keep_half_of_the_peak_and_the_gradients(tmp_path):
     model, x = blocks(groups), torch.randn(IMAGES)
     config = Config(memory_budget="50%", cache=str(tmp_path), **QUICK)
@@ -196,6 +198,7 @@ def test_segments_keep_half_of_the_peak_and_the_gradients(tmp_path):
         assert torch.allclose(found.grad.double(), wanted.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_samples_that_depend_on_each_other_are_recomputed_together(tmp_path):
     model, x = blocks(nn.BatchNorm2d), torch.randn(IMAGES)
     plan = ucudnn.tune(model, x, Config(memory_budget="60%", cache=str(tmp_path), **QUICK))
@@ -207,6 +210,7 @@ def test_samples_that_depend_on_each_other_are_recomputed_together(tmp_path):
         ucudnn.tune(model, x, Config(memory_budget="80%", loop=True, cache=str(tmp_path), **QUICK))
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_way_keeps_names_the_ways():
     model, x = blocks(groups), torch.randn(IMAGES)
     with pytest.raises(PlanError, match="smallest peak of a step that was found is") as info:
@@ -229,6 +233,7 @@ def test_a_budget_that_nothing_could_keep_is_refused_at_once():
     assert info.value.smallest_bytes == held
 
 
+@pytest.mark.slow
 def test_what_is_foreseen_is_what_steps_measure():
     search = searching(blocks(none), torch.randn(IMAGES))
     whole = search.ways[0]
