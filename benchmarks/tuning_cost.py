@@ -356,7 +356,9 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     fresh = [_part(entry, slice(-FRESH, None)) for entry in recorded.values()]
     session = ReplaySession(table.backend, MemoryCache(), effort=table.effort)
     session.bench_of = bench = ReplayBench(table.backend, problem, known, session.how.chunks)
-    tuning = KernelTuning(session, Config(policy="all"), Kernel(problem), limit is not None)
+    is_sparse = len({arm.size for arm in known}) < problem.batch
+    config = Config(policy="powers-of-two" if is_sparse else "all")
+    tuning = KernelTuning(session, config, Kernel(problem), limit is not None)
     evidence = tuning.evidence(limit)
     fitting = [
         entry
