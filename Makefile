@@ -89,7 +89,7 @@ test quick bare: export OMP_NUM_THREADS := 1
 
 # A part of the suite covers less: with PYTEST_ARGS there is no gate.
 test: .venv-test/.installed
-	$(call outside,.venv-test,$(PARALLEL) -m "not nightly" $(if $(PYTEST_ARGS),,--cov ucudnn \
+	$(call outside,.venv-test,$(PARALLEL) -m "not nightly" $(if $(PYTEST_ARGS),,--cov \
 	--cov-config "$(ROOT)/pyproject.toml" --cov-report term --cov-fail-under $(COVERAGE)))
 
 quick: .venv-test/.installed

@@ -49,6 +49,7 @@ def time_of(plan: Plan) -> int:
     return sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
 
 
+@pytest.mark.no_cover
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_is_as_fast_as_any_division(seed, scripted):
@@ -228,6 +229,7 @@ def test_little_time_gives_each_kernel_a_part(timed, costs, seconds, mib, round_
             assert all(kernel.split(n).size == n for n in range(1, N + 1))
 
 
+@pytest.mark.no_cover
 @pytest.mark.slow
 @pytest.mark.parametrize("costs", [LEAN, HUNGRY], ids=["lean", "hungry"])
 def test_more_time_is_never_slower_and_ends_at_the_best_division(timed, costs):
