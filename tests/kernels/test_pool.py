@@ -51,7 +51,9 @@ def time_of(plan: Plan) -> int:
 
 @pytest.mark.no_cover
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(6, 12))]
+)
 def test_a_plan_is_as_fast_as_any_division(seed, scripted):
     costs = random_costs(seed)
     scripted(**costs)

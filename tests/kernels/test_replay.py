@@ -47,7 +47,7 @@ def test_few_measurements_and_plans_as_good(path, tuning_cost):
 @pytest.mark.parametrize(
     ("limit_mib", "most", "runs_before"),
     [
-        (8, 0.3, 16_316),
+        pytest.param(8, 0.3, 16_316, marks=pytest.mark.nightly),
         (64, 0.15, 14_828),
         pytest.param(None, 0.15, 11_481, marks=pytest.mark.nightly),
     ],

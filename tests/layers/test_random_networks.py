@@ -19,8 +19,8 @@ LEAST = {
     "recomputed in parts": 0.4,
     "selective": 0.5,
 }
-ON_PUSH = [range(start, start + 30) for start in range(0, 120, 30)]
-NIGHTLY = [range(start, start + 100) for start in range(120, 3320, 100)]
+ON_PUSH = [range(start, start + 30) for start in range(0, 90, 30)]
+NIGHTLY = [range(start, start + 100) for start in range(90, 3290, 100)]
 CHUNKS = [
     *(pytest.param(one, id=f"{one[0]}-{one[-1]}", marks=pytest.mark.slow) for one in ON_PUSH),
     *(pytest.param(one, id=f"{one[0]}-{one[-1]}", marks=pytest.mark.nightly) for one in NIGHTLY),

@@ -21,6 +21,12 @@ LAST = None
 COUNTER = collections.Counter()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap():
+    """Strays are looked for in what was imported, too."""
+    gc.unfreeze()
+
+
 class Keeper(nn.Module):
     """Keeps its outputs in its class and in globals, and in itself."""
 

@@ -189,7 +189,10 @@ def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, under_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "share"), [("undivided", 1.0), ("powers-of-two", 0.5)])
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [("undivided", 1.0), pytest.param("powers-of-two", 0.5, marks=pytest.mark.nightly)],
+)
 def test_every_batch_up_to_the_planned_one_keeps_the_budget(policy, share, tmp_path):
     networks = pytest.importorskip("monai.networks.nets")
     torch.manual_seed(0)

@@ -130,7 +130,8 @@ def drawn(count: int) -> Iterator[tuple[str, int, bool]]:
 @pytest.mark.parametrize(
     ("name", "share", "loop"),
     [
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in drawn(1)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [*drawn(1)][::2]),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in [*drawn(1)][1::2]),
         *(pytest.param(*one, marks=pytest.mark.nightly) for one in [*drawn(5)][8:]),
     ],
 )
@@ -249,7 +250,8 @@ def test_what_is_foreseen_is_what_steps_measure():
     assert best.foreseen_bytes <= whole.foreseen_bytes // 3
 
 
-@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop, monkeypatch):
     model, x = blocks(none, 8, 12), torch.randn(8, 3, 64, 64)
     search = searching(model, x)
@@ -287,6 +289,7 @@ def test_of_two_steps_the_times_taken_in_turn_decide(monkeypatch):
     assert search.faster_of(smaller, larger) is fastest
 
 
+@pytest.mark.nightly
 def test_where_results_are_large_the_smallest_step_keeps_no_micro_batch():
     model = nn.Sequential(*blocks(groups, 8, 12)[:13], nn.Conv2d(8, 8, 1))
     search = searching(model, torch.randn(8, 3, 72, 72))
