@@ -59,12 +59,6 @@ class Keeper(nn.Module):
 EARLIER: list[FakeTensor] = []
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _whole_heap(_small_heap: None) -> None:
-    """Here also what was imported counts: this module keeps tensors in its globals."""
-    gc.unfreeze()
-
-
 def all_fakes() -> list[FakeTensor]:
     """All fake tensors of this process."""
     gc.collect()
