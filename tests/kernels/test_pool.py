@@ -286,6 +286,20 @@ def test_smaller_batches_stay_within_the_parts(timed):
             assert needs <= total
 
 
+def test_memory_that_lacked_once_excludes_nothing_from_a_pool(scripted):
+    backend = scripted(torch_default=linear(4, 1))
+    charged, runs = backend.charged, Counter[Problem]()
+
+    def lacking_once(algorithm, problem):
+        runs[problem] += 1
+        if runs[problem] == 1 and problem.batch < N:
+            raise MemoryError("not enough memory: you tried to allocate")
+        return charged(algorithm, problem)
+
+    backend.charged = lacking_once
+    assert len(tune_problems(LAYERS, Config(total_workspace="40MiB")).kernels) == 3
+
+
 def test_a_kernel_lists_its_candidates_once_however_often_the_pool_is_divided(scripted):
     backend = scripted(torch_default=linear(4, 0.5), fast=linear(1, 2), faster=linear(0.5, 3))
     candidates, listed = backend.candidates, Counter[Problem]()

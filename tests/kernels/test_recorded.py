@@ -314,6 +314,19 @@ def test_a_pool_uses_what_lost_its_race_where_the_winners_do_not_fit_together(tm
     ]
 
 
+@pytest.mark.parametrize("settings", [{}, {"total_workspace": "8MiB"}], ids=["alone", "pool"])
+def test_a_replay_says_why_nothing_that_was_recorded_may_be_used(tmp_path, settings):
+    failed = replace(entry(FPROP, "eng0", 0, 0, "failed"), reason="it crashed")
+    with pytest.raises(PlanError, match="no algorithm could be run on .*: it crashed"):
+        replay(record(tmp_path / "failed", [failed]), **settings)
+    varying = replace(entry(FPROP, "eng0", 900, 0), is_deterministic=False)
+    with pytest.raises(PlanError, match="no deterministic algorithm computes"):
+        replay(record(tmp_path / "varying", [varying]), deterministic=True, **settings)
+    other = entry(replace(FPROP, in_channels=8), "eng0", 900, 0)
+    with pytest.raises(PlanError, match="has no measurement of"):
+        replay(record(tmp_path / "other", [other]), **settings)
+
+
 def test_what_was_run_for_its_workspace_alone_is_said_not_to_be_timed(tmp_path):
     untimed = replace(entry(FPROP, "eng0", 0, 0, "untimed"), workspace_bytes=3 * MIB // 2)
     folder = record(tmp_path, [entry(FPROP, "eng67_k2=20", 800, 10), untimed])

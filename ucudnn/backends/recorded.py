@@ -77,12 +77,12 @@ class RecordedBackend(AbstractBackend):
         self.blocks_host = self._group.device.type == "cpu"
         self.protocol = self._group.protocol
         # A chunk that is written into a slice may take another time than one that allocates its
-        # result, so chunks are measured in each role. In a recording with measurements in role
-        # `ALONE` only they count for the other roles as well, because on a GPU the same
-        # implementation runs in every role.
+        # result, so chunks are measured in each role. Some recordings have only
+        # measurements in role `ALONE`. Then these count for the other roles as well, because on a
+        # GPU the same implementation runs in every role.
         if all(entry.key.conditions.role == Role.ALONE for entry in listed):
             listed += [one for entry in listed for one in _stand_ins(entry)]
-        # The time of a first run is left out: a recording has better ones.
+        # Times of first runs are left out: the same candidates were timed in full.
         self.measurements = [one for one in listed if one.key.subject != Subject.FIRST_RUN]
         # `_entries` has measurements by problem, algorithm and role. `_sizes` has the measured
         # batches by problem (at batch 1) and algorithm.

@@ -89,11 +89,10 @@ class KernelCandidates:
         for size in self.cut.sizes:
             part, ends = self.part(size), self.axis.ends(size)
             for candidate in self._listed(part):
-                if self._varies(candidate) and candidate.algorithm != DEFAULT_ALGORITHM:
-                    continue
                 # Unlike inner slabs, the first and the last slab have padding, which an algorithm
-                # may not support.
-                if any(refusal(problem, candidate.algorithm) for problem in (part, *ends)):
+                # may not support. What was recorded is listed, also if it failed.
+                is_refused = any(refusal(one, candidate.algorithm) for one in (part, *ends))
+                if is_refused and self._session.can_measure:
                     continue
                 for role in self._roles(size):
                     found[Arm(size, candidate.algorithm, role)] = candidate

@@ -139,9 +139,10 @@ class KernelPlanner:
             self._refuse_unless_over(evidence)
 
     def _evidence(self) -> Evidence:
-        if not self._tuning.is_listed:
+        evidence = self._tuning.evidence(self._chunk_limit, self._tolerance)
+        if not self._session.can_measure and not evidence.everything:
             raise self._session.missing(self._problem)
-        return self._tuning.evidence(self._chunk_limit, self._tolerance)
+        return evidence
 
     def _refuse_unless_over(self, evidence: Evidence) -> None:
         # If measuring was cut short, a split that was not measured may fit.
@@ -309,7 +310,8 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence, lack:
             f"no algorithm computes {problem} within max_error={config.max_error}; the most exact "
             f"one has {min(one.error or 0.0 for one in ran):.2g}"
         )
-    failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
+    reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
+    failed = list(dict.fromkeys(reasons))
     # If every candidate ran out of memory, there are no entries, because such failures are not
     # kept.
     if failed or not evidence.everything:

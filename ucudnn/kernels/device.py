@@ -62,7 +62,7 @@ class Session:
     def __post_init__(self) -> None:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
-        # False: a recording is replayed, and all that is known is what was recorded.
+        # True: what is not in the cache is measured. False: a recording takes the cache's place.
         self.can_measure, self._protocol = True, PROTOCOL
         if isinstance(self.backend, RecordedBackend):
             self.can_measure, self._protocol = False, self.backend.protocol
@@ -120,7 +120,7 @@ class Session:
             return None
         keys = [self._machine_key(one, dtype) for one in (Subject.OPERATIONS, Subject.TRAFFIC)]
         if not all(map(self.find, keys)):
-            found = self._measured_roofline(dtype)
+            found = None if self.is_over else self._measured_roofline(dtype)
             if found is None:
                 return None
             for key, speed in zip(keys, found[:2], strict=True):

@@ -64,8 +64,8 @@ class Evidence:
 class KernelTuning:
     """One kernel, from the first run of torch's own convolution to its plan for every batch.
 
-    Within which limit its chunks are measured is said with each question. If the session may not
-    measure, everything is answered by what was recorded.
+    Each question names the workspace limit that it is asked for. If the session may not measure,
+    what was recorded answers.
     """
 
     def __init__(self, session: Session, config: Config, kernel: Kernel, is_limited: bool) -> None:
@@ -93,11 +93,6 @@ class KernelTuning:
     def problem(self) -> Problem:
         """The kernel's problem, at its largest batch."""
         return self.kernel.problem
-
-    @property
-    def is_listed(self) -> bool:
-        """False if there is no candidate at all, as of a kernel that was not recorded."""
-        return any(known.listed.by_arm for known in self._cuts)
 
     @property
     def lack_of_memory(self) -> str:
@@ -164,14 +159,16 @@ class KernelTuning:
         for _ in self.measure(limit, tolerance):
             pass
         asked = self.requests(limit, tolerance)
-        usable = [one.known.usable for one in asked]
-        if self._is_rough(self.tables(usable, limit), limit):
-            usable = [one.known.timed for one in asked]
+        tables = self.tables([one.known.usable for one in asked], limit)
+        if self._is_rough(tables, limit):
+            tables = self.tables([one.known.timed for one in asked], limit)
         first, *others = asked
-        # The first is of interest even if it is empty: torch's own convolution is of that cut.
+        # The first is of interest even if it is empty: torch's own convolution is of that cut. Of a
+        # recording nothing is noted, because it does not say what was not measured.
         working = [first, *(one for one in others if one.listed.by_arm)]
+        working = working if self.session.can_measure else []
         return Evidence(
-            self.tables(usable, limit),
+            tables,
             tuple(tuple(one.known.measurements) for one in asked),
             tuple(note for one in working for note in one.certificate()),
             tuple(reason for one in working for reason in one.ruled_out),
@@ -179,12 +176,9 @@ class KernelTuning:
 
     def _is_rough(self, tables: Iterable[AbstractSplitTable], limit: int | None) -> bool:
         """True if plans may also consist of chunks that were timed by a single run."""
-        may_measure = self.session.can_measure
-        # The division of a pool rests on such times, too, unless there was time for better ones.
-        if self.config.total_bytes is not None:
-            return self.is_cut_short or not may_measure
-        if may_measure:
-            return False
+        if self.session.can_measure:
+            # The division of a pool rests on such times, too, if there was no time for better ones.
+            return self.config.total_bytes is not None and self.is_cut_short
         found = filter(None, (table.smallest() for table in tables))
         return not any(limit is None or least <= limit for least, _ in found)
 
@@ -217,7 +211,7 @@ class KernelTuning:
                 self.session.implementation_of,
                 limit,
             )
-            for known, entries in zip(self._cuts, measurements, strict=False)
+            for known, entries in zip(self._cuts, measurements, strict=False)  # rows come last
         )
 
     def bench(self, axis: AbstractAxis | None = None) -> AbstractBench:
@@ -232,6 +226,8 @@ class KernelTuning:
     def release(self) -> None:
         """Free the operands, which no other kernel uses; the next run allocates them again."""
         self._bench = None
+        for known in self._cuts:
+            known.skipped.clear()  # next time there may be more memory
         # malloc keeps memory that chunks have freed. Without this call the memory of kernels of
         # other sizes would be added to it.
         give_back_free_blocks()
@@ -282,7 +278,12 @@ class KernelTuning:
         wanted = [] if first_runs else self._in_time(known, requests.wanted())
         wanted = wanted if self._measure(known, wanted) else []
         is_done = not first_runs and not wanted
-        if is_done and requests.elimination.is_active and not requests.has_plan():
+        if (
+            is_done
+            and not self.lacks_time
+            and requests.elimination.is_active
+            and not requests.has_plan()
+        ):
             # Now candidates that were ruled out as slow are measured, because the others make no
             # plan.
             requests.elimination.is_active = False

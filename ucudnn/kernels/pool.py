@@ -310,10 +310,16 @@ class WorkspacePool:
         """Raise the error of a kernel that has no split within the pool."""
         if problem in self._learned:
             raise self._learned[problem]
-        if not self.session.can_measure and self.tuning_of(problem).is_listed:
-            return  # the others are planned, with a warning that of this one nothing recorded fits
         self.session.stop_at(Deadline.never())
-        KernelPlanner(self.tuning_of(problem), self._most(problem)).require_split()
+        tuning = self.tuning_of(problem)
+        try:
+            KernelPlanner(tuning, self._most(problem)).require_split()
+        except PlanError as error:
+            # Of a recording the others are planned, with a warning that nothing of this one fits.
+            if self.session.can_measure or error.smallest_bytes is None:
+                raise
+        finally:
+            tuning.release()
 
     def _look_for(self, problem: Problem, limit: int, until: Deadline) -> None:
         """Measure a kernel until one of its splits fits a limit."""
@@ -327,6 +333,8 @@ class WorkspacePool:
                 self._survey(self._like(problem))
                 if self._known[problem].time_within(limit) is not None:
                     break
+            else:
+                self._survey(self._like(problem))
         tuning.release()
         if tuning.lacks_time:
             self._lacking_time.add(problem)
@@ -340,7 +348,7 @@ class WorkspacePool:
     def _improve(self, until: Deadline) -> None:
         """Measure each kernel within a few limits, until another pass finds nothing to measure."""
         is_done = False
-        while not is_done and not until.is_over:
+        while not is_done:
             is_done = True
             for problem, limit in self._unsettled():
                 is_done = False
