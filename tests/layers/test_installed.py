@@ -270,6 +270,7 @@ def test_compiled_graphs_follow_the_plan_only_while_it_is_installed(
         assert not computed
 
 
+@pytest.mark.slow
 def test_inductor_lays_out_a_converted_model_as_it_does_torchs(plan_by_hand):
     """A custom operator in the graph would turn the layout optimisation off (torch 2.13)."""
     from torch._dynamo.backends.common import aot_autograd

@@ -451,6 +451,7 @@ def test_inference_and_reverting_leave_no_trace() -> None:
     assert "selectively" not in repr(model)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_gradients() -> None:
     model = block(group_norm, nn.SiLU())
     x = torch.randn(2, 3, 9, 9)

@@ -170,6 +170,7 @@ def test_the_front_is_that_of_all_choices_of_2000_trees(may_nest: bool) -> None:
     assert (sum(depth > 1 for depth in depths) > 50) is may_nest
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @EITHER
 @pytest.mark.parametrize("resolution", [2, 3, 7, 1000, 10**30])

@@ -318,6 +318,7 @@ def test_a_model_that_cannot_be_recomputed_selectively_is_searched_all_the_same(
     assert [one.division for one in searching(model, x).ways] == [WHOLE]
 
 
+@pytest.mark.slow
 def test_tuning_runs_a_step_that_is_recomputed_selectively(tmp_path):
     """Under a function mode of the caller, too."""
     model, x = blocks(groups), torch.randn(IMAGES)
@@ -352,6 +353,7 @@ def test_the_peak_of_a_recomputed_block_is_foreseen_exactly(size, selective):
         assert getattr(known.foreseen, name) == pytest.approx(wanted, abs=states)
 
 
+@pytest.mark.slow
 def test_steps_that_fit_are_timed_again_because_one_of_them_was_slow_by_chance(monkeypatch):
     search = searching(blocks(groups), torch.randn(IMAGES))
     slower, faster = (search.foresee(StepDivision((Segment("", size),))) for size in (4, 2))
