@@ -310,8 +310,8 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence, lack:
             f"no algorithm computes {problem} within max_error={config.max_error}; the most exact "
             f"one has {min(one.error or 0.0 for one in ran):.2g}"
         )
-    reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
-    failed = list(dict.fromkeys(reasons))
+    # The roles of a candidate may have failed alike.
+    failed = dict.fromkeys(one.reason for one in evidence.everything if one.status == "failed")
     # If every candidate ran out of memory, there are no entries, because such failures are not
     # kept.
     if failed or not evidence.everything:
