@@ -168,7 +168,8 @@ def algorithms_run(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+# The models are in float32, which `onednn_float32` leaves to `onednn`.
+@pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"onednn_float32"}))
 def test_every_algorithm_in_every_state(case, plan_by_hand, algorithms_run, algorithm, way):
     model, inputs, truth = case
     for chunk in (1, 2, 3):
