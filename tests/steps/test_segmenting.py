@@ -323,7 +323,7 @@ def test_tuning_runs_a_step_that_is_recomputed_selectively(tmp_path):
     """Under a function mode of the caller, too."""
     model, x = blocks(groups), torch.randn(IMAGES)
     with torch.device("meta"):
-        plan = ucudnn.tune(model, x, Config(memory_budget="60%", cache=str(tmp_path), **QUICK))
+        plan = ucudnn.tune(model, x, Config(memory_budget="66%", cache=str(tmp_path), **QUICK))
     by_torch, selective, *_ = plan.memory.ways
     assert "selectively" in selective.name
     assert selective.foreseen_bytes < by_torch.foreseen_bytes
