@@ -150,8 +150,11 @@ class KernelTuning:
         """
         self.lacks_time = False
         for requests in self.requests(limit, tolerance):
+            requests.known.recall()
             while self.session.can_measure and self._time_wanted(requests):
                 yield
+                # Kernels that differ only in their batch share chunks, and are measured in turn.
+                requests.known.recall()
             self.session.flush()
 
     def evidence(self, limit: int | None, tolerance: float = 0.0) -> Evidence:
@@ -256,14 +259,11 @@ class KernelTuning:
                 for known in self._cuts
                 if by_rows or not _is_by_rows(known)
             ]
-        for requests in self._requests_within[key]:
-            requests.known.recall()
         return self._requests_within[key]
 
     def _time_wanted(self, requests: Requests) -> bool:
         """Run the chunks that are wanted next; False if none is wanted or the time is over."""
         known = requests.known
-        known.recall()
         if self._is_over(requests):
             return False
         first_runs = self._in_time(known, requests.first_runs())
