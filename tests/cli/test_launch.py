@@ -40,6 +40,7 @@ def test_options_and_the_script_with_its_own_are_told_apart(ucudnn, launched):
         (["--ranks-per-gpu", "many"], "--ranks-per-gpu must be a number or auto, got 'many'"),
         (["--ranks-per-gpu", "0"], "must be above 0, got 0"),
         (["--mps", "perhaps"], "mps must be one of auto, require, off, got 'perhaps'"),
+        (["--mps-percent", "0"], "mps_percent must be from 1 to 100, got 0"),
         (["--mps-percent", "101"], "mps_percent must be from 1 to 100, got 101"),
         (["--device-workspace", "much"], "--device-workspace"),
         (["--ranks-per-gpu", "auto", "--trial-rounds", "0"], "at least one round"),

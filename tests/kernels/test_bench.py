@@ -38,6 +38,17 @@ def test_workspace_of_a_chunk_is_what_a_call_of_such_chunks_takes(op, algorithm)
     assert max(look.workspace_bytes for look in looks) == whole.workspace_bytes
 
 
+@pytest.mark.parametrize(("spare", "is_timed"), [(0, True), (-1, False)])
+def test_a_candidate_over_the_limit_is_not_timed(spare, is_timed):
+    problem = Problem("wgrad", 4, 8, 8, (20, 20), (3, 3), **PADDED)
+    bench = LocalBench(open_backend("torch_cpu"), BatchAxis(problem))
+    arm = Arm(4, "im2col_gemm", Role.ALONE)
+    with torch.no_grad():
+        needed = bench.look(arm, None).workspace_bytes
+        look = bench.look(arm, needed + spare)
+    assert (look.workspace_bytes, look.time_ns is not None) == (needed, is_timed)
+
+
 @pytest.mark.slow
 def test_no_kernel_of_a_plan_exceeds_the_limit_when_run():
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 1))

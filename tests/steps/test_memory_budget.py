@@ -424,7 +424,7 @@ def tuned_briefly(model, x, budget):
         ([(4, SIDE), (4, 8)], 40_000, "tune the largest input size alone: with several sizes"),
         ([(1, SIDE)], 8_000, "use smaller inputs: a single sample exceeds it by every way tried"),
         ([(4, SIDE)], 20_000, "lower the batch"),
-        ([(4, SIDE)], 2_000, "optimisers alone take 16.5 KiB"),
+        ([(4, SIDE)], 16_000, "optimisers alone take 16.5 KiB"),
     ],
 )
 def test_a_refusal_names_what_helps(sizes, budget, remedy):

@@ -229,6 +229,15 @@ def test_where_the_time_is_over_nothing_undecided_stays():
     assert machine.sizes(judged) == set()
 
 
+def test_further_steps_are_expected_to_take_as_long_as_the_slower_way():
+    machine = Machine({4: -STEP_NS}, noise=0.0)
+    meter = machine.meter(Deadline.within(9.5 * STEP_NS / 1e9, clock=machine.clock_s))
+    for plan in (None, plan_of(kernel(4))):
+        meter.times(lambda: None, plan)
+    # Of 9.5 steps by torch 6.5 are left; a step by the plan takes as long as two.
+    assert [meter.is_over(steps) for steps in (3, 4)] == [False, True]
+
+
 @pytest.mark.parametrize("steps", [5, 8, 11, 30])
 def test_kernels_that_gain_beside_one_that_must_stay_are_kept_however_short_the_time(steps):
     machine = Machine({4: -500_000, 8: 80_000, 16: 60_000})
