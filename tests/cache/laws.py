@@ -311,13 +311,14 @@ def merges_a_folder(open_cache: OpenCache) -> None:
             other.put(measurements[30:])
             newer = replace(measurements[30], status="failed", time_ns=None, spread_ns=None)
             other.put([newer])
-        newest = replace(measurements[31], status="failed", time_ns=None, spread_ns=None)
+        newest = replace(measurements[32], status="failed", time_ns=None, spread_ns=None)
         cache.put([newest])
+        wanted = [*measurements[:30], newer, measurements[31], newest, *measurements[33:]]
         # 20 of the 60 keys are here already, and after the first merge all are.
         for added in (40, 0):
             report = cache.merge(folder)
             assert (report.read, report.added) == (60, added)
-            assert texts(cache) == texts([*measurements[:30], newer, newest, *measurements[32:]])
+            assert texts(cache) == texts(wanted)
         require_sound(cache)
 
 
