@@ -5,7 +5,7 @@
 #   make quick  .venv-test  what takes no time and no processes of its own, on the installed package:
 #                           for while you work; a minute
 #   make test   .venv-test  the suite and the doctests, but for what is nightly, on the installed
-#                           package; lines and branches of values, solvers, cache, kernels and steps
+#                           package; lines and branches of values, solvers, cache and kernels
 #   make avx2   .venv-test  tests/backend as on a processor without AVX-512
 #   make bare   .venv-bare  imports of every module and the commands, without optional dependencies;
 #                           .venv-test is the same environment with more beside it
@@ -82,8 +82,10 @@ PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -
 # Each process begins with its part of the files, and takes tests of others when it has no more.
 PARALLEL = $(PYTEST) "$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS) -n $(WORKERS) --dist worksteal
 QUICK = not slow and not process and not gpu and not nightly
-# Values, solvers, the cache, and what decides: see pyproject.toml.
+# Values, solvers, the cache, and what decides on kernels: see pyproject.toml.
 COVERAGE := 95
+# What decides on steps, which takes real steps to show.
+STEPS := steps advice outcomes segment verdict
 test quick avx2 bare nightly: export OMP_WAIT_POLICY := passive
 test quick bare: export OMP_NUM_THREADS := 1
 
@@ -128,6 +130,8 @@ simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 # Every case of what has no end, and 10,000 damaged plan files.
 nightly: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 	$(SIMULATED); $(call outside,.venv-test,$(PARALLEL) -m nightly --complete --mutations 10000)
+	$(call outside,.venv-test,$(PYTEST) "$(ROOT)/tests/steps" --complete -n $(WORKERS) \
+	-m "not nightly" $(STEPS:%=--cov ucudnn.%) --cov-branch --cov-fail-under $(COVERAGE))
 	$(MAKE) cudnn CUDNNS="$(ALL_CUDNNS)"
 	$(MAKE) docs
 

@@ -82,10 +82,15 @@ MARKS_BY_FOLDER = {
 }
 
 
+# Folders whose tests, but for slow ones, are counted in coverage on each push: to look at each line
+# makes Python several times slower.
+COVERED = {"pure", "cache", "kernels"}
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of a folder."""
-    tests = Path(__file__).parent
+    tests, is_complete = Path(__file__).parent, config.getoption("--complete")
     for item in items:
         if item.path.is_relative_to(tests):
             folder = item.path.relative_to(tests).parts[0]
@@ -97,6 +102,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_pushed = folder == "models" and item.get_closest_marker("slow")
             if folder in MARKS_BY_FOLDER and not is_pushed:
                 item.add_marker(MARKS_BY_FOLDER[folder])
+            is_counted = folder in COVERED and not item.get_closest_marker("slow")
+            if not is_counted and not is_complete:
+                item.add_marker("no_cover")
 
 
 def pytest_report_header() -> str:

@@ -380,6 +380,8 @@ def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
         "torch's default": [0.030],
         "plan": [0.020],
     }
+    symbols = {one["name"]: one["marker"].get("symbol") for one in figure[0] if "marker" in one}
+    assert symbols["rejected, predicted"] == symbols["rejected"] + "-open"
     # three times torch's, and some room
     assert figure[1]["yaxis"]["range"][1] == pytest.approx(0.090 * 1.08)
     assert trace(figure, "rejected, predicted")["hovertext"] == [

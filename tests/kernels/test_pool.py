@@ -49,7 +49,6 @@ def time_of(plan: Plan) -> int:
     return sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
 
 
-@pytest.mark.no_cover
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(6, 12))]
@@ -231,7 +230,6 @@ def test_little_time_gives_each_kernel_a_part(timed, costs, seconds, mib, round_
             assert all(kernel.split(n).size == n for n in range(1, N + 1))
 
 
-@pytest.mark.no_cover
 @pytest.mark.slow
 @pytest.mark.parametrize("costs", [LEAN, HUNGRY], ids=["lean", "hungry"])
 def test_more_time_is_never_slower_and_ends_at_the_best_division(timed, costs):

@@ -42,7 +42,6 @@ def test_few_measurements_and_plans_as_good(path, tuning_cost):
 
 
 # The runs were counted when every candidate took part in a race.
-@pytest.mark.no_cover
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit_mib", "most", "runs_before"),

@@ -27,7 +27,6 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("seeds", CHUNKS)
 def test_no_difference_is_silent(seeds, one_thread):
     words, silent = trials(seeds)

@@ -151,7 +151,6 @@ def trees(seeds: range, scale: int = 1, *, may_nest: bool = False) -> Iterator[N
 EITHER = pytest.mark.parametrize("may_nest", [False, True])
 
 
-@pytest.mark.no_cover
 @pytest.mark.slow
 @EITHER
 def test_the_front_is_that_of_all_choices_of_2000_trees(may_nest: bool) -> None:
@@ -171,7 +170,6 @@ def test_the_front_is_that_of_all_choices_of_2000_trees(may_nest: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 @EITHER
 @pytest.mark.parametrize("resolution", [2, 3, 7, 1000, 10**30])
 def test_a_resolution_costs_at_most_itself_for_each_option(resolution: int, may_nest: bool) -> None:

@@ -53,7 +53,7 @@ def volume() -> nn.Module:
 NETWORKS: dict[
     str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...], dict[str, Any]]
 ] = {
-    "groups": (lambda: blocks(lambda n: nn.GroupNorm(4, n), 8), (48, 3, 96, 96), (4,), {}),
+    "groups": (lambda: blocks(lambda n: nn.GroupNorm(4, n), 5), (48, 3, 96, 96), (4,), {}),
     "half": (lambda: blocks(lambda n: nn.GroupNorm(4, n), 8), (48, 3, 96, 96), (2,), {}),
     "batches": (lambda: blocks(nn.BatchNorm2d, 12), (32, 3, 96, 96), (3,), {}),
     "volumes": (volume, (16, 1, 48, 48, 48), (3,), {}),
