@@ -112,8 +112,14 @@ class KernelPlanner:
     ) -> KernelPlan:
         own = next((entry for entry in finalists if entry.split.is_default), None)
         default = None if own is None else own.timing
-        layers = self._tuning.kernel.layers
-        plan = plan_by(evidence.tables, self._problem, winner.split, layers, winner.timing, default)
+        plan = plan_by(
+            evidence.tables,
+            self._tuning.kernel,
+            winner.split,
+            winner.timing,
+            default,
+            self._session.implementation_of,
+        )
         # Notes of the plan say why algorithms were ruled out. Algorithms that the plan uses get no
         # such note, nor does torch's own convolution if it was raced.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
@@ -345,8 +351,14 @@ def _smallest(tuning: KernelTuning, evidence: Evidence) -> tuple[int, str] | Non
         for entries in evidence.known
     ]
     # All tables are asked, because slabs may fit where no micro-batch does, for example at batch 1.
-    found = (table.smallest() for table in tuning.tables(known, None))
-    return min(filter(None, found), default=None, key=itemgetter(0))
+    found = filter(None, (table.smallest() for table in tuning.tables(known, None)))
+    smallest = min(found, default=None, key=itemgetter(0))
+    if smallest is None:
+        return None
+    least, split = smallest
+    first = split.chunks[0]
+    is_by_slabs = split.axis == "spatial"
+    return least, str(split) if is_by_slabs else f"micro-batch {first.size}, {first.algorithm}"
 
 
 def race_calls(tuning: KernelTuning, splits: Sequence[Split]) -> list[Finalist] | None:

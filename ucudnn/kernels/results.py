@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
+from ucudnn.kernels.candidates import Kernel
 from ucudnn.kernels.choose import KernelPlanner
-from ucudnn.kernels.splits import ImplementationOf, PlanDraft, batches_like_whole
+from ucudnn.kernels.splits import ImplementationOf, batches_like, plan_by
 from ucudnn.split import KernelPlan, Split
 from ucudnn.units import format_sizes
 
@@ -173,12 +174,12 @@ class Results:
     def _plan_undivided(self, problem: Problem, default: Measurement, note: str) -> KernelPlan:
         timing = default.timing
         assert timing is not None
-        draft = PlanDraft(problem, Split.default(problem.batch))
+        kernel, split = Kernel(problem, self.layers[problem]), Split.default(problem.batch)
         # Only the whole batch was timed. Smaller batches that torch computes by the same
         # implementation take no longer, so the plan covers them, too.
-        draft.compute_as_winner(batches_like_whole(problem, self.implementation_of))
+        plan = plan_by((), kernel, split, timing, timing, self.implementation_of)
         return replace(
-            draft.kernel_plan(self.layers[problem], timing.time_ns, timing, timing),
+            plan,
             notes=(note,),
             is_perturbed=default.is_perturbed,
             default_is_deterministic=default.is_deterministic,
@@ -202,7 +203,8 @@ class Results:
             default = tuning.look_at_default()
             tuning.release()
             if default is not None and self._is_allowed(default, limit):
-                alike = batches_like_whole(problem.with_batch(largest), self.implementation_of)
+                smaller, split = problem.with_batch(largest), Split.default(largest)
+                alike = batches_like(smaller, split, self.implementation_of)
                 plan = plan.with_default({*missing} & {*alike})
             else:
                 plan = _tuned_at(plan, tuning, limit)
