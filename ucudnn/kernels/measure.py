@@ -70,6 +70,7 @@ class KernelTuning:
 
     def __init__(self, session: Session, config: Config, kernel: Kernel, is_limited: bool) -> None:
         self.session, self.config, self.kernel = session, config, kernel
+        self._is_limited = is_limited
         memory = session.backend.memory_bytes()
         # Within a limit, small chunks also run in the role of the whole call, see `Requests`.
         must_probe = must_be_known(kernel.problem, is_limited, memory)
@@ -94,17 +95,28 @@ class KernelTuning:
         """The kernel's problem, at its largest batch."""
         return self.kernel.problem
 
+    def at(self, batch: int) -> KernelTuning:
+        """The tuning of the same kernel at a smaller batch."""
+        smaller = replace(self.kernel, problem=self.problem.with_batch(batch))
+        return KernelTuning(self.session, self.config, smaller, self._is_limited)
+
+    @property
+    def step_ns(self) -> int:
+        """Time in ns of all calls of a step by torch's own convolution; 0 if it is not known."""
+        time_ns = None if self.default is None else self.default.time_ns
+        return (time_ns or 0) * len(self.kernel.layers)
+
     @property
     def lack_of_memory(self) -> str:
         """Why a chunk could not be run for lack of memory; "" if there was enough."""
         return next((lack for known in self._cuts for lack in known.skipped.values()), "")
 
-    def look_at_default(self) -> Measurement | None:
-        """First measurement of torch's own convolution of the whole batch.
+    def look_at_default(self) -> None:
+        """Find the first measurement of torch's own convolution of the whole batch (`default`).
 
-        None if the convolution fails or there is no time for it. The time of the first run is
-        cached apart from later, more precise times, so that a second tune decides by the same time
-        as the first tune.
+        There is none if the convolution fails or there is no time for it. The time of the first run
+        is cached apart from later, more precise times, so that a second tune decides by the same
+        time as the first tune.
         """
         whole = self._cuts[0]
         arm, session = whole.listed.default, self.session
@@ -121,13 +133,13 @@ class KernelTuning:
             if not session.is_over and self._in_time(whole, [arm]):
                 self._look_at(whole, arm)
                 known = whole.by_arm.get(arm)
+                self.release()
         if known is None or known.time_ns is None:
-            return None
+            return
         if counts and first is None:
             known = replace(known, key=kept_as)
             session.note(known)
         self.default = known
-        return known
 
     def look_at_chunks(self, most: int, limit: int | None) -> None:
         """Run torch's own convolution once for the largest chunks of at most `most` samples."""
@@ -139,6 +151,7 @@ class KernelTuning:
             is_wanted = arm.size == size and arm.is_default and bool(listed.lists(arm))
             if is_wanted and arm not in known.by_arm and self._in_time(known, [arm]):
                 self._look_at(known, arm)
+        self.release()
 
     def measure(self, limit: int | None, tolerance: float = 0.0) -> Iterator[None]:
         """Time what the solver asks for to find the best split within a limit; yield in between.

@@ -9,18 +9,14 @@ only within a few limits, and within the part that the kernel gets by what is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.kernels.choose import KernelPlanner
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.device import Session
 from ucudnn.kernels.limits import Limits
-from ucudnn.kernels.measure import KernelTuning
 from ucudnn.kernels.shares import StepShares
 from ucudnn.kernels.splits import Front
 from ucudnn.problem import Problem
@@ -122,17 +118,14 @@ class WorkspacePool:
     """Divides one pool of workspace, and divides it anew after each turn of measurements."""
 
     config: Config
-    layers: Mapping[Problem, tuple[str, ...]]
     limits: Limits
-    session: Session
     shares: StepShares
-    tuning_of: Callable[[Problem], KernelTuning]
-    on_work: Callable[[Problem], None]
     parts: dict[Problem, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.config.total_bytes is not None
         self._total_bytes = self.config.total_bytes
+        self.session, self.tunings = self.shares.session, self.shares.tunings
         # Per kernel: the choices that follow from what was timed.
         self._known: dict[Problem, KernelChoices] = {}
         # Per kernel: the limits in bytes within which nothing is left to measure, and the length of
@@ -150,7 +143,7 @@ class WorkspacePool:
     @property
     def time_ns(self) -> int | None:
         """Sum of all calls' measured times by the division so far; None if a kernel has no part."""
-        if len(self.parts) < len(self.layers):
+        if len(self.parts) < len(self.tunings):
             return None
         return sum(map(self._time_ns, self.parts))
 
@@ -161,8 +154,8 @@ class WorkspacePool:
         take. The cheapest kernels come first, because there may not be time for all of them.
         """
         part, end = _FIRST_PART, self.session.end
-        most = max(problem.batch for problem in self.layers)
-        while len(self.parts) < len(self.layers) and part * most >= 1:
+        most = max(problem.batch for problem in self.tunings)
+        while len(self.parts) < len(self.tunings) and part * most >= 1:
             for problem in reversed(self.shares.by_expected_cost()):
                 if self.session.is_over:
                     break
@@ -196,7 +189,7 @@ class WorkspacePool:
             # the last one.
             while True:
                 before = self.session.measured
-                self._settled = {problem: set() for problem in self.layers}
+                self._settled = {problem: set() for problem in self.tunings}
                 self._survey(self._problems)
                 if not self._is_divided(last) or until.is_over:
                     return
@@ -248,14 +241,14 @@ class WorkspacePool:
 
     def _most(self, problem: Problem) -> int:
         # All calls of a kernel have the same plan, and so equal parts.
-        part = self._total_bytes // len(self.layers[problem])
+        part = self._total_bytes // len(self.tunings[problem].kernel.layers)
         limit = self.limits.of(problem)
         return part if limit is None else min(limit, part)
 
     def _survey(self, problems: Iterable[Problem]) -> None:
         """Update what is known of these kernels, and divide the pool by what is known of all."""
         for problem in problems:
-            front = self.tuning_of(problem).front(self._most(problem))
+            front = self.tunings[problem].front(self._most(problem))
             self._known[problem] = self._choices(problem, front)
         known = {problem: one for problem, one in self._known.items() if one.front}
         # If the kernels do not all fit the pool, those that need most get no part of it, so that
@@ -265,7 +258,7 @@ class WorkspacePool:
         self.parts = divided(known, self._total_bytes, self.config.solver)
 
     def _choices(self, problem: Problem, front: Front) -> KernelChoices:
-        calls, most = len(self.layers[problem]), self._most(problem)
+        calls, most = len(self.tunings[problem].kernel.layers), self._most(problem)
         surplus = self._surplus.get(problem, 0)
         fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
         return KernelChoices(calls, most, fitting, surplus)
@@ -300,18 +293,15 @@ class WorkspacePool:
 
     def _look_at_chunk(self, problem: Problem, most: int) -> None:
         """Run torch's own convolution once for the largest chunk of at most `most` samples."""
-        self.on_work(problem)
-        tuning = self.tuning_of(problem)
-        with torch.autocast("cpu", enabled=False):
-            tuning.look_at_chunks(most, self._most(problem))
-        tuning.release()
+        self.session.begin(problem)
+        self.tunings[problem].look_at_chunks(most, self._most(problem))
 
     def _refuse(self, problem: Problem) -> None:
         """Raise the error of a kernel that has no split within the pool."""
         if problem in self._learned:
             raise self._learned[problem]
         self.session.stop_at(Deadline.never())
-        tuning = self.tuning_of(problem)
+        tuning = self.tunings[problem]
         try:
             KernelPlanner(tuning, self._most(problem)).require_split()
         except PlanError as error:
@@ -326,15 +316,14 @@ class WorkspacePool:
         # Any split will do here. The time for chunks is set to be over, so that measuring ends as
         # soon as there is a plan.
         self.session.stop_at(until.at_most(0.0), until)
-        tuning = self.tuning_of(problem)
-        self.on_work(problem)
-        with torch.autocast("cpu", enabled=False):
-            for _ in tuning.measure(limit):
-                self._survey(self._like(problem))
-                if self._known[problem].time_within(limit) is not None:
-                    break
-            else:
-                self._survey(self._like(problem))
+        tuning = self.tunings[problem]
+        self.session.begin(problem)
+        for _ in tuning.measure(limit):
+            self._survey(self._like(problem))
+            if self._known[problem].time_within(limit) is not None:
+                break
+        else:
+            self._survey(self._like(problem))
         tuning.release()
         if tuning.lacks_time:
             self._lacking_time.add(problem)
@@ -395,12 +384,10 @@ class WorkspacePool:
         turn_s = self._turn_s(problem)
         end = until.at_most(turn_s)
         self.session.stop_at(end)
-        tuning = self.tuning_of(problem)
-        self.on_work(problem)
-        # Autocast would cast the operands to another dtype than that of the problem.
-        with torch.autocast("cpu", enabled=False):
-            for _ in tuning.measure(limit):
-                pass
+        tuning = self.tunings[problem]
+        self.session.begin(problem)
+        for _ in tuning.measure(limit):
+            pass
         tuning.release()
         if end.is_over:
             # The next turn of this kernel is twice as long. Otherwise a turn that is too short to
@@ -413,8 +400,8 @@ class WorkspacePool:
     def _turn_s(self, problem: Problem) -> float:
         if problem in self._turns_s:
             return self._turns_s[problem]
-        default = self.shares.defaults.get(problem)
-        call_s = (default.time_ns or 0) / 1e9 if default is not None else 0.0
+        tuning = self.tunings[problem]
+        call_s = tuning.step_ns / len(tuning.kernel.layers) / 1e9
         return max(_TURN_S, _TURN_CALLS * call_s)
 
 
