@@ -226,14 +226,10 @@ class TuningScheduler:
 
     def _tune_by_gain(self, problems: Collection[Problem]) -> None:
         """Tune kernels in the order of their possible gain, and divide the time among them."""
-        shares, waiting = self._shares, set(problems)
-        kept_s = shares.kept_s(self._deadline, problems)
-        for group in shares.by_gain(problems):
+        for group, races in self._shares.in_turn(self._deadline, problems):
             # With a pool, kernels are planned even after the deadline, by what was measured before.
             if self._deadline.is_over and self.results.pool is None:
                 return
-            races = shares.part_of(self._deadline, group, waiting, kept_s)
-            waiting.difference_update(group)
             self.session.stop_at(races.part(1 - _RACING), races)
             self._tune(group)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ucudnn.kernels.measure import KernelTuning
 
 # A group of kernels gets at least this fraction of the time that is not kept for any kernel (see
-# `StepShares.part_of`), however little it could gain.
+# `StepShares.in_turn`), however little it could gain.
 _LEAST_PART = 0.05
 # Only torch's own convolution is measured for a kernel whose time is less than this many times the
 # ignored share of the step (`EffortLimits.ignored_share`). To save that share, a plan would have to
@@ -124,34 +124,29 @@ class StepShares:
         """Upper bound of the time that plans of some kernels could save in a step."""
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
-    def kept_s(self, deadline: Deadline, problems: Collection[Problem]) -> float:
-        """Seconds to keep for each kernel that must get a plan: half of the time, in equal parts.
+    def in_turn(
+        self, deadline: Deadline, problems: Collection[Problem]
+    ) -> Iterator[tuple[list[Problem], Deadline]]:
+        """Groups of kernels that differ only in their batch, the largest possible gain first.
 
-        Finding any plan of a kernel takes some time, however little the kernel could gain.
+        With each group comes the end of its part of the time that is left then. Half of the time is
+        kept for the kernels that must get a plan, in equal parts. The rest is divided in proportion
+        to the possible gains.
         """
-        return deadline.left_s() / 2 / max(1, self.forced(problems))
+        waiting = set(problems)
+        # Finding any plan of a kernel takes some time, however little the kernel could gain.
+        kept_s = deadline.left_s() / 2 / max(1, self._forced(problems))
+        for group in self.by_gain(problems):
+            left_s, gain_ns, own = deadline.left_s(), self.gain_ns(waiting), deadline
+            if left_s < inf:
+                part = self.gain_ns(group) / gain_ns if gain_ns else 1.0
+                free_s = max(0.0, left_s - kept_s * self._forced(waiting))
+                own_s = kept_s * self._forced(group) + max(part, _LEAST_PART) * free_s
+                own = deadline.at_most(own_s)
+            yield group, own
+            waiting.difference_update(group)
 
-    def part_of(
-        self,
-        deadline: Deadline,
-        problems: Collection[Problem],
-        waiting: Collection[Problem],
-        kept_s: float,
-    ) -> Deadline:
-        """The part of the remaining time for some of the waiting kernels.
-
-        They get what is kept for them (`kept_s`), and a part of the time that is not kept for any
-        kernel: in proportion to their possible gain.
-        """
-        left_s, gain_ns = deadline.left_s(), self.gain_ns(waiting)
-        if left_s == inf:
-            return deadline
-        part = self.gain_ns(problems) / gain_ns if gain_ns else 1.0
-        free_s = max(0.0, left_s - kept_s * self.forced(waiting))
-        own_s = kept_s * self.forced(problems) + max(part, _LEAST_PART) * free_s
-        return deadline.at_most(own_s)
-
-    def forced(self, problems: Iterable[Problem]) -> int:
+    def _forced(self, problems: Iterable[Problem]) -> int:
         """The number of these kernels that must get a plan."""
         return sum(p in self.stakes and self.stakes[p].is_forced for p in problems)
 
