@@ -236,12 +236,7 @@ class LocalBench(AbstractBench):
             lambda number: self._on_turn(places[number]),
             until,
         )
-        # `run_rounds` numbers only the entrants that take part; callers number all that they asked
-        # for.
         for place, result in zip(places, found, strict=True):
-            # -1 stands for a rival that was timed before this race; it has no number here.
-            if result.beaten_by is not None and result.beaten_by >= 0:
-                result.beaten_by = places[result.beaten_by]
             results[place] = result
         return results
 

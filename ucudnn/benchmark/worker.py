@@ -209,16 +209,10 @@ class WorkerBench(AbstractBench):
     ) -> list[Result]:
         """Time candidates in interleaved rounds; if one ends the worker, start over without it."""
         found = self._without_the_lost("rounds", list(arms), dict(known))
-        results = [
-            Result(failure=found[place]) if isinstance(found[place], Failure) else found[place]
-            for place in range(len(arms))
+        return [
+            Result(failure=entry) if isinstance(entry, Failure) else entry
+            for _, entry in sorted(found.items())
         ]
-        kept = [place for place in range(len(arms)) if not isinstance(found[place], Failure)]
-        for place in kept:
-            winner = results[place].beaten_by
-            if winner is not None and winner >= 0:
-                results[place].beaten_by = kept[winner]
-        return results
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
         """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""

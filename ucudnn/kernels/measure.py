@@ -346,9 +346,10 @@ class KernelTuning:
             self.lacks_time = True
             return bool(looked)
         results = self.bench(known.listed.axis).rounds(racing, known.best_times())
-        for arm, result in zip(racing, results, strict=True):
-            winner = _winner_over(result, results)
-            _settle(known, arm, result, None if winner is None else racing[winner])
+        # Beaten arms come last, because the fastest arm is kept with them.
+        pairs = zip(racing, results, strict=True)
+        for arm, result in sorted(pairs, key=lambda pair: pair[1].is_beaten):
+            _settle(known, arm, result)
         return True
 
     def _racing(
@@ -393,8 +394,8 @@ def _is_by_rows(known: KnownChunks) -> bool:
     return known.listed.axis.name == RowAxis.name
 
 
-def _settle(known: KnownChunks, arm: Arm, result: Result, winner: Arm | None) -> None:
-    """Keep the result of a race; `winner` is the arm that beat this one."""
+def _settle(known: KnownChunks, arm: Arm, result: Result) -> None:
+    """Keep the result of a race."""
     entry = known.by_arm[arm]
     if result.failure:
         kind, reason = result.failure
@@ -405,13 +406,10 @@ def _settle(known: KnownChunks, arm: Arm, result: Result, winner: Arm | None) ->
             return
         known.keep(arm, Measurement(entry.key, "failed", reason=reason, failure=kind))
         return
-    lost_to = ""
-    if result.beaten_by is not None:
-        lost_to = (winner or known.fastest(arm)).algorithm
     timed = replace(
         entry,
-        status="screened" if lost_to else "ok",
-        lost_to=lost_to,
+        status="screened" if result.is_beaten else "ok",
+        lost_to=known.fastest(arm) if result.is_beaten else "",
         time_ns=median_ns(result.samples),
         spread_ns=spread_ns(result.samples),
         samples=tuple(result.samples),
@@ -607,16 +605,6 @@ class Requests:
 
 def _time_ns(option: ChunkOption) -> int:
     return 0 if option.interval is None else option.interval.time_ns
-
-
-def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
-    """Index of the unbeaten arm that beat a result's arm; None if no arm of the race did."""
-    winner = result.beaten_by
-    # The arm that won against this one may itself have been beaten by a faster arm.
-    while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
-        winner = results[winner].beaten_by
-    # A negative index stands for a rival that took part with a time from before this race.
-    return None if winner is None or winner < 0 else winner
 
 
 def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:
