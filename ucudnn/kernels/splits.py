@@ -6,8 +6,8 @@ They are computed from the times of single chunks: nothing is measured here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -171,8 +171,49 @@ class BatchSplits(AbstractSplitTable):
 
     @cached_property
     def items(self) -> Items:
-        """Micro-batches by role; a batch alone that was not timed may have an upper bound."""
-        return items_by_role(self.axis.problem, self.measurements, self.implementation_of)
+        """Micro-batches by position; a batch alone that was not timed may have an upper bound.
+
+        A batch that was not timed is assumed to cost at most as much as the next larger one, if
+        both run the same implementation. A chunk alone costs at most as much as a chunk that is
+        written into a larger result.
+        """
+        problem, entries = self.axis.problem, self.measurements
+        first = chunk_items(problem, entries, role_of(problem, Role.FIRST))
+        later = chunk_items(problem, entries, Role.LATER)
+        # A later chunk of wgrad is added to a sum, so its time bounds no chunk alone.
+        bounds = [] if problem.op == "wgrad" else later
+        # The items of `ALONE` come second, so that they replace those of the role `LATER`, which
+        # are only upper bounds.
+        known = [*bounds, *chunk_items(problem, entries, Role.ALONE)]
+        alone = self._bounded(known, range(1, problem.batch + 1))
+        if problem.op == "wgrad":
+            # What was timed for a first chunk of wgrad is also an upper bound for a chunk alone:
+            # returning a gradient costs no more than beginning a sum with it.
+            alone += first
+        return {Role.ALONE: alone, Role.FIRST: first, Role.LATER: later}
+
+    def _bounded(self, items: Iterable[Item], sizes: Iterable[int]) -> list[Item]:
+        """Items of each algorithm at these sizes; an untimed size gets the next larger one's time.
+
+        A larger size is used only if it runs the same implementation. If there are two items of one
+        size, the last one is used.
+        """
+        costs: dict[str, dict[int, Item]] = {}
+        for item in items:
+            costs.setdefault(item.algorithm, {})[item.batch] = item
+        sizes, found = set(sizes), []
+        for algorithm, by_batch in costs.items():
+            # From the largest size down: with the same implementation, a chunk is assumed to need
+            # no more time or workspace than the next larger one that was timed.
+            bound = None
+            for n in sorted(sizes | by_batch.keys(), reverse=True):
+                bound = by_batch.get(n, bound)
+                if bound is None:
+                    continue
+                two = (self.axis.part(size) for size in (n, bound.batch))
+                if len({self.implementation_of(one, algorithm) for one in two}) == 1:
+                    found.append(replace(bound, batch=n))
+        return found
 
     @property
     def is_empty(self) -> bool:
@@ -199,8 +240,12 @@ class BatchSplits(AbstractSplitTable):
         """For each penalty of `CHUNK_NS` the fastest splits of all batches."""
         batch, limit = self.axis.extent, self.limit
         # Smaller batches may use chunks that were not timed, with the times of larger chunks. The
-        # largest batch is raced, and its prediction must rest on timed chunks only.
-        bounded = with_bounded(self.axis.problem, self.items, self.implementation_of, self.sizes)
+        # largest batch is raced, and its prediction must rest on timed chunks only. The items of a
+        # batch alone have such bounds already.
+        first, later = (
+            self._bounded(self.items[position], self.sizes) for position in (Role.FIRST, Role.LATER)
+        )
+        bounded = {Role.ALONE: self.items[Role.ALONE], Role.FIRST: first, Role.LATER: later}
         all_choices, timed_choices = self.choices(bounded), self.choices(self.items)
         return tuple(
             _with_end_of(
@@ -404,86 +449,6 @@ def _with_end_of(walk: Walk, timed: Walk) -> Walk:
 
 def _cost(item: Item) -> tuple[int, int, int]:
     return item.time_ns, item.workspace_bytes, item.rank
-
-
-def items_by_role(
-    problem: Problem, measurements: Sequence[Measurement], implementation_of: ImplementationOf
-) -> dict[str, list[Item]]:
-    """The input of the solver of splits: items by the position that their chunk may have."""
-    alone = _single_items(problem, measurements, implementation_of)
-    later = chunk_items(problem, measurements, Role.LATER)
-    first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
-    if problem.op == "wgrad":
-        # What was timed for a first chunk of wgrad is also an upper bound for a chunk alone:
-        # returning a gradient costs no more than beginning a sum with it.
-        alone += first
-    return {Role.ALONE: alone, Role.FIRST: first, Role.LATER: later}
-
-
-def _single_items(
-    problem: Problem, measurements: Sequence[Measurement], implementation_of: ImplementationOf
-) -> list[Item]:
-    """For each algorithm and batch the item of an undivided call: measured, or an upper bound.
-
-    A batch that was not timed is assumed to cost at most as much as the next larger one, if both
-    run the same implementation. A chunk alone costs at most as much as a chunk that is written into
-    a larger result.
-    """
-    # A later chunk of wgrad is added to a sum, so its time does not bound that of a chunk alone.
-    later = [] if problem.op == "wgrad" else chunk_items(problem, measurements, Role.LATER)
-    # The items of `ALONE` come second, so that they replace those of the role `LATER`, which are
-    # only upper bounds.
-    items = [*later, *chunk_items(problem, measurements, Role.ALONE)]
-    return list(_bounded(problem, items, range(1, problem.batch + 1), implementation_of))
-
-
-def with_bounded(
-    problem: Problem,
-    items: Mapping[str, Sequence[Item]],
-    implementation_of: ImplementationOf,
-    sizes: Iterable[int],
-) -> dict[str, list[Item]]:
-    """The items, with upper bounds added for chunks of sizes that were not timed."""
-    sizes = tuple(sizes)
-    # Items in role `ALONE` cover all batches already, see `_single_items`.
-    found: dict[str, list[Item]] = {Role.ALONE: list(items[Role.ALONE])}
-    for role in (Role.FIRST, Role.LATER):
-        timed = {(item.algorithm, item.batch) for item in items[role]}
-        more = (
-            item
-            for item in _bounded(problem, items[role], sizes, implementation_of)
-            if (item.algorithm, item.batch) not in timed
-        )
-        found[role] = [*items[role], *more]
-    return found
-
-
-def _bounded(
-    problem: Problem,
-    items: Iterable[Item],
-    sizes: Iterable[int],
-    implementation_of: ImplementationOf,
-) -> Iterator[Item]:
-    """Items of each algorithm at these sizes; an untimed size gets the next larger one's time.
-
-    A larger size is used only if it runs the same implementation. If there are two items of one
-    size, the last one is used.
-    """
-    costs: dict[str, dict[int, Item]] = {}
-    for item in items:
-        costs.setdefault(item.algorithm, {})[item.batch] = item
-    sizes = set(sizes)
-    for algorithm, by_batch in costs.items():
-        # From the largest size down: with the same implementation, a chunk is assumed to need no
-        # more time or workspace than the next larger one that was timed.
-        bound = None
-        for n in sorted(sizes | by_batch.keys(), reverse=True):
-            bound = by_batch.get(n, bound)
-            if bound is None:
-                continue
-            two = (problem.with_batch(size) for size in (n, bound.batch))
-            if len({implementation_of(one, algorithm) for one in two}) == 1:
-                yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
 
 
 def chunk_items(
