@@ -359,13 +359,13 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     is_sparse = len({arm.size for arm in known}) < problem.batch
     config = Config(policy="powers-of-two" if is_sparse else "all")
     tuning = KernelTuning(session, config, Kernel(problem), limit is not None)
-    evidence = tuning.evidence(limit)
+    tables = tuning.measure_within(limit)
     fitting = [
         entry
         for entry in known.values()
         if entry.status == "ok" and (limit is None or (entry.workspace_bytes or 0) <= limit)
     ]
-    chosen = best_split(problem, evidence.tables[0].measurements, session, limit)
+    chosen = best_split(problem, tables[0].measurements, session, limit)
     best = best_split(problem, fitting, session, limit)
     regret = cost_ns(chosen, fresh) / cost_ns(best, fresh) - 1
     return Replay(
@@ -572,13 +572,13 @@ def measure() -> None:
         session = Session(backend, MemoryCache())
         start = time.monotonic()
         tuning = KernelTuning(session, Config(policy="all"), Kernel(problem), is_limited=False)
-        evidence = tuning.evidence(None)
+        tables = tuning.measure_within(None)
         lazy_s, lazy_count = time.monotonic() - start, session.measured
         start = time.monotonic()
         everything = exhaustive(session, problem)
         all_s = time.monotonic() - start
         splits = [
-            best_split(problem, evidence.tables[0].measurements, session, None),
+            best_split(problem, tables[0].measurements, session, None),
             best_split(problem, everything, session, None),
         ]
         if splits[0] == splits[1]:

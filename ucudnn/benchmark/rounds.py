@@ -181,17 +181,17 @@ def _drop_beaten(
         return
     for group, rivals in _rivals_by_group(entrants, results).items():
         medians = {number: median_ns(results[number].samples) for number in rivals}
-        winner: int | None = min(medians, key=medians.__getitem__)
-        best_ns, high_ns = medians[winner], median_interval(results[winner].samples)[1]
+        best = min(medians, key=medians.__getitem__)
+        best_ns, high_ns = medians[best], median_interval(results[best].samples)[1]
         # A rival that was timed earlier takes part with its old time, and is not run again.
         if group in known and known[group][0] <= best_ns:
-            winner, (best_ns, high_ns) = None, known[group]
+            best_ns, high_ns = known[group]
         for number, time_ns in medians.items():
             if rounds <= len(protocol.lapped):
                 is_beaten = time_ns > protocol.lapped[rounds - 1] * best_ns
             else:
                 is_beaten = median_interval(results[number].samples)[0] > high_ns
-            results[number].is_beaten = is_beaten and number != winner
+            results[number].is_beaten = is_beaten
 
 
 def _rivals_by_group(

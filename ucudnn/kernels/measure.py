@@ -43,24 +43,6 @@ from ucudnn.verdict import EQUALLY_FAST
 _STILL_RACES = 1.25
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What was measured of a kernel's chunks within a limit, for each way to cut it."""
-
-    # The split tables of the chunks that a plan may consist of.
-    tables: tuple[AbstractSplitTable, ...]
-    # All measurements, also of chunks that failed, were eliminated or do not fit.
-    known: tuple[tuple[Measurement, ...], ...]
-    notes: tuple[str, ...] = ()
-    # Algorithms that were not measured further, each with a sentence that gives the reason.
-    ruled_out: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def everything(self) -> tuple[Measurement, ...]:
-        """All known measurements, of all cuts."""
-        return tuple(entry for entries in self.known for entry in entries)
-
-
 class KernelTuning:
     """One kernel, from the first run of torch's own convolution to its plan for every batch.
 
@@ -105,6 +87,13 @@ class KernelTuning:
         """Time in ns of all calls of a step by torch's own convolution; 0 if it is not known."""
         time_ns = None if self.default is None else self.default.time_ns
         return (time_ns or 0) * len(self.kernel.layers)
+
+    @property
+    def timed_default(self) -> Measurement | None:
+        """Torch's own convolution of the whole batch, if it was timed in full."""
+        whole = self._cuts[0]
+        found = whole.by_arm.get(whole.listed.default)
+        return found if found is not None and found.status == "ok" else None
 
     @property
     def lack_of_memory(self) -> str:
@@ -170,25 +159,37 @@ class KernelTuning:
                 requests.known.recall()
             self.session.flush()
 
-    def evidence(self, limit: int | None, tolerance: float = 0.0) -> Evidence:
-        """Measure everything that a plan within the limit still needs; see `measure`."""
+    def measure_within(
+        self, limit: int | None, tolerance: float = 0.0
+    ) -> tuple[AbstractSplitTable, ...]:
+        """Measure everything that a plan within a limit still needs; the tables that it is made of.
+
+        For the arguments see `measure`.
+        """
         for _ in self.measure(limit, tolerance):
             pass
         asked = self.requests(limit, tolerance)
         tables = self.tables([one.known.usable for one in asked], limit)
         if self._is_rough(tables, limit):
             tables = self.tables([one.known.timed for one in asked], limit)
-        first, *others = asked
-        # The first is of interest even if it is empty: torch's own convolution is of that cut. Of a
-        # recording nothing is noted, because it does not say what was not measured.
+        return tables
+
+    @property
+    def measurements(self) -> list[list[Measurement]]:
+        """All measurements of each cut, also of chunks that failed, lost a race or do not fit."""
+        return [known.measurements for known in self._cuts]
+
+    def notes(self, limit: int | None, tolerance: float, raced: Collection[str]) -> list[str]:
+        """Notes for a plan: what was timed, and why algorithms are ruled out that did not race."""
+        # Of a recording nothing is noted, because it does not say what was not measured.
+        if not self.session.can_measure:
+            return []
+        first, *others = self.requests(limit, tolerance)
+        # The first is of interest even if it is empty: torch's own convolution is of that cut.
         working = [first, *(one for one in others if one.listed.by_arm)]
-        working = working if self.session.can_measure else []
-        return Evidence(
-            tables,
-            tuple(tuple(one.known.measurements) for one in asked),
-            tuple(note for one in working for note in one.certificate()),
-            tuple(reason for one in working for reason in one.ruled_out),
-        )
+        timed = [note for one in working for note in one.certificate()]
+        ruled_out = [said for one in working for name, said in one.ruled_out if name not in raced]
+        return timed + ruled_out
 
     def _is_rough(self, tables: Iterable[AbstractSplitTable], limit: int | None) -> bool:
         """True if plans may also consist of chunks that were timed by a single run."""

@@ -245,7 +245,7 @@ class BatchSplits(AbstractSplitTable):
         first, later = (
             self._bounded(self.items[position], self.sizes) for position in (Role.FIRST, Role.LATER)
         )
-        bounded = {Role.ALONE: self.items[Role.ALONE], Role.FIRST: first, Role.LATER: later}
+        bounded: Items = {Role.ALONE: self.items[Role.ALONE], Role.FIRST: first, Role.LATER: later}
         all_choices, timed_choices = self.choices(bounded), self.choices(self.items)
         return tuple(
             _with_end_of(
