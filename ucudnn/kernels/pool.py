@@ -16,7 +16,6 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.kernels.choose import KernelPlanner
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.limits import Limits
 from ucudnn.kernels.shares import StepShares
 from ucudnn.kernels.splits import Front
 from ucudnn.problem import Problem
@@ -138,7 +137,6 @@ class WorkspacePool:
     """Divides one pool of workspace, and divides it anew after each turn of measurements."""
 
     config: Config
-    limits: Limits
     shares: StepShares
     parts: dict[Problem, int] = field(default_factory=dict)
 
@@ -148,7 +146,7 @@ class WorkspacePool:
         self.session, self.tunings = self.shares.session, self.shares.tunings
         self._known: dict[Problem, PooledKernel] = {}
         for problem, tuning in self.tunings.items():
-            calls, limit = len(tuning.kernel.layers), self.limits.of(problem)
+            calls, limit = len(tuning.kernel.layers), self.shares.limits.of(problem)
             # All calls of a kernel have the same plan, and so equal parts.
             part = self._total_bytes // calls
             self._known[problem] = PooledKernel(calls, part if limit is None else min(limit, part))

@@ -79,7 +79,7 @@ class Results:
     tunings: Mapping[Problem, KernelTuning]
     limits: Limits  # with a pool, each kernel's part of it counts instead
     config: Config
-    pool: WorkspacePool | None = None
+    pool: WorkspacePool | None
     plans: dict[Problem, KernelPlan] = field(default_factory=dict)
     # Kernels that have no plan within the memory budget. The error that is raised for them names
     # the kernel that needs most memory.
@@ -112,17 +112,22 @@ class Results:
     def missing(self) -> list[Problem]:
         """Kernels that have no plan so far, but may still get one."""
         done = {kernel.problem for kernel in self.kernels}
-        return [p for p in self.tunings if p not in done and p not in self._refused]
+        return [problem for problem in self._plannable if problem not in done]
 
     @property
     def unraced(self) -> list[Problem]:
         """Kernels that have no plan, or one that rests on a prediction or on a single run."""
         raced = {p for p, plan in self.plans.items() if plan.timing.samples > 1}
-        return [p for p in self.tunings if p not in self._refused and p not in raced]
+        return [problem for problem in self._plannable if problem not in raced]
 
     @property
-    def _refused(self) -> set[Problem]:
-        return {*self.refusals, *self.over_limit, *self.too_large}
+    def _plannable(self) -> list[Problem]:
+        # A kernel that has no part of the pool cannot be planned.
+        allowed = self.tunings if self.pool is None else self.pool.parts
+        refused = {*self.refusals, *self.over_limit, *self.too_large}
+        return [
+            problem for problem in self.tunings if problem in allowed and problem not in refused
+        ]
 
     @property
     def left_out(self) -> tuple[str, ...]:

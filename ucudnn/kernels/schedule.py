@@ -62,7 +62,7 @@ class TuningScheduler:
         self._effort = EFFORTS[config.effort]
         # A default budget counts from here; it is not known yet.
         self._began = Deadline.within(0.0)
-        self._has_default = deadline is None and config.time_budget_s is None
+        self._has_default = deadline is None
         self._deadline = Deadline.never() if deadline is None else deadline
         # Kernels that must have a plan and have none go on until the first of these moments, and
         # smaller batches until the second one. No step can be run by kernels over a memory budget.
@@ -93,9 +93,8 @@ class TuningScheduler:
             for problem, layers in layers_by_problem.items()
         }
         self._shares = StepShares(self.session, self._tunings, limits)
-        self.results = Results(self._tunings, limits, config)
-        if has_pool:
-            self.results.pool = WorkspacePool(config, limits, self._shares)
+        pool = WorkspacePool(config, self._shares) if has_pool else None
+        self.results = Results(self._tunings, limits, config, pool)
         # Time in ns of all convolutions of a step by torch; 0 until it is known.
         self._total_ns = 0
         self._counts_from_s = 0.0
@@ -236,9 +235,6 @@ class TuningScheduler:
     def _tune(self, problems: Sequence[Problem]) -> None:
         """Plan kernels of one geometry in the time that the session has for them."""
         self.session.begin(problems[0])
-        # A kernel that has no part of the pool cannot be planned.
-        parts = None if self.results.pool is None else self.results.pool.parts
-        problems = [p for p in problems if parts is None or p in parts]
         measuring = [
             self._tunings[p].measure(self.results.limit_of(p), self._tolerance(p)) for p in problems
         ]
