@@ -151,13 +151,6 @@ class WorkspacePool:
             part = self._total_bytes // calls
             self._known[problem] = PooledKernel(calls, part if limit is None else min(limit, part))
 
-    @property
-    def time_ns(self) -> int | None:
-        """Sum of all calls' measured times by the division so far; None if a kernel has no part."""
-        if len(self.parts) < len(self.tunings):
-            return None
-        return sum(map(self._time_ns, self.parts))
-
     def look_first(self) -> None:
         """Run small chunks of torch's own convolutions until splits into them fit the pool.
 
@@ -238,9 +231,8 @@ class WorkspacePool:
             return False
         parts = self.parts
         self.divide_by_known()
-        better_ns = self.time_ns
+        better_ns, now_ns = self._time_ns(self.parts), self._time_ns(parts)
         self.parts = parts
-        now_ns = self.time_ns
         return bool(better_ns and now_ns and better_ns < (1 - POOL_GAIN) * now_ns)
 
     @property
@@ -253,9 +245,12 @@ class WorkspacePool:
         """The kernels that have a split within what they may own, those that take longest first."""
         return {p: self._known[p] for p in self._problems if self._known[p].front}
 
-    def _time_ns(self, problem: Problem) -> int:
-        one = self._known[problem]
-        return one.calls * (one.time_within(self.parts[problem]) or 0)
+    def _time_ns(self, parts: Mapping[Problem, int]) -> int | None:
+        """Sum of all calls' measured times by a division; None if a kernel has no part."""
+        if len(parts) < len(self.tunings):
+            return None
+        known = ((self._known[problem], part) for problem, part in parts.items())
+        return sum(one.calls * (one.time_within(part) or 0) for one, part in known)
 
     def _survey(self, problems: Iterable[Problem]) -> None:
         """Update what is known of these kernels, and divide the pool by what is known of all."""
