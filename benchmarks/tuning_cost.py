@@ -36,7 +36,7 @@ import torch
 from ucudnn.axis import BatchAxis
 from ucudnn.backends import AbstractBackend, Elapsed, open_backend
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look, Whole
+from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look
 from ucudnn.benchmark.protocol import FINALS, AbstractLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
@@ -293,7 +293,7 @@ class ReplayBench(AbstractBench):
         loop.runs = runs
         return sampler
 
-    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Result]:
         """A table holds no whole plans."""
         raise NotImplementedError
 
@@ -644,7 +644,7 @@ def disturbed() -> None:
     for problem in KERNELS:
         splits = [plan.split(problem) for plan in plans]
         wholes = LocalBench(backend, BatchAxis(problem)).whole(splits)
-        samples = [whole.result.samples for whole in wholes]
+        samples = [whole.samples for whole in wholes]
         sums = [total + median_ns(taken) for total, taken in zip(sums, samples, strict=True)]
         ratio, low, high = ratio_interval(samples[1], samples[0])
         said = f"{ratio:.3f} ({low:.3f} to {high:.3f})" if splits[0] != splits[1] else "the same"

@@ -35,6 +35,7 @@ class Result:
     is_beaten: bool = False  # True if a rival eliminated it
     failure: Failure | None = None  # why it could not be run any more
     state: DeviceState = field(default_factory=DeviceState)  # after the rounds
+    workspace_bytes: int = 0  # of a whole call; that of a chunk is known before its rounds
 
     @property
     def is_racing(self) -> bool:

@@ -21,7 +21,7 @@ from ucudnn.units import format_bytes, format_sizes
 from ucudnn.verdict import WORTHWHILE_GAIN, is_faster
 
 if TYPE_CHECKING:
-    from ucudnn.benchmark.bench import Whole
+    from ucudnn.benchmark.rounds import Result
     from ucudnn.config import Config
     from ucudnn.kernels.candidates import Kernel
     from ucudnn.kernels.device import Session
@@ -359,18 +359,18 @@ def race_calls(tuning: KernelTuning, splits: Sequence[Split]) -> list[Finalist] 
     has_time = session.end.has_time(3 * len(splits), tuning.whole_ns)
     if recalled or not session.can_measure or session.race_until.is_over or not has_time:
         return recalled
-    wholes = tuning.bench().whole(splits, kernel.has_bias)
+    results = tuning.bench().whole(splits, kernel.has_bias)
     listed = session.backend.candidates(kernel.problem)
     varying = {one.algorithm for one in listed if not one.is_deterministic}
     found = [
         # One nondeterministic chunk makes the whole call nondeterministic.
         _timed(
             key,
-            whole,
+            result,
             kernel.has_bias,
             varying.isdisjoint(chunk.algorithm for chunk in split.chunks),
         )
-        for key, whole, split in zip(_keys(session, kernel, splits), wholes, splits, strict=True)
+        for key, result, split in zip(_keys(session, kernel, splits), results, splits, strict=True)
     ]
     for entry in found:
         # A call that ran out of memory is not kept as failed, because there may be more memory at
@@ -416,25 +416,24 @@ def _raced(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Finali
 
 
 def _timed(
-    key: MeasurementKey, whole: Whole, has_bias: bool, is_deterministic: bool
+    key: MeasurementKey, result: Result, has_bias: bool, is_deterministic: bool
 ) -> Measurement:
     # A failure is cached like a time, so that a second tune takes the race from the cache instead
     # of running it.
-    if whole.result.failure:
-        kind, reason = whole.result.failure
+    if result.failure:
+        kind, reason = result.failure
         return Measurement(key, "failed", reason=reason, failure=kind, adds_bias=has_bias)
-    samples, state = whole.result.samples, whole.result.state
     return Measurement(
         key,
         "ok",
-        median_ns(samples),
-        spread_ns(samples),
-        tuple(samples),
-        whole.workspace_bytes,
-        notes=state.notes,
+        median_ns(result.samples),
+        spread_ns(result.samples),
+        tuple(result.samples),
+        result.workspace_bytes,
+        notes=result.state.notes,
         is_deterministic=is_deterministic,
         adds_bias=has_bias,
-        load=state.load,
+        load=result.state.load,
     )
 
 
