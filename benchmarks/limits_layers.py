@@ -111,11 +111,7 @@ def measured(problem: Problem, effort: str) -> dict[str, Any]:
     splits = list(dict.fromkeys([own, *wanted]))
     wholes = LocalBench(open_backend("auto"), BatchAxis(problem)).whole(splits)
     times = [
-        {
-            "split": str(split),
-            "workspace_bytes": whole.workspace_bytes,
-            "samples_ns": whole.result.samples,
-        }
+        {"split": str(split), "workspace_bytes": whole.workspace_bytes, "samples_ns": whole.samples}
         for split, whole in zip(splits, wholes, strict=True)
     ]
     places = {

@@ -36,7 +36,7 @@ import torch
 from ucudnn.axis import BatchAxis
 from ucudnn.backends import AbstractBackend, Elapsed, open_backend
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look, Whole
+from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look
 from ucudnn.benchmark.protocol import FINALS, AbstractLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
@@ -293,7 +293,7 @@ class ReplayBench(AbstractBench):
         loop.runs = runs
         return sampler
 
-    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Result]:
         """A table holds no whole plans."""
         raise NotImplementedError
 
@@ -359,13 +359,13 @@ def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
     is_sparse = len({arm.size for arm in known}) < problem.batch
     config = Config(policy="powers-of-two" if is_sparse else "all")
     tuning = KernelTuning(session, config, Kernel(problem), limit is not None)
-    evidence = tuning.evidence(limit)
+    tables = tuning.measure_within(limit)
     fitting = [
         entry
         for entry in known.values()
         if entry.status == "ok" and (limit is None or (entry.workspace_bytes or 0) <= limit)
     ]
-    chosen = best_split(problem, evidence.tables[0].measurements, session, limit)
+    chosen = best_split(problem, tables[0].measurements, session, limit)
     best = best_split(problem, fitting, session, limit)
     regret = cost_ns(chosen, fresh) / cost_ns(best, fresh) - 1
     return Replay(
@@ -572,13 +572,13 @@ def measure() -> None:
         session = Session(backend, MemoryCache())
         start = time.monotonic()
         tuning = KernelTuning(session, Config(policy="all"), Kernel(problem), is_limited=False)
-        evidence = tuning.evidence(None)
+        tables = tuning.measure_within(None)
         lazy_s, lazy_count = time.monotonic() - start, session.measured
         start = time.monotonic()
         everything = exhaustive(session, problem)
         all_s = time.monotonic() - start
         splits = [
-            best_split(problem, evidence.tables[0].measurements, session, None),
+            best_split(problem, tables[0].measurements, session, None),
             best_split(problem, everything, session, None),
         ]
         if splits[0] == splits[1]:
@@ -644,7 +644,7 @@ def disturbed() -> None:
     for problem in KERNELS:
         splits = [plan.split(problem) for plan in plans]
         wholes = LocalBench(backend, BatchAxis(problem)).whole(splits)
-        samples = [whole.result.samples for whole in wholes]
+        samples = [whole.samples for whole in wholes]
         sums = [total + median_ns(taken) for total, taken in zip(sums, samples, strict=True)]
         ratio, low, high = ratio_interval(samples[1], samples[0])
         said = f"{ratio:.3f} ({low:.3f} to {high:.3f})" if splits[0] != splits[1] else "the same"

@@ -8,7 +8,7 @@ import torch
 
 from ucudnn.axis import axis_of
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.bench import Whole
+from ucudnn.benchmark.rounds import Result
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
@@ -97,23 +97,21 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
     return _judged(about, plan, kernel, wholes)
 
 
-def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> Finding:
+def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Result]) -> Finding:
     ours = wholes[0]
-    if ours.result.failure:
-        return Finding(
-            about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
-        )
+    if ours.failure:
+        return Finding(about, False, f"{kernel.problem} cannot be run: {ours.failure.reason}")
     limit = plan.limit_bytes(kernel)
     if limit is not None and ours.workspace_bytes > limit:
         size, most = format_sizes(ours.workspace_bytes, limit)
         said = f"{kernel.problem} needs {size} of workspace, over {most}; tune again"
         return Finding(about, False, said)
     size = format_bytes(ours.workspace_bytes)
-    said = f"{kernel.problem} takes {format_ns(median_ns(ours.result.samples))} in {size}"
-    if len(wholes) == 1 or wholes[1].result.failure:
+    said = f"{kernel.problem} takes {format_ns(median_ns(ours.samples))} in {size}"
+    if len(wholes) == 1 or wholes[1].failure:
         return Finding(about, True, f"{said}, and torch's own convolution cannot be timed")
     theirs = wholes[1]
-    ratio, low, high = ratio_interval(theirs.result.samples, ours.result.samples)
+    ratio, low, high = ratio_interval(theirs.samples, ours.samples)
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     planned = kernel.default.time_ns / kernel.timing.time_ns

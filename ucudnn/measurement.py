@@ -254,7 +254,7 @@ class Measurement:
         notes: further remarks, for people, such as "throttled=power".
         failure: kind of the failure; None if the candidate did not fail, or if the kind is not
             known.
-        lost_to: the algorithm by which the candidate was eliminated from its race; "": it was not.
+        lost_to: the fastest of the algorithms that the candidate lost its race to; "": it did not.
         implementation: as in `Candidate`.
         is_deterministic: as in `Candidate`.
         adds_bias: as in `Candidate`.

@@ -98,8 +98,8 @@ def test_who_is_lapped_leaves_and_is_not_timed_again(machine):
     assert taken["far"] == 2
     assert taken["behind"] == 3
     assert taken["best"] == 9
-    assert results["best"].beaten_by is None
-    assert all(results[name].beaten_by == 0 for name in ("behind", "far", "lapped"))
+    assert not results["best"].is_beaten
+    assert all(results[name].is_beaten for name in ("behind", "far", "lapped"))
 
 
 def test_other_groups_are_no_rivals(machine):
@@ -113,7 +113,7 @@ def test_other_groups_are_no_rivals(machine):
 def test_who_was_timed_before_races_too(machine):
     entrants = [machine.entrant("a", lambda: 2000, group="g")]
     (result,) = run(machine, entrants, Protocol(), known={"g": (1000, 1020)})
-    assert result.beaten_by == -1
+    assert result.is_beaten
     assert len(result.samples) == 2
 
 

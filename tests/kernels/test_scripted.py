@@ -208,10 +208,11 @@ def test_time_for_races_is_used_where_a_kernel_must_have_a_plan(
     backend = scripted(torch_default=linear(1.0, 1.0), lean=linear(2.0, 0.0))
     session = Session(backend, caches.MemoryCache())
     tuning = KernelTuning(session, Config(), Kernel(FPROP), is_limited=limit is not None)
-    assert tuning.look_at_default().workspace_bytes == 16 * MIB
+    tuning.look_at_default()
+    assert tuning.default.workspace_bytes == 16 * MIB
     over = Deadline.within(0.0)
     session.stop_at(over, Deadline.never() if has_time_for_races else over)
-    micro_batches = tuning.evidence(limit).tables[0]
+    micro_batches = tuning.measure_within(limit)[0]
     assert bool(micro_batches.measurements) == (has_time_for_races and limit is not None)
     session.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from by_hand import linear
@@ -129,15 +130,16 @@ def test_time_is_kept_for_every_kernel_that_must_have_a_plan():
     now = [0.0]
     gains_ns, allotted = [10_000, 1_000, 100, 10, 1, 1], []
     waiting = [problem(1 + place) for place in range(len(gains_ns))]
-    shares = StepShares(None, {}, Limits(None))
+    tunings = {one: SimpleNamespace(step_ns=ns) for one, ns in zip(waiting, gains_ns, strict=True)}
+    shares = StepShares(None, tunings, Limits(None))
     shares.stakes = {one: Stake(ns, 0, True) for one, ns in zip(waiting, gains_ns, strict=True)}
     deadline = Deadline.within(12.0, clock=lambda: now[0])
-    kept_s = shares.kept_s(deadline, waiting)
-    while waiting:
-        part = shares.part_of(deadline, waiting[:1], waiting, kept_s)
+    turns = []
+    for group, part in shares.in_turn(deadline, waiting):
+        turns += group
         allotted.append(part.left_s())
         now[0] = part.at_s
-        del waiting[0]
+    assert turns == waiting
     # Half of the time is kept, in equal parts; the largest gain has most of the other half.
     assert min(allotted) >= 0.999
     assert allotted[0] > 6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -62,14 +61,6 @@ class How(NamedTuple):
 THOROUGHLY = How()
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Result of the rounds of whole calls, with the workspace in bytes."""
-
-    result: Result
-    workspace_bytes: int
-
-
 class AbstractBench(ABC):
     """Measures the candidates of one kernel.
 
@@ -98,7 +89,7 @@ class AbstractBench(ABC):
         """
 
     @abstractmethod
-    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Result]:
         """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
 
 
@@ -236,12 +227,7 @@ class LocalBench(AbstractBench):
             lambda number: self._on_turn(places[number]),
             until,
         )
-        # `run_rounds` numbers only the entrants that take part; callers number all that they asked
-        # for.
         for place, result in zip(places, found, strict=True):
-            # -1 stands for a rival that was timed before this race; it has no number here.
-            if result.beaten_by is not None and result.beaten_by >= 0:
-                result.beaten_by = places[result.beaten_by]
             results[place] = result
         return results
 
@@ -262,7 +248,7 @@ class LocalBench(AbstractBench):
             self._executables[key] = self._backend.executable(part, algorithm)
         return self._executables[key]
 
-    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Result]:
         """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
         workspaces = [0] * len(splits)
 
@@ -276,8 +262,10 @@ class LocalBench(AbstractBench):
             return Entrant(sampler.sample_ns)
 
         entering = [partial(enter, place) for place in range(len(splits))]
-        found = self._raced(entering, self._how.wholes, self._how.wholes_until)
-        return list(map(Whole, found, workspaces))
+        results = self._raced(entering, self._how.wholes, self._how.wholes_until)
+        for result, workspace in zip(results, workspaces, strict=True):
+            result.workspace_bytes = workspace
+        return results
 
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
         """Workspace of a call in bytes.

@@ -32,14 +32,15 @@ class Result:
 
     # Times in ns. The n-th samples of all entrants are from the same round.
     samples: list[int] = field(default_factory=list)
-    beaten_by: int | None = None  # the entrant that eliminated it; -1: a rival timed before
+    is_beaten: bool = False  # True if a rival eliminated it
     failure: Failure | None = None  # why it could not be run any more
     state: DeviceState = field(default_factory=DeviceState)  # after the rounds
+    workspace_bytes: int = 0  # of a whole call; that of a chunk is known before its rounds
 
     @property
     def is_racing(self) -> bool:
         """True if the entrant was not eliminated and has not failed."""
-        return self.beaten_by is None and not self.failure
+        return not self.is_beaten and not self.failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +182,17 @@ def _drop_beaten(
         return
     for group, rivals in _rivals_by_group(entrants, results).items():
         medians = {number: median_ns(results[number].samples) for number in rivals}
-        winner = min(medians, key=medians.__getitem__)
-        best_ns, high_ns = medians[winner], median_interval(results[winner].samples)[1]
+        best = min(medians, key=medians.__getitem__)
+        best_ns, high_ns = medians[best], median_interval(results[best].samples)[1]
         # A rival that was timed earlier takes part with its old time, and is not run again.
         if group in known and known[group][0] <= best_ns:
-            winner, (best_ns, high_ns) = -1, known[group]
+            best_ns, high_ns = known[group]
         for number, time_ns in medians.items():
             if rounds <= len(protocol.lapped):
                 is_beaten = time_ns > protocol.lapped[rounds - 1] * best_ns
             else:
                 is_beaten = median_interval(results[number].samples)[0] > high_ns
-            if is_beaten and number != winner:
-                results[number].beaten_by = winner
+            results[number].is_beaten = is_beaten
 
 
 def _rivals_by_group(

@@ -20,14 +20,8 @@ import torch
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
-from ucudnn.benchmark.failures import (
-    CANDIDATE_ERRORS,
-    CandidateError,
-    Failure,
-    LostError,
-    failure_of,
-)
+from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look
+from ucudnn.benchmark.failures import CANDIDATE_ERRORS, CandidateError, LostError, failure_of
 from ucudnn.benchmark.rounds import Result
 from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
@@ -208,29 +202,15 @@ class WorkerBench(AbstractBench):
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
     ) -> list[Result]:
         """Time candidates in interleaved rounds; if one ends the worker, start over without it."""
-        found = self._without_the_lost("rounds", list(arms), dict(known))
-        results = [
-            Result(failure=found[place]) if isinstance(found[place], Failure) else found[place]
-            for place in range(len(arms))
-        ]
-        kept = [place for place in range(len(arms)) if not isinstance(found[place], Failure)]
-        for place in kept:
-            winner = results[place].beaten_by
-            if winner is not None and winner >= 0:
-                results[place].beaten_by = kept[winner]
-        return results
+        return self._without_the_lost("rounds", list(arms), dict(known))
 
-    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Result]:
         """Time whole calls, each of them in every round; with `has_bias` they also add a bias."""
-        found = self._without_the_lost("whole", list(splits), has_bias)
-        return [
-            Whole(Result(failure=entry), 0) if isinstance(entry, Failure) else entry
-            for _, entry in sorted(found.items())
-        ]
+        return self._without_the_lost("whole", list(splits), has_bias)
 
-    def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> dict[int, Any]:
-        """For each index of `asked` the result of the method, or how that candidate was lost."""
-        found: dict[int, Any] = {}
+    def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> list[Result]:
+        """For each of `asked` the result of the method, or how that candidate was lost."""
+        results = [Result() for _ in asked]
         left = list(range(len(asked)))
         while left:
             try:
@@ -239,11 +219,12 @@ class WorkerBench(AbstractBench):
                 still = [asked[place] for place in left]
                 answers = self._ask(method, still, *more)
             except LostError as lost:
-                found[left.pop(lost.turn)] = failure_of(lost)
+                results[left.pop(lost.turn)].failure = failure_of(lost)
             else:
-                found.update(zip(left, answers, strict=True))
+                for place, answer in zip(left, answers, strict=True):
+                    results[place] = answer
                 break
-        return found
+        return results
 
 
 def serve(descriptor: int) -> None:

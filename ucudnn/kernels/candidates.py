@@ -115,13 +115,14 @@ class KernelCandidates:
 
     def lists(self, arm: Arm) -> tuple[Role, ...]:
         """The positions that an arm can have in a split; empty if no plan may contain the arm."""
-        if self._varies(self.by_arm[arm]):
+        if self._deterministic and not self.by_arm[arm].is_deterministic:
             return ()
-        return lists_of(self.problem, arm.size == self.axis.extent, arm.role)
-
-    def _varies(self, candidate: Candidate) -> bool:
-        """True if plans must be deterministic and the candidate is not."""
-        return self._deterministic and not candidate.is_deterministic
+        if arm.size == self.axis.extent:
+            return (Role.ALONE,)
+        # A chunk of fprop or dgrad that was run in the role ALONE and is not the whole batch has no
+        # position in a split: it ran only to extrapolate the workspace of the whole call.
+        places = (Role.FIRST, Role.LATER)
+        return tuple(place for place in places if role_of(self.problem, place) == arm.role)
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
@@ -145,17 +146,3 @@ class KernelCandidates:
 
     def _cost(self, size: int, algorithm: str) -> Cost | None:
         return self._session.cost(self.part(size), algorithm)
-
-
-def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
-    """Positions in a split that a chunk may have if it was timed in a role.
-
-    >>> lists_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), False, Role.LATER)
-    (<Role.FIRST: 'first'>, <Role.LATER: 'later'>)
-    """
-    if is_whole:
-        return (Role.ALONE,)
-    # A chunk of fprop or dgrad that was run in the role ALONE and is not the whole batch has no
-    # position in a split: it ran only to extrapolate the workspace of the whole call.
-    places = (Role.FIRST, Role.LATER)
-    return tuple(place for place in places if role_of(problem, place) == role)

@@ -21,12 +21,11 @@ from ucudnn.units import format_bytes, format_sizes
 from ucudnn.verdict import WORTHWHILE_GAIN, is_faster
 
 if TYPE_CHECKING:
-    from ucudnn.benchmark.bench import Whole
+    from ucudnn.benchmark.rounds import Result
     from ucudnn.config import Config
     from ucudnn.kernels.candidates import Kernel
     from ucudnn.kernels.device import Session
-    from ucudnn.kernels.measure import Evidence, KernelTuning
-    from ucudnn.problem import Problem
+    from ucudnn.kernels.measure import KernelTuning
 
 # Time in ns that a call of a planned layer takes on the host in addition to its kernel, measured by
 # benchmarks/overhead.py. In this time the call looks up its plan and makes an autograd node in
@@ -77,12 +76,11 @@ class KernelPlanner:
         try:
             # Each pass of this loop returns, raises an error, or lowers the limit for chunks.
             while True:
-                evidence = self._evidence()
-                tables = evidence.tables
+                tables = self._measure()
                 is_empty = all(table.is_empty for table in tables)
-                finalists = [] if is_empty else self._finalists(tables, evidence)
+                finalists = [] if is_empty else self._finalists(tables)
                 if not finalists:
-                    self._refuse_unless_over(evidence)
+                    self._refuse_unless_over()
                     return None
                 winner = choose(
                     finalists,
@@ -91,7 +89,7 @@ class KernelPlanner:
                     bool(self._config.deterministic),
                 )
                 if winner is not None:
-                    return self._plan(winner, finalists, evidence)
+                    return self._plan(winner, finalists, tables)
                 # If measuring was cut short and torch's own convolution is the only finalist, there
                 # is no error, because splits that were not measured may fit.
                 if self._tuning.is_cut_short and all(one.split.is_default for one in finalists):
@@ -102,25 +100,31 @@ class KernelPlanner:
                         f"allow others by deterministic=False"
                     )
                 if not self._tighten(finalists, tables):
-                    self._refuse_unless_over(evidence)
+                    self._refuse_unless_over()
                     return None
         finally:
             self._tuning.release()
 
     def _plan(
-        self, winner: Finalist, finalists: Sequence[Finalist], evidence: Evidence
+        self, winner: Finalist, finalists: Sequence[Finalist], tables: Sequence[AbstractSplitTable]
     ) -> KernelPlan:
         own = next((entry for entry in finalists if entry.split.is_default), None)
         default = None if own is None else own.timing
-        layers = self._tuning.kernel.layers
-        plan = plan_by(evidence.tables, self._problem, winner.split, layers, winner.timing, default)
+        plan = plan_by(
+            tables,
+            self._tuning.kernel,
+            winner.split,
+            winner.timing,
+            default,
+            self._session.implementation_of,
+        )
         # Notes of the plan say why algorithms were ruled out. Algorithms that the plan uses get no
         # such note, nor does torch's own convolution if it was raced.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
-        ruled_out = [said for name, said in evidence.ruled_out if name not in raced]
+        notes = self._tuning.notes(self._chunk_limit, self._tolerance, raced)
         return replace(
             plan,
-            notes=(*(self._default_notes() if default else ()), *evidence.notes, *ruled_out),
+            notes=(*(self._default_notes() if default else ()), *notes),
             is_perturbed=any(finalist.is_perturbed for finalist in finalists),
             default_is_deterministic=own is None or own.is_deterministic,
         )
@@ -134,27 +138,24 @@ class KernelPlanner:
 
     def require_split(self) -> None:
         """Raise PlanError if no split fits the limit, unless measuring was cut short."""
-        evidence = self._evidence()
-        if all(table.is_empty for table in evidence.tables):
-            self._refuse_unless_over(evidence)
+        if all(table.is_empty for table in self._measure()):
+            self._refuse_unless_over()
 
-    def _evidence(self) -> Evidence:
-        evidence = self._tuning.evidence(self._chunk_limit, self._tolerance)
-        if not self._session.can_measure and not evidence.everything:
+    def _measure(self) -> tuple[AbstractSplitTable, ...]:
+        tables = self._tuning.measure_within(self._chunk_limit, self._tolerance)
+        if not self._session.can_measure and not any(self._tuning.measurements):
             raise self._session.missing(self._problem)
-        return evidence
+        return tables
 
-    def _refuse_unless_over(self, evidence: Evidence) -> None:
+    def _refuse_unless_over(self) -> None:
         # If measuring was cut short, a split that was not measured may fit.
         if not self._tuning.is_cut_short:
-            error = self._nothing_fits(evidence)
+            error = self._nothing_fits()
             lacks_memory = bool(self._tuning.lack_of_memory)
             error.lacks_memory = error.smallest_bytes is None and lacks_memory
             raise error
 
-    def _finalists(
-        self, tables: Sequence[AbstractSplitTable], evidence: Evidence
-    ) -> list[Finalist]:
+    def _finalists(self, tables: Sequence[AbstractSplitTable]) -> list[Finalist]:
         """Splits with times of whole calls: raced, from the cache, or predicted from chunks."""
         # A backend may lack torch's own convolution, such as a recording that does not contain it.
         applies = self._session.implementation_of(self._problem, DEFAULT_ALGORITHM) is not None
@@ -162,7 +163,7 @@ class KernelPlanner:
         offered = [default] if applies else []
         offered += [split for table in tables for split in table.splits()]
         splits = list(dict.fromkeys(offered))
-        own = self._timed_default(evidence)
+        own = self._tuning.timed_default
         # If torch's own convolution is the only split, it has no rival to race. Its time as a chunk
         # is that of the whole call, unless the whole call adds a bias.
         if splits == [default] and own is not None and not self._tuning.kernel.has_bias:
@@ -171,19 +172,6 @@ class KernelPlanner:
         # a recording lacks this race.
         raced = race_calls(self._tuning, splits)
         return predict(tables, splits, self._tuning.default) if raced is None else raced
-
-    def _timed_default(self, evidence: Evidence) -> Measurement | None:
-        """Torch's own convolution of the whole batch, if it was timed in full."""
-        return next(
-            (
-                entry
-                for entry in evidence.everything
-                if entry.key.problem == self._problem
-                and entry.key.is_default
-                and entry.status == "ok"
-            ),
-            None,
-        )
 
     def _tighten(self, finalists: Sequence[Finalist], tables: Sequence[AbstractSplitTable]) -> bool:
         """Lower the limit for chunks, because whole calls needed more than their chunks.
@@ -219,11 +207,11 @@ class KernelPlanner:
         self._chunk_limit = lower
         return True
 
-    def _nothing_fits(self, evidence: Evidence) -> PlanError:
+    def _nothing_fits(self) -> PlanError:
         tuning, problem, config = self._tuning, self._problem, self._config
-        smallest, limit = _smallest(tuning, evidence), self._limit
+        smallest, limit = _smallest(tuning), self._limit
         if smallest is None:
-            return _nothing_allowed(problem, config, evidence, tuning.lack_of_memory)
+            return _nothing_allowed(tuning)
         least, what = smallest
         # A limit that suffices must hold the whole call, not only its largest chunk.
         least += self._call_overhead_bytes
@@ -298,8 +286,10 @@ def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | No
     return Finalist(split, timing, samples=(time_ns,))
 
 
-def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence, lack: str) -> PlanError:
-    ran = list(filter(_ran, evidence.everything))
+def _nothing_allowed(tuning: KernelTuning) -> PlanError:
+    problem, config, lack = tuning.problem, tuning.config, tuning.lack_of_memory
+    everything = [entry for entries in tuning.measurements for entry in entries]
+    ran = list(filter(_ran, everything))
     if config.deterministic and ran and not any(one.is_deterministic for one in ran):
         return PlanError(
             f"no deterministic algorithm computes {problem}; on a GPU "
@@ -311,10 +301,10 @@ def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence, lack:
             f"one has {min(one.error or 0.0 for one in ran):.2g}"
         )
     # The roles of a candidate may have failed alike.
-    failed = dict.fromkeys(one.reason for one in evidence.everything if one.status == "failed")
+    failed = dict.fromkeys(one.reason for one in everything if one.status == "failed")
     # If every candidate ran out of memory, there are no entries, because such failures are not
     # kept.
-    if failed or not evidence.everything:
+    if failed or not everything:
         reasons = "; ".join(failed) or f"there was too little memory{lack and f' ({lack})'}"
         return PlanError(f"no algorithm could be run on {problem}: {reasons}")
     return PlanError(
@@ -333,7 +323,7 @@ def _is_exact(entry: Measurement, config: Config) -> bool:
     return config.max_error is None or (entry.error or 0.0) <= config.max_error
 
 
-def _smallest(tuning: KernelTuning, evidence: Evidence) -> tuple[int, str] | None:
+def _smallest(tuning: KernelTuning) -> tuple[int, str] | None:
     """The least workspace in bytes of any split, and its description; None if no split is known."""
     config = tuning.config
     known = [
@@ -342,11 +332,17 @@ def _smallest(tuning: KernelTuning, evidence: Evidence) -> tuple[int, str] | Non
             for one in filter(_ran, entries)
             if _is_exact(one, config) and (one.is_deterministic or not config.deterministic)
         ]
-        for entries in evidence.known
+        for entries in tuning.measurements
     ]
     # All tables are asked, because slabs may fit where no micro-batch does, for example at batch 1.
-    found = (table.smallest() for table in tuning.tables(known, None))
-    return min(filter(None, found), default=None, key=itemgetter(0))
+    found = filter(None, (table.smallest() for table in tuning.tables(known, None)))
+    smallest = min(found, default=None, key=itemgetter(0))
+    if smallest is None:
+        return None
+    least, split = smallest
+    first = split.chunks[0]
+    is_by_slabs = split.axis == "spatial"
+    return least, str(split) if is_by_slabs else f"micro-batch {first.size}, {first.algorithm}"
 
 
 def race_calls(tuning: KernelTuning, splits: Sequence[Split]) -> list[Finalist] | None:
@@ -363,18 +359,18 @@ def race_calls(tuning: KernelTuning, splits: Sequence[Split]) -> list[Finalist] 
     has_time = session.end.has_time(3 * len(splits), tuning.whole_ns)
     if recalled or not session.can_measure or session.race_until.is_over or not has_time:
         return recalled
-    wholes = tuning.bench().whole(splits, kernel.has_bias)
+    results = tuning.bench().whole(splits, kernel.has_bias)
     listed = session.backend.candidates(kernel.problem)
     varying = {one.algorithm for one in listed if not one.is_deterministic}
     found = [
         # One nondeterministic chunk makes the whole call nondeterministic.
         _timed(
             key,
-            whole,
+            result,
             kernel.has_bias,
             varying.isdisjoint(chunk.algorithm for chunk in split.chunks),
         )
-        for key, whole, split in zip(_keys(session, kernel, splits), wholes, splits, strict=True)
+        for key, result, split in zip(_keys(session, kernel, splits), results, splits, strict=True)
     ]
     for entry in found:
         # A call that ran out of memory is not kept as failed, because there may be more memory at
@@ -420,25 +416,24 @@ def _raced(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Finali
 
 
 def _timed(
-    key: MeasurementKey, whole: Whole, has_bias: bool, is_deterministic: bool
+    key: MeasurementKey, result: Result, has_bias: bool, is_deterministic: bool
 ) -> Measurement:
     # A failure is cached like a time, so that a second tune takes the race from the cache instead
     # of running it.
-    if whole.result.failure:
-        kind, reason = whole.result.failure
+    if result.failure:
+        kind, reason = result.failure
         return Measurement(key, "failed", reason=reason, failure=kind, adds_bias=has_bias)
-    samples, state = whole.result.samples, whole.result.state
     return Measurement(
         key,
         "ok",
-        median_ns(samples),
-        spread_ns(samples),
-        tuple(samples),
-        whole.workspace_bytes,
-        notes=state.notes,
+        median_ns(result.samples),
+        spread_ns(result.samples),
+        tuple(result.samples),
+        result.workspace_bytes,
+        notes=result.state.notes,
         is_deterministic=is_deterministic,
         adds_bias=has_bias,
-        load=state.load,
+        load=result.state.load,
     )
 
 

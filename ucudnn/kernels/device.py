@@ -45,6 +45,8 @@ class Session:
     worker: Worker | None = None
     # Called after each measurement, new or found in the cache, to show progress.
     on_run: Callable[[], None] = lambda: None
+    # The kernel that is tuned now, for people; "": none.
+    at_work: str = ""
     # When measuring chunks stops, and when timing whole calls stops.
     until: Deadline = field(default_factory=Deadline.never)
     race_until: Deadline = field(default_factory=Deadline.never)
@@ -190,6 +192,11 @@ class Session:
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
         return None if is_stale else known
+
+    def begin(self, at_work: Problem | str) -> None:
+        """Show that a kernel is tuned from now on; "": none."""
+        self.at_work = str(at_work)
+        self.on_run()
 
     def missing(self, problem: Problem) -> PlanError:
         """The error for a kernel without candidates: it says how the nearest entry differs."""

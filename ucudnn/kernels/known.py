@@ -147,14 +147,14 @@ class KnownChunks:
                 found[group] = min(entry.time_ns, found.get(group, entry.time_ns))
         return found
 
-    def fastest(self, arm: Arm) -> Arm:
-        """The fastest usable arm of the same size and role as the given one."""
+    def fastest(self, arm: Arm) -> str:
+        """The fastest usable algorithm of the same size and role as an arm; "" if there is none."""
         rivals = {
-            other: entry
+            other.algorithm: entry.time_ns or 0
             for other, entry in self.by_arm.items()
             if other[::2] == arm[::2] and self.is_usable(other, entry)
         }
-        return min(rivals, key=lambda other: rivals[other].time_ns or 0)
+        return min(rivals, key=rivals.__getitem__, default="")
 
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
         """For each size and role the time of the fastest usable arm, in ns.

@@ -43,24 +43,6 @@ from ucudnn.verdict import EQUALLY_FAST
 _STILL_RACES = 1.25
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What was measured of a kernel's chunks within a limit, for each way to cut it."""
-
-    # The split tables of the chunks that a plan may consist of.
-    tables: tuple[AbstractSplitTable, ...]
-    # All measurements, also of chunks that failed, were eliminated or do not fit.
-    known: tuple[tuple[Measurement, ...], ...]
-    notes: tuple[str, ...] = ()
-    # Algorithms that were not measured further, each with a sentence that gives the reason.
-    ruled_out: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def everything(self) -> tuple[Measurement, ...]:
-        """All known measurements, of all cuts."""
-        return tuple(entry for entries in self.known for entry in entries)
-
-
 class KernelTuning:
     """One kernel, from the first run of torch's own convolution to its plan for every batch.
 
@@ -70,6 +52,7 @@ class KernelTuning:
 
     def __init__(self, session: Session, config: Config, kernel: Kernel, is_limited: bool) -> None:
         self.session, self.config, self.kernel = session, config, kernel
+        self._is_limited = is_limited
         memory = session.backend.memory_bytes()
         # Within a limit, small chunks also run in the role of the whole call, see `Requests`.
         must_probe = must_be_known(kernel.problem, is_limited, memory)
@@ -94,17 +77,35 @@ class KernelTuning:
         """The kernel's problem, at its largest batch."""
         return self.kernel.problem
 
+    def at(self, batch: int) -> KernelTuning:
+        """The tuning of the same kernel at a smaller batch."""
+        smaller = replace(self.kernel, problem=self.problem.with_batch(batch))
+        return KernelTuning(self.session, self.config, smaller, self._is_limited)
+
+    @property
+    def step_ns(self) -> int:
+        """Time in ns of all calls of a step by torch's own convolution; 0 if it is not known."""
+        time_ns = None if self.default is None else self.default.time_ns
+        return (time_ns or 0) * len(self.kernel.layers)
+
+    @property
+    def timed_default(self) -> Measurement | None:
+        """Torch's own convolution of the whole batch, if it was timed in full."""
+        whole = self._cuts[0]
+        found = whole.by_arm.get(whole.listed.default)
+        return found if found is not None and found.status == "ok" else None
+
     @property
     def lack_of_memory(self) -> str:
         """Why a chunk could not be run for lack of memory; "" if there was enough."""
         return next((lack for known in self._cuts for lack in known.skipped.values()), "")
 
-    def look_at_default(self) -> Measurement | None:
-        """First measurement of torch's own convolution of the whole batch.
+    def look_at_default(self) -> None:
+        """Find the first measurement of torch's own convolution of the whole batch (`default`).
 
-        None if the convolution fails or there is no time for it. The time of the first run is
-        cached apart from later, more precise times, so that a second tune decides by the same time
-        as the first tune.
+        There is none if the convolution fails or there is no time for it. The time of the first run
+        is cached apart from later, more precise times, so that a second tune decides by the same
+        time as the first tune.
         """
         whole = self._cuts[0]
         arm, session = whole.listed.default, self.session
@@ -121,13 +122,13 @@ class KernelTuning:
             if not session.is_over and self._in_time(whole, [arm]):
                 self._look_at(whole, arm)
                 known = whole.by_arm.get(arm)
+                self.release()
         if known is None or known.time_ns is None:
-            return None
+            return
         if counts and first is None:
             known = replace(known, key=kept_as)
             session.note(known)
         self.default = known
-        return known
 
     def look_at_chunks(self, most: int, limit: int | None) -> None:
         """Run torch's own convolution once for the largest chunks of at most `most` samples."""
@@ -139,6 +140,7 @@ class KernelTuning:
             is_wanted = arm.size == size and arm.is_default and bool(listed.lists(arm))
             if is_wanted and arm not in known.by_arm and self._in_time(known, [arm]):
                 self._look_at(known, arm)
+        self.release()
 
     def measure(self, limit: int | None, tolerance: float = 0.0) -> Iterator[None]:
         """Time what the solver asks for to find the best split within a limit; yield in between.
@@ -157,25 +159,37 @@ class KernelTuning:
                 requests.known.recall()
             self.session.flush()
 
-    def evidence(self, limit: int | None, tolerance: float = 0.0) -> Evidence:
-        """Measure everything that a plan within the limit still needs; see `measure`."""
+    def measure_within(
+        self, limit: int | None, tolerance: float = 0.0
+    ) -> tuple[AbstractSplitTable, ...]:
+        """Measure everything that a plan within a limit still needs; the tables that it is made of.
+
+        For the arguments see `measure`.
+        """
         for _ in self.measure(limit, tolerance):
             pass
         asked = self.requests(limit, tolerance)
         tables = self.tables([one.known.usable for one in asked], limit)
         if self._is_rough(tables, limit):
             tables = self.tables([one.known.timed for one in asked], limit)
-        first, *others = asked
-        # The first is of interest even if it is empty: torch's own convolution is of that cut. Of a
-        # recording nothing is noted, because it does not say what was not measured.
+        return tables
+
+    @property
+    def measurements(self) -> list[list[Measurement]]:
+        """All measurements of each cut, also of chunks that failed, lost a race or do not fit."""
+        return [known.measurements for known in self._cuts]
+
+    def notes(self, limit: int | None, tolerance: float, raced: Collection[str]) -> list[str]:
+        """Notes for a plan: what was timed, and why algorithms are ruled out that did not race."""
+        # Of a recording nothing is noted, because it does not say what was not measured.
+        if not self.session.can_measure:
+            return []
+        first, *others = self.requests(limit, tolerance)
+        # The first is of interest even if it is empty: torch's own convolution is of that cut.
         working = [first, *(one for one in others if one.listed.by_arm)]
-        working = working if self.session.can_measure else []
-        return Evidence(
-            tables,
-            tuple(tuple(one.known.measurements) for one in asked),
-            tuple(note for one in working for note in one.certificate()),
-            tuple(reason for one in working for reason in one.ruled_out),
-        )
+        timed = [note for one in working for note in one.certificate()]
+        ruled_out = [said for one in working for name, said in one.ruled_out if name not in raced]
+        return timed + ruled_out
 
     def _is_rough(self, tables: Iterable[AbstractSplitTable], limit: int | None) -> bool:
         """True if plans may also consist of chunks that were timed by a single run."""
@@ -333,9 +347,10 @@ class KernelTuning:
             self.lacks_time = True
             return bool(looked)
         results = self.bench(known.listed.axis).rounds(racing, known.best_times())
-        for arm, result in zip(racing, results, strict=True):
-            winner = _winner_over(result, results)
-            _settle(known, arm, result, None if winner is None else racing[winner])
+        # Beaten arms come last, because the fastest arm is kept with them.
+        pairs = zip(racing, results, strict=True)
+        for arm, result in sorted(pairs, key=lambda pair: pair[1].is_beaten):
+            _settle(known, arm, result)
         return True
 
     def _racing(
@@ -380,8 +395,8 @@ def _is_by_rows(known: KnownChunks) -> bool:
     return known.listed.axis.name == RowAxis.name
 
 
-def _settle(known: KnownChunks, arm: Arm, result: Result, winner: Arm | None) -> None:
-    """Keep the result of a race; `winner` is the arm that beat this one."""
+def _settle(known: KnownChunks, arm: Arm, result: Result) -> None:
+    """Keep the result of a race."""
     entry = known.by_arm[arm]
     if result.failure:
         kind, reason = result.failure
@@ -392,13 +407,10 @@ def _settle(known: KnownChunks, arm: Arm, result: Result, winner: Arm | None) ->
             return
         known.keep(arm, Measurement(entry.key, "failed", reason=reason, failure=kind))
         return
-    lost_to = ""
-    if result.beaten_by is not None:
-        lost_to = (winner or known.fastest(arm)).algorithm
     timed = replace(
         entry,
-        status="screened" if lost_to else "ok",
-        lost_to=lost_to,
+        status="screened" if result.is_beaten else "ok",
+        lost_to=known.fastest(arm) if result.is_beaten else "",
         time_ns=median_ns(result.samples),
         spread_ns=spread_ns(result.samples),
         samples=tuple(result.samples),
@@ -594,16 +606,6 @@ class Requests:
 
 def _time_ns(option: ChunkOption) -> int:
     return 0 if option.interval is None else option.interval.time_ns
-
-
-def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
-    """Index of the unbeaten arm that beat a result's arm; None if no arm of the race did."""
-    winner = result.beaten_by
-    # The arm that won against this one may itself have been beaten by a faster arm.
-    while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
-        winner = results[winner].beaten_by
-    # A negative index stands for a rival that took part with a time from before this race.
-    return None if winner is None or winner < 0 else winner
 
 
 def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:

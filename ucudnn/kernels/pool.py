@@ -9,18 +9,13 @@ only within a few limits, and within the part that the kernel gets by what is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.kernels.choose import KernelPlanner
 from ucudnn.kernels.deadline import Deadline
-from ucudnn.kernels.device import Session
-from ucudnn.kernels.limits import Limits
-from ucudnn.kernels.measure import KernelTuning
 from ucudnn.kernels.shares import StepShares
 from ucudnn.kernels.splits import Front
 from ucudnn.problem import Problem
@@ -44,18 +39,23 @@ _NEXT_LIMIT = 1 / 2
 _PLANNING = 4
 
 
-@dataclass(frozen=True, slots=True)
-class KernelChoices:
-    """What a division of the pool can choose from for one kernel."""
+@dataclass(eq=False)
+class PooledKernel:
+    """What is known of one kernel, among whose points a division of the pool chooses."""
 
     # Number of calls of the kernel in a step.
     calls: int
     # Largest part in bytes that one call may own.
     most: int
     # The front of one call: its points whose workspace plus the surplus is at most `most`.
-    front: Front
-    # Measured workspace of a whole call minus that of its chunks, in bytes.
+    front: Front = ()
+    # Bytes that a whole call needs beyond its chunks, and the error from which they are known.
     surplus: int = 0
+    error: PlanError | None = None
+    # Limits in bytes within which nothing is left to measure.
+    settled: set[int] = field(default_factory=set)
+    # Length of the next turn in seconds; 0: that of the first turn.
+    turn_s: float = 0.0
 
     @property
     def points(self) -> list[tuple[int, int]]:
@@ -71,9 +71,24 @@ class KernelChoices:
         """The least workspace in bytes that all calls need together."""
         return self.calls * self.points[0][0]
 
+    @property
+    def below(self) -> int:
+        """The largest limit in bytes within which the kernel has no known split."""
+        return self.points[0][0] - 1
+
+    def is_settled(self, limit: int) -> bool:
+        """True if nothing is left to measure within a limit."""
+        for settled in self.settled:
+            # The best split within a larger limit is also the best within what it needs.
+            sizes = [point.workspace_bytes for point in self.front]
+            needed = max((size for size in sizes if size <= settled), default=0)
+            if needed <= limit <= settled:
+                return True
+        return False
+
 
 def divided(
-    choices: Mapping[Problem, KernelChoices], total_bytes: int, solver: str
+    choices: Mapping[Problem, PooledKernel], total_bytes: int, solver: str
 ) -> dict[Problem, int]:
     """The workspace in bytes that each call of a kernel gets, so that the total time is minimal.
 
@@ -82,7 +97,7 @@ def divided(
     >>> from ucudnn.kernels.splits import Point
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
     >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
-    >>> choices = {slow: KernelChoices(2, 4, fronts[0]), fast: KernelChoices(1, 6, fronts[1])}
+    >>> choices = {slow: PooledKernel(2, 4, fronts[0]), fast: PooledKernel(1, 6, fronts[1])}
     >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
     [0, 6]
     """
@@ -122,37 +137,19 @@ class WorkspacePool:
     """Divides one pool of workspace, and divides it anew after each turn of measurements."""
 
     config: Config
-    layers: Mapping[Problem, tuple[str, ...]]
-    limits: Limits
-    session: Session
     shares: StepShares
-    tuning_of: Callable[[Problem], KernelTuning]
-    on_work: Callable[[Problem], None]
     parts: dict[Problem, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.config.total_bytes is not None
         self._total_bytes = self.config.total_bytes
-        # Per kernel: the choices that follow from what was timed.
-        self._known: dict[Problem, KernelChoices] = {}
-        # Per kernel: the limits in bytes within which nothing is left to measure, and the length of
-        # a turn in seconds.
-        self._settled: dict[Problem, set[int]] = {}
-        self._turns_s: dict[Problem, float] = {}
-        # Kernels with chunks that were not run, because they would have ended after the budget.
-        self._lacking_time: set[Problem] = set()
-        # Per kernel: the bytes that a call needs beyond its chunks; the error that `learn` has not
-        # handled yet; and the error from which these bytes are known.
-        self._surplus: dict[Problem, int] = {}
-        self._refusals: dict[Problem, PlanError] = {}
-        self._learned: dict[Problem, PlanError] = {}
-
-    @property
-    def time_ns(self) -> int | None:
-        """Sum of all calls' measured times by the division so far; None if a kernel has no part."""
-        if len(self.parts) < len(self.layers):
-            return None
-        return sum(map(self._time_ns, self.parts))
+        self.session, self.tunings = self.shares.session, self.shares.tunings
+        self._known: dict[Problem, PooledKernel] = {}
+        for problem, tuning in self.tunings.items():
+            calls, limit = len(tuning.kernel.layers), self.shares.limits.of(problem)
+            # All calls of a kernel have the same plan, and so equal parts.
+            part = self._total_bytes // calls
+            self._known[problem] = PooledKernel(calls, part if limit is None else min(limit, part))
 
     def look_first(self) -> None:
         """Run small chunks of torch's own convolutions until splits into them fit the pool.
@@ -161,12 +158,14 @@ class WorkspacePool:
         take. The cheapest kernels come first, because there may not be time for all of them.
         """
         part, end = _FIRST_PART, self.session.end
-        most = max(problem.batch for problem in self.layers)
-        while len(self.parts) < len(self.layers) and part * most >= 1:
+        most = max(problem.batch for problem in self.tunings)
+        while len(self.parts) < len(self.tunings) and part * most >= 1:
             for problem in reversed(self.shares.by_expected_cost()):
                 if self.session.is_over:
                     break
-                self._look_at_chunk(problem, max(1, int(part * problem.batch)))
+                size = max(1, int(part * problem.batch))
+                self.session.begin(problem)
+                self.tunings[problem].look_at_chunks(size, self._known[problem].most)
             began = end.clock()
             self.divide_by_known()
             # Keep enough time to plan the kernels by what was measured.
@@ -174,7 +173,7 @@ class WorkspacePool:
             self.session.end = min(self.session.end, end.later(-kept_s))
             if self.session.is_over:
                 break
-            least = sum(one.least for one in self._known.values() if one.front)
+            least = sum(one.least for one in self._fitting.values())
             part *= min(0.5, self._total_bytes / max(1, least))
         self.session.flush()
 
@@ -196,8 +195,9 @@ class WorkspacePool:
             # the last one.
             while True:
                 before = self.session.measured
-                self._settled = {problem: set() for problem in self.layers}
-                self._survey(self._problems)
+                for one in self._known.values():
+                    one.settled.clear()
+                self.divide_by_known()
                 if not self._is_divided(last) or until.is_over:
                     return
                 self._improve(until)
@@ -208,33 +208,31 @@ class WorkspacePool:
             self.session.stop_at(deadline)
 
     def refuse(self, problem: Problem, error: PlanError) -> None:
-        """Record that a kernel has no plan within its part."""
-        self._refusals[problem] = error
+        """Learn from the error of a kernel without a plan in its part how much more calls need.
+
+        Raises the error if it shows nothing new, because another division would fail like this one.
+        """
+        one = self._known[problem]
+        # The first point of the front is the least workspace that the chunks of one call need. The
+        # error names the least that all calls of the kernel need together.
+        surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
+        if surplus <= one.surplus:
+            raise error
+        one.surplus, one.error = surplus, error
 
     def learn(self, deadline: Deadline) -> bool:
         """True if planning the kernels has shown that another division is needed or better.
 
         Planning shows how much workspace calls need beyond their chunks, and times more chunks.
         """
-        for problem, error in self._refusals.items():
-            one = self._known[problem]
-            # The first point of the front is the least workspace that the chunks of one call need.
-            # The error names the least that all calls of the kernel need together.
-            surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
-            # If the error shows nothing new, another division would fail in the same way.
-            if surplus <= self._surplus.get(problem, 0):
-                raise error
-            self._surplus[problem], self._learned[problem] = surplus, error
-        if self._refusals:
-            self._refusals.clear()
+        if any(part <= self._known[problem].below for problem, part in self.parts.items()):
             return True
         if deadline.is_over:
             return False
         parts = self.parts
-        self._survey(self._problems)
-        better_ns = self.time_ns
+        self.divide_by_known()
+        better_ns, now_ns = self._time_ns(self.parts), self._time_ns(parts)
         self.parts = parts
-        now_ns = self.time_ns
         return bool(better_ns and now_ns and better_ns < (1 - POOL_GAIN) * now_ns)
 
     @property
@@ -242,33 +240,33 @@ class WorkspacePool:
         """All kernels, those that take longest first."""
         return [problem for group in self.shares.by_geometry() for problem in group]
 
-    def _time_ns(self, problem: Problem) -> int:
-        one = self._known[problem]
-        return one.calls * (one.time_within(self.parts[problem]) or 0)
+    @property
+    def _fitting(self) -> dict[Problem, PooledKernel]:
+        """The kernels that have a split within what they may own, those that take longest first."""
+        return {p: self._known[p] for p in self._problems if self._known[p].front}
 
-    def _most(self, problem: Problem) -> int:
-        # All calls of a kernel have the same plan, and so equal parts.
-        part = self._total_bytes // len(self.layers[problem])
-        limit = self.limits.of(problem)
-        return part if limit is None else min(limit, part)
+    def _time_ns(self, parts: Mapping[Problem, int]) -> int | None:
+        """Sum of all calls' measured times by a division; None if a kernel has no part."""
+        if len(parts) < len(self.tunings):
+            return None
+        known = ((self._known[problem], part) for problem, part in parts.items())
+        return sum(one.calls * (one.time_within(part) or 0) for one, part in known)
 
     def _survey(self, problems: Iterable[Problem]) -> None:
         """Update what is known of these kernels, and divide the pool by what is known of all."""
         for problem in problems:
-            front = self.tuning_of(problem).front(self._most(problem))
-            self._known[problem] = self._choices(problem, front)
-        known = {problem: one for problem, one in self._known.items() if one.front}
+            one = self._known[problem]
+            one.front = tuple(
+                point
+                for point in self.tunings[problem].front(one.most)
+                if point.workspace_bytes + one.surplus <= one.most
+            )
+        known = self._fitting
         # If the kernels do not all fit the pool, those that need most get no part of it, so that
         # the others can have a plan.
         while sum(one.least for one in known.values()) > self._total_bytes:
             del known[max(known, key=lambda problem: known[problem].least)]
         self.parts = divided(known, self._total_bytes, self.config.solver)
-
-    def _choices(self, problem: Problem, front: Front) -> KernelChoices:
-        calls, most = len(self.layers[problem]), self._most(problem)
-        surplus = self._surplus.get(problem, 0)
-        fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
-        return KernelChoices(calls, most, fitting, surplus)
 
     def _is_divided(self, last: Deadline) -> bool:
         """Measure until all kernels have splits that together fit the pool; False if time ran out.
@@ -276,44 +274,33 @@ class WorkspacePool:
         Raises PlanError if nothing more can be measured and the splits do not fit the pool.
         """
         for problem in self._problems:
-            if not self._known[problem].front and not last.is_over:
-                self._look_for(problem, self._most(problem), last)
-            if not self._known[problem].front and not last.is_over:
+            one = self._known[problem]
+            if not one.front and not last.is_over:
+                self._look_for(problem, one.most, last)
+            if not one.front and not last.is_over:
                 self._refuse(problem)
-        known = {problem: one for problem, one in self._known.items() if one.front}
+        known = self._fitting
         while len(self.parts) < len(known) and not last.is_over:
-            unseen = [
-                problem
-                for problem, one in known.items()
-                if one.least and _below(one) not in self._settled[problem]
-            ]
+            needing = [problem for problem, one in known.items() if one.least]
+            unseen = [one for one in needing if known[one].below not in known[one].settled]
             if not unseen:
                 # If chunks were not run for lack of time, no error is raised, because they might
                 # fit. Otherwise `divided` raises the error.
-                if self._lacking_time:
+                if any(self.tunings[problem].lacks_time for problem in needing):
                     break
                 divided(known, self._total_bytes, self.config.solver)
-            problem = max(unseen, key=lambda problem: self._known[problem].least)
-            self._look_for(problem, _below(self._known[problem]), last)
-            known |= {problem: self._known[problem] for problem in known}
+            problem = max(unseen, key=lambda problem: known[problem].least)
+            self._look_for(problem, known[problem].below, last)
         return len(self.parts) == len(known)
-
-    def _look_at_chunk(self, problem: Problem, most: int) -> None:
-        """Run torch's own convolution once for the largest chunk of at most `most` samples."""
-        self.on_work(problem)
-        tuning = self.tuning_of(problem)
-        with torch.autocast("cpu", enabled=False):
-            tuning.look_at_chunks(most, self._most(problem))
-        tuning.release()
 
     def _refuse(self, problem: Problem) -> None:
         """Raise the error of a kernel that has no split within the pool."""
-        if problem in self._learned:
-            raise self._learned[problem]
+        one, tuning = self._known[problem], self.tunings[problem]
+        if one.error is not None:
+            raise one.error
         self.session.stop_at(Deadline.never())
-        tuning = self.tuning_of(problem)
         try:
-            KernelPlanner(tuning, self._most(problem)).require_split()
+            KernelPlanner(tuning, one.most).require_split()
         except PlanError as error:
             # Of a recording the others are planned, with a warning that nothing of this one fits.
             if self.session.can_measure or error.smallest_bytes is None:
@@ -326,20 +313,17 @@ class WorkspacePool:
         # Any split will do here. The time for chunks is set to be over, so that measuring ends as
         # soon as there is a plan.
         self.session.stop_at(until.at_most(0.0), until)
-        tuning = self.tuning_of(problem)
-        self.on_work(problem)
-        with torch.autocast("cpu", enabled=False):
-            for _ in tuning.measure(limit):
-                self._survey(self._like(problem))
-                if self._known[problem].time_within(limit) is not None:
-                    break
-            else:
-                self._survey(self._like(problem))
+        one, tuning = self._known[problem], self.tunings[problem]
+        self.session.begin(problem)
+        for _ in tuning.measure(limit):
+            self._survey(self._like(problem))
+            if one.time_within(limit) is not None:
+                break
+        else:
+            self._survey(self._like(problem))
         tuning.release()
-        if tuning.lacks_time:
-            self._lacking_time.add(problem)
-        if self._known[problem].time_within(limit) is None and not until.is_over:
-            self._settled[problem].add(limit)
+        if one.time_within(limit) is None and not until.is_over:
+            one.settled.add(limit)
 
     def _like(self, problem: Problem) -> Sequence[Problem]:
         groups = self.shares.by_geometry()
@@ -365,7 +349,7 @@ class WorkspacePool:
                 return
             for problem in self._problems:
                 own = limits.get(problem, ())
-                if turn < len(own) and not self._is_settled(problem, own[turn]):
+                if turn < len(own) and not self._known[problem].is_settled(own[turn]):
                     yield problem, own[turn]
 
     def _is_fastest(self, problem: Problem) -> bool:
@@ -374,50 +358,27 @@ class WorkspacePool:
 
     def _limits(self, problem: Problem) -> list[int]:
         """The limits to measure a kernel within: the largest, its part, and fixed smaller ones."""
-        limit, found = self._most(problem), list[int]()
-        while limit and limit >= self._known[problem].front[0].workspace_bytes:
+        one, found = self._known[problem], list[int]()
+        limit = one.most
+        while limit and limit >= one.front[0].workspace_bytes:
             found.append(limit)
             limit = int(limit * _NEXT_LIMIT)
         return [*found[:1], self.parts[problem], *found[1:]]
 
-    def _is_settled(self, problem: Problem, limit: int) -> bool:
-        """True if nothing is left to measure within a limit."""
-        for settled in self._settled[problem]:
-            # The best split within a larger limit is also the best within what it needs.
-            sizes = [point.workspace_bytes for point in self._known[problem].front]
-            needed = max((size for size in sizes if size <= settled), default=0)
-            if needed <= limit <= settled:
-                return True
-        return False
-
     def _measure(self, problem: Problem, limit: int, until: Deadline) -> None:
         """Measure a kernel within a limit for one turn, and divide the pool anew."""
-        turn_s = self._turn_s(problem)
+        one, tuning = self._known[problem], self.tunings[problem]
+        turn_s = one.turn_s or max(_TURN_S, _TURN_CALLS * tuning.step_ns / one.calls / 1e9)
         end = until.at_most(turn_s)
         self.session.stop_at(end)
-        tuning = self.tuning_of(problem)
-        self.on_work(problem)
-        # Autocast would cast the operands to another dtype than that of the problem.
-        with torch.autocast("cpu", enabled=False):
-            for _ in tuning.measure(limit):
-                pass
+        self.session.begin(problem)
+        for _ in tuning.measure(limit):
+            pass
         tuning.release()
         if end.is_over:
             # The next turn of this kernel is twice as long. Otherwise a turn that is too short to
             # measure anything would be repeated again and again.
-            self._turns_s[problem] = 2 * turn_s
+            one.turn_s = 2 * turn_s
         else:
-            self._settled[problem].add(limit)
+            one.settled.add(limit)
         self._survey(self._like(problem))
-
-    def _turn_s(self, problem: Problem) -> float:
-        if problem in self._turns_s:
-            return self._turns_s[problem]
-        default = self.shares.defaults.get(problem)
-        call_s = (default.time_ns or 0) / 1e9 if default is not None else 0.0
-        return max(_TURN_S, _TURN_CALLS * call_s)
-
-
-def _below(one: KernelChoices) -> int:
-    """The largest limit in bytes within which a kernel has no known split."""
-    return one.points[0][0] - 1

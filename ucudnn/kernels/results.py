@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.kernels.choose import KernelPlanner
-from ucudnn.kernels.splits import ImplementationOf, PlanDraft, batches_like_whole
+from ucudnn.kernels.splits import batches_like, plan_by
 from ucudnn.split import KernelPlan, Split
 from ucudnn.units import format_sizes
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ucudnn.kernels.limits import Limits
     from ucudnn.kernels.measure import KernelTuning
     from ucudnn.kernels.pool import WorkspacePool
-    from ucudnn.measurement import Measurement
     from ucudnn.problem import Problem
 
 
@@ -77,12 +76,10 @@ def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = F
 class Results:
     """Plans so far of one model's kernels; kernels without a plan run torch's own convolution."""
 
-    layers: Mapping[Problem, tuple[str, ...]]
+    tunings: Mapping[Problem, KernelTuning]
     limits: Limits  # with a pool, each kernel's part of it counts instead
-    defaults: Mapping[Problem, Measurement]
-    implementation_of: ImplementationOf
     config: Config
-    pool: WorkspacePool | None = None
+    pool: WorkspacePool | None
     plans: dict[Problem, KernelPlan] = field(default_factory=dict)
     # Kernels that have no plan within the memory budget. The error that is raised for them names
     # the kernel that needs most memory.
@@ -102,7 +99,7 @@ class Results:
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """For each kernel that has a plan within its limit, the best plan so far."""
-        plans = (self.plans.get(p) or self.by_torch(p) for p in self.layers)
+        plans = (self.plans.get(p) or self.by_torch(p) for p in self.tunings)
         # A plan by torch's own convolution that does not cover all batches is left out: calls
         # without a plan run torch's own convolution, too.
         return tuple(
@@ -115,24 +112,29 @@ class Results:
     def missing(self) -> list[Problem]:
         """Kernels that have no plan so far, but may still get one."""
         done = {kernel.problem for kernel in self.kernels}
-        return [p for p in self.layers if p not in done and p not in self._refused]
+        return [problem for problem in self._plannable if problem not in done]
 
     @property
     def unraced(self) -> list[Problem]:
         """Kernels that have no plan, or one that rests on a prediction or on a single run."""
         raced = {p for p, plan in self.plans.items() if plan.timing.samples > 1}
-        return [p for p in self.layers if p not in self._refused and p not in raced]
+        return [problem for problem in self._plannable if problem not in raced]
 
     @property
-    def _refused(self) -> set[Problem]:
-        return {*self.refusals, *self.over_limit, *self.too_large}
+    def _plannable(self) -> list[Problem]:
+        # A kernel that has no part of the pool cannot be planned.
+        allowed = self.tunings if self.pool is None else self.pool.parts
+        refused = {*self.refusals, *self.over_limit, *self.too_large}
+        return [
+            problem for problem in self.tunings if problem in allowed and problem not in refused
+        ]
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Kernels that have no plan, or none for a smaller batch, because the time was over."""
         plans = {kernel.problem: kernel for kernel in self.kernels}
         planned = plans.keys() | self.over_limit.keys() | self.too_large.keys()
-        missing = [problem for problem in self.layers if problem not in planned]
+        missing = [problem for problem in self.tunings if problem not in planned]
         # A kernel whose smaller batches are not all planned is named with the largest batch that
         # has no plan.
         cut = [p.with_batch(plans[p].uncovered()[-1]) for p in plans if p in self.unfinished]
@@ -156,37 +158,39 @@ class Results:
         if self.pool is not None:
             # A kernel without a part of the pool gets no plan, even if it needs no workspace.
             limit = self.pool.parts.get(problem, -1)
-        entry = self.defaults.get(problem)
-        if entry is None or not self._is_allowed(entry, limit):
-            return None
-        return self._undivided(problem, entry, note)
+        tuning = self.tunings[problem]
+        return self._undivided(tuning, note) if self._is_by_torch(tuning, limit) else None
 
-    def _is_allowed(self, default: Measurement, limit: int | None) -> bool:
+    def _is_by_torch(self, tuning: KernelTuning, limit: int | None) -> bool:
         """True if torch's own convolution ran, fits, and is deterministic if it must be."""
-        if self.config.deterministic and not default.is_deterministic:
-            return False
+        default = tuning.default
         # A run that failed has no timing.
-        if default.timing is None:
+        if default is None or default.timing is None:
+            return False
+        if self.config.deterministic and not default.is_deterministic:
             return False
         return limit is None or default.timing.workspace_bytes <= limit
 
-    def _plan_undivided(self, problem: Problem, default: Measurement, note: str) -> KernelPlan:
+    def _plan_undivided(self, tuning: KernelTuning, note: str) -> KernelPlan:
+        default = tuning.default
+        assert default is not None
         timing = default.timing
         assert timing is not None
-        draft = PlanDraft(problem, Split.default(problem.batch))
         # Only the whole batch was timed. Smaller batches that torch computes by the same
         # implementation take no longer, so the plan covers them, too.
-        draft.compute_as_winner(batches_like_whole(problem, self.implementation_of))
+        split, implementation_of = (
+            Split.default(tuning.problem.batch),
+            tuning.session.implementation_of,
+        )
+        plan = plan_by((), tuning.kernel, split, timing, timing, implementation_of)
         return replace(
-            draft.kernel_plan(self.layers[problem], timing.time_ns, timing, timing),
+            plan,
             notes=(note,),
             is_perturbed=default.is_perturbed,
             default_is_deterministic=default.is_deterministic,
         )
 
-    def with_every_batch(
-        self, plan: KernelPlan, tuning_at: Callable[[int], KernelTuning]
-    ) -> KernelPlan:
+    def with_every_batch(self, plan: KernelPlan) -> KernelPlan:
         """The plan with a split for every batch for which any split fits.
 
         For some batches torch runs another implementation than for the largest batch, and its
@@ -198,11 +202,11 @@ class Results:
             return plan.with_default(missing)
         while missing:
             largest = missing[-1]
-            tuning, limit = tuning_at(largest), self.limit_of(problem, largest)
-            default = tuning.look_at_default()
-            tuning.release()
-            if default is not None and self._is_allowed(default, limit):
-                alike = batches_like_whole(problem.with_batch(largest), self.implementation_of)
+            tuning, limit = self.tunings[problem].at(largest), self.limit_of(problem, largest)
+            tuning.look_at_default()
+            if self._is_by_torch(tuning, limit):
+                split, implementation_of = Split.default(largest), tuning.session.implementation_of
+                alike = batches_like(tuning.problem, split, implementation_of)
                 plan = plan.with_default({*missing} & {*alike})
             else:
                 plan = _tuned_at(plan, tuning, limit)
@@ -249,7 +253,7 @@ class Results:
         if is_refused or not self.kernels:
             raise error
         warn(
-            f"{len(self.over_limit)} of {len(self.layers)} kernels exceed the workspace limit and "
+            f"{len(self.over_limit)} of {len(self.tunings)} kernels exceed the workspace limit and "
             f"run torch's own convolution: {error}",
             UntunedWarning,
         )
@@ -265,7 +269,7 @@ class Results:
         if self.config.unplanned == "error" or not self.kernels:
             raise error
         warn(
-            f"{len(self.too_large)} of {len(self.layers)} kernels could not be measured and run "
+            f"{len(self.too_large)} of {len(self.tunings)} kernels could not be measured and run "
             f"torch's own convolution: {error}",
             UntunedWarning,
         )
@@ -273,7 +277,8 @@ class Results:
     def require_plans(self) -> None:
         """Raise PlanError if a kernel has no plan within the memory budget."""
         if self.refusals:
-            raise self.limits.refusal(self.refusals, self.layers)
+            layers = {problem: one.kernel.layers for problem, one in self.tunings.items()}
+            raise self.limits.refusal(self.refusals, layers)
 
 
 def _tuned_at(plan: KernelPlan, tuning: KernelTuning, limit: int | None) -> KernelPlan:

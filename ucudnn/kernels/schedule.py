@@ -58,13 +58,11 @@ class TuningScheduler:
             # here, so that a missing package is reported now, not after minutes of measuring.
             divide([[(0, 1)]], 0, config.solver)
         self._config = config
-        self._layers = layers_by_problem
-        self._biased = frozenset(biased)
         self._on_progress = on_progress
         self._effort = EFFORTS[config.effort]
         # A default budget counts from here; it is not known yet.
         self._began = Deadline.within(0.0)
-        self._has_default = deadline is None and config.time_budget_s is None
+        self._has_default = deadline is None
         self._deadline = Deadline.never() if deadline is None else deadline
         # Kernels that must have a plan and have none go on until the first of these moments, and
         # smaller batches until the second one. No step can be run by kernels over a memory budget.
@@ -83,22 +81,20 @@ class TuningScheduler:
             effort=self._effort,
             remeasure=remeasure,
         )
-        self._shares = StepShares(self.session, layers_by_problem, limits)
-        self.results = Results(
-            layers_by_problem, limits, self._shares.defaults, self.session.implementation_of, config
-        )
-        if has_pool:
-            self.results.pool = WorkspacePool(
-                config,
-                layers_by_problem,
-                limits,
+        # The tuning of each kernel, which goes on from the first look at it to its plan.
+        self._tunings = {
+            problem: KernelTuning(
                 self.session,
-                self._shares,
-                self._tuning,
-                self._report,
+                config,
+                Kernel(problem, layers, problem in biased),
+                # A pool limits every kernel, even before it is divided.
+                is_limited=has_pool or limits.of(problem) is not None,
             )
-        self._tunings: dict[Problem, KernelTuning] = {}
-        self._at_work = ""
+            for problem, layers in layers_by_problem.items()
+        }
+        self._shares = StepShares(self.session, self._tunings, limits)
+        pool = WorkspacePool(config, self._shares) if has_pool else None
+        self.results = Results(self._tunings, limits, config, pool)
         # Time in ns of all convolutions of a step by torch; 0 until it is known.
         self._total_ns = 0
         self._counts_from_s = 0.0
@@ -113,8 +109,9 @@ class TuningScheduler:
         """
         try:
             # Function modes of the caller, such as `with torch.device("meta")`, would change where
-            # operands are allocated.
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            # operands are allocated. Autocast would cast them to another dtype than the problem's.
+            no_autocast = torch.autocast("cpu", enabled=False)
+            with torch.no_grad(), torch._C.DisableTorchFunction(), no_autocast:
                 if self.results.pool is not None and self.session.can_measure:
                     self.results.pool.look_first()
                 for problem in self._shares.by_expected_cost():
@@ -127,7 +124,7 @@ class TuningScheduler:
             raise
         finally:
             self.session.close()
-        self._report("")
+        self.session.begin("")
         self.results.judge_over_limit()
         self.results.judge_too_large()
         left_out, can_measure = len(self.results.left_out), self.session.can_measure
@@ -135,7 +132,7 @@ class TuningScheduler:
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the time of a step if there is no deadline, and report it."""
-        self._total_ns = self._shares.cost_ns(self._layers)
+        self._total_ns = self._shares.cost_ns(self._tunings)
         session = self.session
         if self._has_default and session.can_measure:
             self.budget_s = self._effort.budget_s(self._total_ns, on_gpu=session.is_on_gpu)
@@ -156,7 +153,7 @@ class TuningScheduler:
         else:
             if self.session.can_measure:
                 self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
-            self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
+            self._tune_by_gain([one for one in self._tunings if one not in self.results.plans])
         self._tune_missing()
         self.results.require_plans()
         if not self.session.can_measure:
@@ -228,37 +225,28 @@ class TuningScheduler:
 
     def _tune_by_gain(self, problems: Collection[Problem]) -> None:
         """Tune kernels in the order of their possible gain, and divide the time among them."""
-        shares, waiting = self._shares, set(problems)
-        kept_s = shares.kept_s(self._deadline, problems)
-        for group in shares.by_gain(problems):
+        for group, races in self._shares.in_turn(self._deadline, problems):
             # With a pool, kernels are planned even after the deadline, by what was measured before.
             if self._deadline.is_over and self.results.pool is None:
                 return
-            races = shares.part_of(self._deadline, group, waiting, kept_s)
-            waiting.difference_update(group)
             self.session.stop_at(races.part(1 - _RACING), races)
             self._tune(group)
 
     def _tune(self, problems: Sequence[Problem]) -> None:
         """Plan kernels of one geometry in the time that the session has for them."""
-        self._report(problems[0])
-        # A kernel that has no part of the pool cannot be planned.
-        parts = None if self.results.pool is None else self.results.pool.parts
-        problems = [p for p in problems if parts is None or p in parts]
-        with torch.autocast("cpu", enabled=False):
-            measuring = [
-                self._tuning(p).measure(self.results.limit_of(p), self._tolerance(p))
-                for p in problems
-            ]
-            # In turn, because kernels that differ only in their batch share their chunks.
-            while measuring:
-                measuring = [one for one in measuring if next(one, self) is None]
-            # Races come last: kernels of one geometry may measure what another kernel of the group
-            # needs.
-            plans = [plan for plan in map(self._decided, problems) if plan is not None]
-            self.session.stop_at(self._deadline)
-            for plan in plans:
-                self.results.plans[plan.problem] = self._completed(plan)
+        self.session.begin(problems[0])
+        measuring = [
+            self._tunings[p].measure(self.results.limit_of(p), self._tolerance(p)) for p in problems
+        ]
+        # In turn, because kernels that differ only in their batch share their chunks.
+        while measuring:
+            measuring = [one for one in measuring if next(one, self) is None]
+        # Races come last: kernels of one geometry may measure what another kernel of the group
+        # needs.
+        plans = [plan for plan in map(self._decided, problems) if plan is not None]
+        self.session.stop_at(self._deadline)
+        for plan in plans:
+            self.results.plans[plan.problem] = self.results.with_every_batch(plan)
 
     def _look(self, problem: Problem) -> None:
         """Run torch's own convolution once, to know its time and to have a plan to fall back to."""
@@ -266,62 +254,33 @@ class TuningScheduler:
         if self.session.is_over:
             self._unseen.add(problem)
             return
-        tuning = self._tuning(problem)
-        with torch.autocast("cpu", enabled=False):
-            found = tuning.look_at_default()
-        tuning.release()
-        if found is not None:
-            self._shares.defaults[problem] = found
+        self._tunings[problem].look_at_default()
 
     def _complete(self, plan: KernelPlan) -> None:
         """Plan the smaller batches that the plan of a kernel leaves out."""
         if not plan.uncovered():
             return
-        with torch.autocast("cpu", enabled=False):
-            completed = self._completed(plan)
+        completed = self.results.with_every_batch(plan)
         self.results.plans[plan.problem] = completed
         if self.session.is_over and completed.uncovered():
             self.results.unfinished.add(plan.problem)
 
-    def _completed(self, plan: KernelPlan) -> KernelPlan:
-        """The plan of a kernel, completed at its smaller batches as far as anything fits."""
-
-        def tuning_at(batch: int) -> KernelTuning:
-            smaller = plan.problem.with_batch(batch)
-            return self._made_tuning(smaller, plan.problem)
-
-        return self.results.with_every_batch(plan, tuning_at)
-
-    def _tuning(self, problem: Problem) -> KernelTuning:
-        """The tuning of a kernel, which goes on from the first look at it to its plan."""
-        if problem not in self._tunings:
-            self._tunings[problem] = self._made_tuning(problem, problem)
-        return self._tunings[problem]
-
-    def _made_tuning(self, problem: Problem, whole: Problem) -> KernelTuning:
-        kernel = Kernel(problem, self._layers[whole], whole in self._biased)
-        # A pool limits every kernel, even before it is divided.
-        is_limited = self.results.limit_of(whole) is not None or self.results.pool is not None
-        return KernelTuning(self.session, self._config, kernel, is_limited)
-
     def _tolerance(self, problem: Problem) -> float:
         """The possible gain, as a fraction of a kernel's time, at which measuring it ends."""
-        if not self._total_ns or problem not in self._shares.defaults:
+        if not self._total_ns or self._tunings[problem].default is None:
             return 0.0
         return self._shares.stakes[problem].tolerance(self._total_ns, self._effort)
 
     def _decided(self, problem: Problem) -> KernelPlan | None:
         limit, tolerance = self.results.limit_of(problem), self._tolerance(problem)
         try:
-            return KernelPlanner(self._tuning(problem), limit, tolerance).decide()
+            return KernelPlanner(self._tunings[problem], limit, tolerance).decide()
         except PlanError as error:
             if not self.results.refuse(problem, error):
                 raise
             return None
 
-    def _report(self, at_work: Problem | str | None = None) -> None:
-        if at_work is not None:
-            self._at_work = str(at_work)
+    def _report(self) -> None:
         if self._on_progress is not None:
             plans, pool, left_s = self.results.plans, self.results.pool, self._deadline.left_s()
             # Tuning a kernel is assumed to last in proportion to the time of torch's own
@@ -331,9 +290,9 @@ class TuningScheduler:
                 left_s = min(left_s, spent_s * (self._total_ns - done_ns) / done_ns)
             self._on_progress(
                 Progress(
-                    self._at_work,
+                    self.session.at_work,
                     len(plans if pool is None else pool.parts),
-                    len(self._layers),
+                    len(self._tunings),
                     self.session.measured,
                     self.session.reused,
                     None if left_s == inf else left_s,

@@ -7,12 +7,11 @@ own convolutions give an upper bound of this gain.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
 from ucudnn.backends import Cost, Roofline
-from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.system.processes import cached_property
 
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
     from ucudnn.kernels.deadline import Deadline, EffortLimits
     from ucudnn.kernels.device import Session
     from ucudnn.kernels.limits import Limits
+    from ucudnn.kernels.measure import KernelTuning
 
 # A group of kernels gets at least this fraction of the time that is not kept for any kernel (see
-# `StepShares.part_of`), however little it could gain.
+# `StepShares.in_turn`), however little it could gain.
 _LEAST_PART = 0.05
 # Only torch's own convolution is measured for a kernel whose time is less than this many times the
 # ignored share of the step (`EffortLimits.ignored_share`). To save that share, a plan would have to
@@ -92,24 +92,22 @@ class StepShares:
     """What each kernel takes of a step, by the known times of torch's own convolutions."""
 
     session: Session
-    layers: Mapping[Problem, tuple[str, ...]]
+    tunings: Mapping[Problem, KernelTuning]
     limits: Limits
-    defaults: dict[Problem, Measurement] = field(default_factory=dict)
 
     @cached_property
     def stakes(self) -> dict[Problem, Stake]:
         """The stake of each kernel in the step; computed once, after all kernels were run."""
         found = {}
-        for problem, entry in self.defaults.items():
-            calls = len(self.layers[problem])
-            limit = self.limits.of(problem)
-            is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
-            time_ns, bound_ns = entry.time_ns or 0, self._least_ns(problem)
+        for problem, tuning in self.tunings.items():
+            if tuning.default is None:
+                continue
+            limit, time_ns = self.limits.of(problem), tuning.step_ns
+            is_forced = limit is not None and (tuning.default.workspace_bytes or 0) > limit
+            bound_ns = len(tuning.kernel.layers) * self._least_ns(problem)
             # A measured time below the lower bound shows that the bound is wrong: the machine was
             # busy when its peak rates were measured.
-            if bound_ns > time_ns:
-                bound_ns = 0
-            found[problem] = Stake(calls * time_ns, calls * bound_ns, is_forced)
+            found[problem] = Stake(time_ns, bound_ns if bound_ns <= time_ns else 0, is_forced)
         return found
 
     def _least_ns(self, problem: Problem) -> int:
@@ -120,41 +118,35 @@ class StepShares:
 
     def cost_ns(self, problems: Iterable[Problem]) -> int:
         """Time of torch's own convolution for all calls of some kernels, as far as known."""
-        known = ((self.defaults.get(p), len(self.layers[p])) for p in problems)
-        return sum((entry.time_ns or 0) * calls for entry, calls in known if entry is not None)
+        return sum(self.tunings[problem].step_ns for problem in problems)
 
     def gain_ns(self, problems: Iterable[Problem]) -> int:
         """Upper bound of the time that plans of some kernels could save in a step."""
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
-    def kept_s(self, deadline: Deadline, problems: Collection[Problem]) -> float:
-        """Seconds to keep for each kernel that must get a plan: half of the time, in equal parts.
+    def in_turn(
+        self, deadline: Deadline, problems: Collection[Problem]
+    ) -> Iterator[tuple[list[Problem], Deadline]]:
+        """Groups of kernels that differ only in their batch, the largest possible gain first.
 
-        Finding any plan of a kernel takes some time, however little the kernel could gain.
+        With each group comes the end of its part of the time that is left then. Half of the time is
+        kept for the kernels that must get a plan, in equal parts. The rest is divided in proportion
+        to the possible gains.
         """
-        return deadline.left_s() / 2 / max(1, self.forced(problems))
+        waiting = set(problems)
+        # Finding any plan of a kernel takes some time, however little the kernel could gain.
+        kept_s = deadline.left_s() / 2 / max(1, self._forced(problems))
+        for group in self.by_gain(problems):
+            left_s, gain_ns, own = deadline.left_s(), self.gain_ns(waiting), deadline
+            if left_s < inf:
+                part = self.gain_ns(group) / gain_ns if gain_ns else 1.0
+                free_s = max(0.0, left_s - kept_s * self._forced(waiting))
+                own_s = kept_s * self._forced(group) + max(part, _LEAST_PART) * free_s
+                own = deadline.at_most(own_s)
+            yield group, own
+            waiting.difference_update(group)
 
-    def part_of(
-        self,
-        deadline: Deadline,
-        problems: Collection[Problem],
-        waiting: Collection[Problem],
-        kept_s: float,
-    ) -> Deadline:
-        """The part of the remaining time for some of the waiting kernels.
-
-        They get what is kept for them (`kept_s`), and a part of the time that is not kept for any
-        kernel: in proportion to their possible gain.
-        """
-        left_s, gain_ns = deadline.left_s(), self.gain_ns(waiting)
-        if left_s == inf:
-            return deadline
-        part = self.gain_ns(problems) / gain_ns if gain_ns else 1.0
-        free_s = max(0.0, left_s - kept_s * self.forced(waiting))
-        own_s = kept_s * self.forced(problems) + max(part, _LEAST_PART) * free_s
-        return deadline.at_most(own_s)
-
-    def forced(self, problems: Iterable[Problem]) -> int:
+    def _forced(self, problems: Iterable[Problem]) -> int:
         """The number of these kernels that must get a plan."""
         return sum(p in self.stakes and self.stakes[p].is_forced for p in problems)
 
@@ -171,11 +163,11 @@ class StepShares:
     def by_expected_cost(self) -> list[Problem]:
         """All kernels, those expected to take longest first; no kernel needs to have run."""
         # Floating-point operations are all that is known of a kernel that never ran.
-        return sorted(self.layers, key=lambda p: -p.flops * len(self.layers[p]))
+        return sorted(self.tunings, key=lambda p: -p.flops * len(self.tunings[p].kernel.layers))
 
     def by_geometry(self) -> list[list[Problem]]:
         """Groups of kernels that differ only in their batch, the slowest group first."""
-        return sorted(_grouped(self.layers), key=self.cost_ns, reverse=True)
+        return sorted(_grouped(self.tunings), key=self.cost_ns, reverse=True)
 
     def by_gain(self, problems: Iterable[Problem]) -> list[list[Problem]]:
         """Groups of kernels that differ only in their batch, the largest possible gain first."""

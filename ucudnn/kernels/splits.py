@@ -6,10 +6,10 @@ They are computed from the times of single chunks: nothing is measured here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.measurement import Measurement, Role, positions, role_of
@@ -20,6 +20,9 @@ from ucudnn.solvers._base import undominated
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.processes import cached_property
+
+if TYPE_CHECKING:
+    from ucudnn.kernels.candidates import Kernel
 
 # A chunk should take ten times as long as its call takes on the host (about 20 us in PyTorch). On
 # the CPU the time of a chunk includes that of the call.
@@ -40,106 +43,6 @@ Items = Mapping[str, Sequence[Item]]
 # How to compute each batch n = 1..N, as `ReuseTable.walk` returns it: undivided, or by a last chunk
 # of some size after the best chunks of the remaining samples.
 Walk = Sequence[WalkEntry]
-
-
-class PlanDraft:
-    """Splits of every batch of one kernel, which split tables fill in one after the other.
-
-    The largest batch is computed by the split that has won a race of whole calls. Every other batch
-    is computed by the first table that has a split for it, so the table in which the winner was
-    found comes first.
-    """
-
-    def __init__(self, problem: Problem, winner: Split) -> None:
-        self.problem = problem
-        self.winner = winner
-        # Batches that are computed in the same way as the largest one: those that are not divided,
-        # and those that are cut into the same slabs as the winner.
-        self._undivided: frozenset[int] = frozenset()
-        self._by_slabs: frozenset[int] = frozenset()
-        self._walk: Walk = (WalkEntry(None, None),) * problem.batch
-        self._walk_number: int | None = None
-
-    def compute_as_winner(self, batches: Iterable[int]) -> None:
-        """Compute these batches in the winner's way: undivided, or cut into its slabs."""
-        if self.winner.axis == "spatial":
-            self._by_slabs |= frozenset(batches)
-        else:
-            self._undivided |= frozenset(batches)
-
-    def follow(self, walks: Sequence[Walk]) -> None:
-        """Split batches by one of these walks, if no earlier walk has a split for them.
-
-        `walks` are those of one table: one for each penalty of `CHUNK_NS`.
-        """
-        if self._walk_number is None:
-            # If no walk splits the largest batch as the winner does, smaller batches follow the
-            # walk of the second penalty, whose chunks are fewer and larger than without a penalty.
-            places = (place for place, walk in enumerate(walks) if end_of(walk) == self.winner)
-            self._walk_number = next(places, 1)
-        self._walk = [
-            WalkEntry(mine.alone if mine.alone or mine.last else its.alone, mine.last or its.last)
-            for mine, its in zip(self._walk, walks[self._walk_number], strict=True)
-        ]
-
-    def kernel_plan(
-        self,
-        layers: tuple[str, ...],
-        predicted_time_ns: int,
-        timing: Timing,
-        default: Timing | None,
-    ) -> KernelPlan:
-        """The kernel's plan: a split for every batch from 1 to the planned one."""
-        algorithms: dict[str, int] = {}
-
-        def index(algorithm: str) -> int:
-            return algorithms.setdefault(algorithm, len(algorithms))
-
-        passed, alone, last = self._passed(), list[int](), list[tuple[int, int]]()
-        for n in range(1, self.problem.batch + 1):
-            undivided, chunk = self._algorithm(n), self._last(n, n in passed)
-            if n in self._by_slabs:
-                alone.append(BY_SLABS)
-            else:
-                alone.append(BY_BATCH if undivided is None else index(undivided))
-            last.append((0, -1) if chunk is None else (chunk.batch, index(chunk.algorithm)))
-        slabs = self.winner.chunks if self._by_slabs else ()
-        # Index the slabs before the tuple of names is taken.
-        indexed = tuple((chunk.size, index(chunk.algorithm)) for chunk in slabs)
-        return KernelPlan(
-            problem=self.problem,
-            layers=layers,
-            algorithms=tuple(algorithms),
-            alone=tuple(alone),
-            last=tuple(last),
-            predicted_time_ns=predicted_time_ns,
-            timing=timing,
-            default=default,
-            slabs=indexed,
-        )
-
-    def _algorithm(self, n: int) -> str | None:
-        """The algorithm that computes a batch undivided; None if the batch is split."""
-        if n in self._undivided:
-            return self.winner.chunks[0].algorithm
-        item = self._walk[n - 1].alone
-        return None if item is None else item.algorithm
-
-    def _last(self, n: int, is_passed: bool) -> Item | None:
-        """Last chunk of a batch's best chain of chunks; None if the batch has or needs no chain."""
-        # A batch that is left to torch's own convolution needs no chain, unless the chain of a
-        # larger batch leads through it.
-        is_ended = self.winner.is_default and n in self._undivided and not is_passed
-        return None if is_ended else self._walk[n - 1].last
-
-    def _passed(self) -> set[int]:
-        """Batches that the chain of a larger batch leads through, chunk by chunk."""
-        passed: set[int] = set()
-        for n in range(self.problem.batch, 0, -1):
-            last = self._last(n, n in passed)
-            if last is not None:
-                passed.add(n - last.batch)
-        return passed
 
 
 def end_of(walk: Walk) -> Split | None:
@@ -217,14 +120,6 @@ class AbstractSplitTable(ABC):
     def splits(self) -> list[Split]:
         """Splits of the largest batch to race as whole calls, the fastest by its chunks first."""
 
-    @abstractmethod
-    def smallest(self) -> tuple[int, str] | None:
-        """The least workspace in bytes of any split, with a description; None without a split."""
-
-    @abstractmethod
-    def fill(self, draft: PlanDraft) -> None:
-        """Add the splits of this table for each batch to a draft of the plan."""
-
     def front(self) -> Front:
         """Front of time over workspace of the splits of the largest batch, without a limit.
 
@@ -261,12 +156,14 @@ class AbstractSplitTable(ABC):
             found.append(min(fitting, key=lambda item: item.time_ns))
         return tuple(found)
 
-    def smallest_chunks(self) -> tuple[int, tuple[Chunk, ...]] | None:
-        """The least workspace in bytes of any split, with its chunks; None without a split."""
+    def smallest(self) -> tuple[int, Split] | None:
+        """The least workspace in bytes of any split, with such a split; None without a split."""
         extent = self.axis.extent
         table = reuse_by_position(self.items, extent)
         least = table.smallest_bytes(extent) if table else None
-        return None if table is None or least is None else (least, table.split(extent, least))
+        if table is None or least is None:
+            return None
+        return least, self.axis.split(table.split(extent, least))
 
 
 class BatchSplits(AbstractSplitTable):
@@ -274,8 +171,49 @@ class BatchSplits(AbstractSplitTable):
 
     @cached_property
     def items(self) -> Items:
-        """Micro-batches by role; a batch alone that was not timed may have an upper bound."""
-        return items_by_role(self.axis.problem, self.measurements, self.implementation_of)
+        """Micro-batches by position; a batch alone that was not timed may have an upper bound.
+
+        A batch that was not timed is assumed to cost at most as much as the next larger one, if
+        both run the same implementation. A chunk alone costs at most as much as a chunk that is
+        written into a larger result.
+        """
+        problem, entries = self.axis.problem, self.measurements
+        first = chunk_items(problem, entries, role_of(problem, Role.FIRST))
+        later = chunk_items(problem, entries, Role.LATER)
+        # A later chunk of wgrad is added to a sum, so its time bounds no chunk alone.
+        bounds = [] if problem.op == "wgrad" else later
+        # The items of `ALONE` come second, so that they replace those of the role `LATER`, which
+        # are only upper bounds.
+        known = [*bounds, *chunk_items(problem, entries, Role.ALONE)]
+        alone = self._bounded(known, range(1, problem.batch + 1))
+        if problem.op == "wgrad":
+            # What was timed for a first chunk of wgrad is also an upper bound for a chunk alone:
+            # returning a gradient costs no more than beginning a sum with it.
+            alone += first
+        return {Role.ALONE: alone, Role.FIRST: first, Role.LATER: later}
+
+    def _bounded(self, items: Iterable[Item], sizes: Iterable[int]) -> list[Item]:
+        """Items of each algorithm at these sizes; an untimed size gets the next larger one's time.
+
+        A larger size is used only if it runs the same implementation. If there are two items of one
+        size, the last one is used.
+        """
+        costs: dict[str, dict[int, Item]] = {}
+        for item in items:
+            costs.setdefault(item.algorithm, {})[item.batch] = item
+        sizes, found = set(sizes), []
+        for algorithm, by_batch in costs.items():
+            # From the largest size down: with the same implementation, a chunk is assumed to need
+            # no more time or workspace than the next larger one that was timed.
+            bound = None
+            for n in sorted(sizes | by_batch.keys(), reverse=True):
+                bound = by_batch.get(n, bound)
+                if bound is None:
+                    continue
+                two = (self.axis.part(size) for size in (n, bound.batch))
+                if len({self.implementation_of(one, algorithm) for one in two}) == 1:
+                    found.append(replace(bound, batch=n))
+        return found
 
     @property
     def is_empty(self) -> bool:
@@ -284,7 +222,7 @@ class BatchSplits(AbstractSplitTable):
 
     def splits(self) -> list[Split]:
         """Splits of the largest batch to race as whole calls, the fastest by its chunks first."""
-        splits = [split for split in map(end_of, self._walks) if split is not None]
+        splits = [split for split in map(end_of, self.walks) if split is not None]
         batch, limit = self.axis.extent, self.limit
         # The solver prefers chunks whose times were short by chance. So the best undivided call is
         # always raced, too.
@@ -297,35 +235,17 @@ class BatchSplits(AbstractSplitTable):
             splits.append(Split.undivided(batch, min(undivided, key=_cost).algorithm))
         return list(dict.fromkeys(splits))
 
-    def smallest(self) -> tuple[int, str] | None:
-        """The least workspace in bytes of any split, and the chunk that begins it."""
-        found = self.smallest_chunks()
-        if found is None:
-            return None
-        least, (first, *_) = found
-        return least, f"micro-batch {first.size}, {first.algorithm}"
-
-    def fill(self, draft: PlanDraft) -> None:
-        """Add the batches that stay undivided like the largest one, and a walk for the others.
-
-        If torch's default has won, it also computes smaller batches, because their splits were not
-        timed as whole calls. Batches for which torch runs another implementation follow the walk.
-        """
-        winner = draft.winner
-        if winner.axis == self.axis.name and len(winner.chunks) == 1:
-            alike = [self.axis.extent]
-            if winner.is_default:
-                alike = batches_like_whole(self.axis.problem, self.implementation_of)
-            draft.compute_as_winner(alike)
-        draft.follow(self._walks)
-
     @cached_property
-    def _walks(self) -> tuple[Walk, ...]:
+    def walks(self) -> tuple[Walk, ...]:
         """For each penalty of `CHUNK_NS` the fastest splits of all batches."""
         batch, limit = self.axis.extent, self.limit
         # Smaller batches may use chunks that were not timed, with the times of larger chunks. The
-        # largest batch is raced, and its prediction must rest on timed chunks only.
-        bounded = with_bounded(self.axis.problem, self.items, self.implementation_of, self.sizes)
+        # largest batch is raced, and its prediction must rest on timed chunks only. The items of a
+        # batch alone have such bounds already.
+        first, later = (
+            self._bounded(self.items[position], self.sizes) for position in (Role.FIRST, Role.LATER)
+        )
+        bounded: Items = {Role.ALONE: self.items[Role.ALONE], Role.FIRST: first, Role.LATER: later}
         all_choices, timed_choices = self.choices(bounded), self.choices(self.items)
         return tuple(
             _with_end_of(
@@ -370,62 +290,104 @@ class RowSplits(AbstractSplitTable):
         # Several penalties often lead to the same split.
         return list(dict.fromkeys(found))
 
-    def smallest(self) -> tuple[int, str] | None:
-        """The least workspace in bytes of any split, and the split."""
-        found = self.smallest_chunks()
-        return None if found is None else (found[0], str(self.axis.split(found[1])))
-
-    def fill(self, draft: PlanDraft) -> None:
-        """If slabs have won, add the batches that can be cut into the winner's slabs."""
-        if self.chunks(draft.winner) is not None:
-            draft.compute_as_winner(self._batches_of(draft.winner))
-
-    def _batches_of(self, split: Split) -> list[int]:
-        """The batches for which every slab runs the implementation that it was measured with."""
-        problem = self.axis.problem
-        entries = slabs(problem, [chunk.size for chunk in split.chunks])
-        parts = {
-            (entry.problem, chunk.algorithm)
-            for entry, chunk in zip(entries, split.chunks, strict=True)
-            if entry.problem is not None
-        }
-        # At another batch an algorithm may run another implementation, whose workspace is not
-        # known.
-        found = self.implementation_of
-        return [
-            n
-            for n in range(1, problem.batch + 1)
-            if all(found(part.with_batch(n), name) == found(part, name) for part, name in parts)
-        ]
-
 
 def plan_by(
     tables: Sequence[AbstractSplitTable],
-    problem: Problem,
+    kernel: Kernel,
     winner: Split,
-    layers: tuple[str, ...],
     timing: Timing,
     default: Timing | None,
+    implementation_of: ImplementationOf,
 ) -> KernelPlan:
     """The plan for every batch, with the winner of the race at the largest batch."""
-    draft = PlanDraft(problem, winner)
-    # Smaller batches follow the table in which the winner was found. The other tables serve batches
-    # for which that table has no split.
-    for table in sorted(tables, key=lambda table: winner not in table.splits()):
-        table.fill(draft)
+    walk = _walk_of(tables, winner, kernel.problem.batch)
+    alike = batches_like(kernel.problem, winner, implementation_of)
+    last_by_batch = _chains(walk, alike if winner.is_default else ())
+    algorithms: dict[str, int] = {}
+
+    def index(algorithm: str) -> int:
+        return algorithms.setdefault(algorithm, len(algorithms))
+
+    alone, last = list[int](), list[tuple[int, int]]()
+    is_by_slabs = winner.axis == "spatial"
+    for n, entry in enumerate(walk, start=1):
+        if n in alike:
+            alone.append(BY_SLABS if is_by_slabs else index(winner.chunks[0].algorithm))
+        else:
+            alone.append(BY_BATCH if entry.alone is None else index(entry.alone.algorithm))
+        chunk = last_by_batch.get(n)
+        last.append((0, -1) if chunk is None else (chunk.batch, index(chunk.algorithm)))
+    # Index the slabs before the tuple of names is taken.
+    rows = tuple((one.size, index(one.algorithm)) for one in winner.chunks) if is_by_slabs else ()
     # If torch's default was raced but not timed as a chunk, the time of its race is the prediction.
     chunks = known_chunks(tables, winner)
-    predicted = timing.time_ns if chunks is None else sum(item.time_ns for item in chunks)
-    return draft.kernel_plan(layers, predicted, timing, default)
+    return KernelPlan(
+        problem=kernel.problem,
+        layers=kernel.layers,
+        algorithms=tuple(algorithms),
+        alone=tuple(alone),
+        last=tuple(last),
+        predicted_time_ns=timing.time_ns if chunks is None else sum(one.time_ns for one in chunks),
+        timing=timing,
+        default=default,
+        slabs=rows,
+    )
 
 
-def batches_like_whole(problem: Problem, implementation_of: ImplementationOf) -> list[int]:
-    """The batches for which torch's default runs the implementation of the largest batch."""
-    # torch chooses an implementation by batch. If the one for the largest batch has won, this does
-    # not show that the one for another batch is fast.
-    batches = (problem.with_batch(n) for n in range(1, problem.batch + 1))
-    found = [implementation_of(one, DEFAULT_ALGORITHM) for one in batches]
-    return [n for n, name in enumerate(found, start=1) if name == found[-1]]
+def batches_like(
+    problem: Problem, winner: Split, implementation_of: ImplementationOf
+) -> Collection[int]:
+    """The batches that are computed in the winner's way: undivided, or cut into its slabs.
+
+    If torch's default has won, it also computes smaller batches, because their splits were not
+    timed as whole calls. The same holds for slabs.
+    """
+    if winner.axis == "spatial":
+        entries = slabs(problem, [chunk.size for chunk in winner.chunks])
+        parts = {
+            (entry.problem, chunk.algorithm)
+            for entry, chunk in zip(entries, winner.chunks, strict=True)
+            if entry.problem is not None
+        }
+    elif winner.is_default:
+        parts = {(problem, DEFAULT_ALGORITHM)}
+    else:
+        return (problem.batch,) if len(winner.chunks) == 1 else ()
+    # At another batch an algorithm may run another implementation, whose time and workspace are not
+    # known.
+    found = implementation_of
+    return [
+        n
+        for n in range(1, problem.batch + 1)
+        if all(found(part.with_batch(n), name) == found(part, name) for part, name in parts)
+    ]
+
+
+def _walk_of(tables: Sequence[AbstractSplitTable], winner: Split, batch: int) -> Walk:
+    """How to split each batch, by the same penalty of `CHUNK_NS` as the winner if there is one."""
+    # Smaller batches follow the table in which the winner was found. The other tables serve batches
+    # for which that table has no split.
+    ordered = sorted(tables, key=lambda table: winner not in table.splits())
+    found = [table.walks for table in ordered if isinstance(table, BatchSplits)]
+    # If no walk splits the largest batch as the winner does, smaller batches follow the walk of the
+    # second penalty, whose chunks are fewer and larger than without a penalty.
+    first = found[0] if found else ()
+    number = next((place for place, walk in enumerate(first) if end_of(walk) == winner), 1)
+    return _first_of([walks[number] for walks in found], batch)
+
+
+def _chains(walk: Walk, ended: Collection[int]) -> dict[int, Item]:
+    """The last chunk of each batch's best chain of chunks.
+
+    Batches of `ended` need no chain, unless the chain of a larger batch leads through them.
+    """
+    found, passed = dict[int, Item](), set[int]()
+    for n in range(len(walk), 0, -1):
+        last = walk[n - 1].last
+        if last is not None and (n in passed or n not in ended):
+            found[n] = last
+            passed.add(n - last.batch)
+    return found
 
 
 def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[Item, ...] | None:
@@ -452,14 +414,16 @@ def _worthwhile(items: Items, least_ns: int) -> Items:
     }
 
 
-def _walk_all(
-    choices: Sequence[Items], batch: int, limit: int | None, launch_ns: int
-) -> tuple[WalkEntry, ...]:
+def _walk_all(choices: Sequence[Items], batch: int, limit: int | None, launch_ns: int) -> Walk:
     """The fastest split of every batch by the first of some choices of items that has one."""
     tables = (reuse_by_position(choice, batch, launch_ns) for choice in choices)
-    found = [table.walk(limit) for table in tables if table is not None]
+    return _first_of([table.walk(limit) for table in tables if table is not None], batch)
+
+
+def _first_of(walks: Sequence[Walk], batch: int) -> Walk:
+    """The splits of every batch by the first of some walks that has one."""
     merged = []
-    for entries in zip(*found, strict=True):
+    for entries in zip(*walks, strict=True):
         chosen = next((entry for entry in entries if entry.alone or entry.last), entries[0])
         # `last` of n is a back-pointer: the chain goes on at n - last.batch. It is kept even if n
         # itself is best computed alone, because chains of larger batches may lead through n.
@@ -468,9 +432,7 @@ def _walk_all(
     return tuple(merged) or (WalkEntry(None, None),) * batch
 
 
-def _with_end_of(
-    walk: tuple[WalkEntry, ...], timed: tuple[WalkEntry, ...]
-) -> tuple[WalkEntry, ...]:
+def _with_end_of(walk: Walk, timed: Walk) -> Walk:
     """The entries of `walk`, with the largest batch split as in `timed`, by timed chunks only."""
     merged, n = list(walk), len(walk)
     if timed[n - 1].alone:
@@ -487,86 +449,6 @@ def _with_end_of(
 
 def _cost(item: Item) -> tuple[int, int, int]:
     return item.time_ns, item.workspace_bytes, item.rank
-
-
-def items_by_role(
-    problem: Problem, measurements: Sequence[Measurement], implementation_of: ImplementationOf
-) -> dict[str, list[Item]]:
-    """The input of the solver of splits: items by the position that their chunk may have."""
-    alone = _single_items(problem, measurements, implementation_of)
-    later = chunk_items(problem, measurements, Role.LATER)
-    first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
-    if problem.op == "wgrad":
-        # What was timed for a first chunk of wgrad is also an upper bound for a chunk alone:
-        # returning a gradient costs no more than beginning a sum with it.
-        alone += first
-    return {Role.ALONE: alone, Role.FIRST: first, Role.LATER: later}
-
-
-def _single_items(
-    problem: Problem, measurements: Sequence[Measurement], implementation_of: ImplementationOf
-) -> list[Item]:
-    """For each algorithm and batch the item of an undivided call: measured, or an upper bound.
-
-    A batch that was not timed is assumed to cost at most as much as the next larger one, if both
-    run the same implementation. A chunk alone costs at most as much as a chunk that is written into
-    a larger result.
-    """
-    # A later chunk of wgrad is added to a sum, so its time does not bound that of a chunk alone.
-    later = [] if problem.op == "wgrad" else chunk_items(problem, measurements, Role.LATER)
-    # The items of `ALONE` come second, so that they replace those of the role `LATER`, which are
-    # only upper bounds.
-    items = [*later, *chunk_items(problem, measurements, Role.ALONE)]
-    return list(_bounded(problem, items, range(1, problem.batch + 1), implementation_of))
-
-
-def with_bounded(
-    problem: Problem,
-    items: Mapping[str, Sequence[Item]],
-    implementation_of: ImplementationOf,
-    sizes: Iterable[int],
-) -> dict[str, list[Item]]:
-    """The items, with upper bounds added for chunks of sizes that were not timed."""
-    sizes = tuple(sizes)
-    # Items in role `ALONE` cover all batches already, see `_single_items`.
-    found: dict[str, list[Item]] = {Role.ALONE: list(items[Role.ALONE])}
-    for role in (Role.FIRST, Role.LATER):
-        timed = {(item.algorithm, item.batch) for item in items[role]}
-        more = (
-            item
-            for item in _bounded(problem, items[role], sizes, implementation_of)
-            if (item.algorithm, item.batch) not in timed
-        )
-        found[role] = [*items[role], *more]
-    return found
-
-
-def _bounded(
-    problem: Problem,
-    items: Iterable[Item],
-    sizes: Iterable[int],
-    implementation_of: ImplementationOf,
-) -> Iterator[Item]:
-    """Items of each algorithm at these sizes; an untimed size gets the next larger one's time.
-
-    A larger size is used only if it runs the same implementation. If there are two items of one
-    size, the last one is used.
-    """
-    costs: dict[str, dict[int, Item]] = {}
-    for item in items:
-        costs.setdefault(item.algorithm, {})[item.batch] = item
-    sizes = set(sizes)
-    for algorithm, by_batch in costs.items():
-        # From the largest size down: with the same implementation, a chunk is assumed to need no
-        # more time or workspace than the next larger one that was timed.
-        bound = None
-        for n in sorted(sizes | by_batch.keys(), reverse=True):
-            bound = by_batch.get(n, bound)
-            if bound is None:
-                continue
-            two = (problem.with_batch(size) for size in (n, bound.batch))
-            if len({implementation_of(one, algorithm) for one in two}) == 1:
-                yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
 
 
 def chunk_items(
