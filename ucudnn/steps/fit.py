@@ -159,9 +159,8 @@ class DividedStep:
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
                 gc.collect()  # what it left in cycles must not be freed in the next one
-                spans = backend.spans(lambda _: times.append(backend.elapsed_ns(steps)))
-                assert spans is not None
-                peaks.append(max(span.peak_bytes for span in spans))
+                span = backend.span(lambda: times.append(backend.elapsed_ns(steps)))
+                peaks.append(span.peak_bytes)
         return foreseer.held.total + max(peaks), max(times)
 
 
