@@ -62,12 +62,11 @@ def peak_bytes(model: nn.Module, plan: ucudnn.Plan, inputs: Any) -> int:
     ucudnn.convert_(twin, plan)
     step_of(twin, plan, inputs)
     twin.zero_grad()
-    spans = backend.spans(lambda _: step_of(twin, plan, inputs))
-    assert spans is not None
+    span = backend.span(lambda: step_of(twin, plan, inputs))
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
     storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
     held = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
-    return held + max(span.peak_bytes for span in spans)
+    return held + span.peak_bytes
 
 
 def share_of(model: nn.Module, inputs: Any) -> Callable[[float], int]:

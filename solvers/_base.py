@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,17 +169,10 @@ class Division:
         return self.time_ns - self.lower_bound_ns
 
 
-class AbstractDivider(ABC):
-    """A solver of the division problem, a multiple-choice knapsack.
-
-    Every result obeys this law: it has one choice per kernel; the workspaces add up to at most the
-    size of the pool; the time is the sum of the kernels' times; and no division is faster than the
-    lower bound.
-    """
-
-    @abstractmethod
-    def divide(self, pool: Pool) -> Division:
-        """Divide one pool among its kernels."""
+# A solver of the division problem, a multiple-choice knapsack. Every result obeys this law: it has
+# one choice per kernel; the workspaces add up to at most the size of the pool; the time is the sum
+# of the kernels' times; and no division is faster than the lower bound.
+Divider = Callable[[Pool], Division]
 
 
 def undominated(points: Sequence[tuple[int, int]]) -> list[int]:

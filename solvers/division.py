@@ -10,20 +10,21 @@ one after the other (reuse), which is never slower than division.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from ucudnn.errors import ConfigError
-from ucudnn.solvers._base import AbstractDivider, Division, Pool
-from ucudnn.solvers.exact import Exact
-from ucudnn.solvers.integer import IntegerProgram
+from ucudnn.solvers._base import Divider, Division, Pool
+from ucudnn.solvers.exact import divide_exactly
+from ucudnn.solvers.integer import divide_by_program
 
 # Solvers by name; `ucudnn.config.Solver` lists the same names. `auto` is `exact`, which is faster
 # than the others on every known network, and needs no other package.
-_DIVIDERS: dict[str, AbstractDivider] = {
-    "auto": Exact(),
-    "exact": Exact(),
-    "highs": IntegerProgram("highs"),
-    "cbc": IntegerProgram("cbc"),
+_DIVIDERS: dict[str, Divider] = {
+    "auto": divide_exactly,
+    "exact": divide_exactly,
+    "highs": partial(divide_by_program, solver="highs"),
+    "cbc": partial(divide_by_program, solver="cbc"),
 }
 
 
@@ -55,7 +56,7 @@ def divide(
     if solver not in tuple(_DIVIDERS):
         raise ConfigError(f"solver must be one of {', '.join(_DIVIDERS)}, got {solver!r}")
     pool = Pool(tuple(tuple(map(_point, front)) for front in fronts), total_bytes)
-    return _DIVIDERS[solver].divide(pool)
+    return _DIVIDERS[solver](pool)
 
 
 def _point(point: Any) -> Any:

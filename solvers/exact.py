@@ -30,7 +30,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from ucudnn.solvers._base import SAFE, AbstractDivider, Division, Integers, Pool, undominated
+from ucudnn.solvers._base import SAFE, Division, Integers, Pool, undominated
 
 # Number of binary digits after the point of a price, if numbers exceed 64 bits and are therefore
 # Python's ints.
@@ -45,31 +45,25 @@ _PRICES = (0, 16, 32, 48, 56, 60, 62, 63, 64, 65, 66, 68, 72, 80, 96, 128, 256)
 _BEST_PRICE = _PRICES.index(64)
 
 
-@dataclass(frozen=True, slots=True)
-class Exact(AbstractDivider):
-    """Divides a pool and proves that no division is faster.
+def divide_exactly(pool: Pool, state_limit: int = 1 << 18) -> Division:
+    """Divide a pool and prove that no division is faster.
 
-    >>> Exact().divide(Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)).choice
+    >>> divide_exactly(Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)).choice
     (0, 1)
 
     If there are more partial divisions than `state_limit`, only the most promising ones are
     followed. The lower bound then limits how far the result is from the optimum. This can happen if
     times and workspaces are proportional; no known network reaches `state_limit`.
     """
-
-    state_limit: int = 1 << 18
-
-    def divide(self, pool: Pool) -> Division:
-        """Divide one pool among its kernels; optimal unless `state_limit` was exceeded."""
-        relaxation = relax(pool)
-        search = _Search(pool, relaxation)
-        proven = search.run(self.state_limit)
-        # A search that dropped states proves nothing, so the lower bound is that of the relaxation.
-        return pool.divided(
-            relaxation.choices.places[search.best].tolist(),
-            search.best_ns if proven else min(search.best_ns, relaxation.bound_ns),
-            "exact",
-        )
+    relaxation = relax(pool)
+    search = _Search(pool, relaxation)
+    proven = search.run(state_limit)
+    # A search that dropped states proves nothing, so the lower bound is that of the relaxation.
+    return pool.divided(
+        relaxation.choices.places[search.best].tolist(),
+        search.best_ns if proven else min(search.best_ns, relaxation.bound_ns),
+        "exact",
+    )
 
 
 @dataclass(frozen=True, eq=False)

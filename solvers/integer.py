@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.solvers._base import AbstractDivider, Division, Integers, Pool
+from ucudnn.solvers._base import Division, Integers, Pool
 from ucudnn.solvers.exact import Choices, relax
 
 # Number of binary digits of the largest scaled coefficient: in the objective, and in the memory
@@ -29,76 +29,74 @@ _TOLERANCE = 1e-6
 _PROVEN = (1, -7)
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerProgram(AbstractDivider):
-    """Divides a pool by a solver of integer programs, "highs" or "cbc", that proves its answer.
+def divide_by_program(pool: Pool, solver: str) -> Division:
+    """Divide a pool by a solver of integer programs, "highs" or "cbc", that proves its answer.
+
+    The division is optimal up to the tolerance.
 
     >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
-    >>> IntegerProgram("highs").divide(pool).choice
+    >>> divide_by_program(pool, "highs").choice
     (0, 1)
     """
+    try:
+        import pulp
+    except ImportError as error:
+        raise ConfigError(_missing(solver)) from error
+    choices = Choices.of(pool)
+    scale = _Scale.of(choices, pool.total_bytes)
+    values = _solve(pulp, choices, scale, solver)
+    ends = zip(choices.starts[:-1], choices.starts[1:], strict=True)
+    # The values of the variables are floats near 0 or 1, so the largest value of a kernel's
+    # variables marks its choice.
+    picked = np.array([start + values[start:end].argmax() for start, end in ends])
+    division = pool.divided(choices.places[picked].tolist(), 0, solver)
+    if division.workspace_bytes > pool.total_bytes:
+        raise PlanError(
+            f"{solver} found a division of {division.workspace_bytes} bytes for "
+            f"total_bytes={pool.total_bytes}, which its tolerance allows and we do not; "
+            f"use solver='exact'"
+        )
+    # The solver's optimum may be wrong by its tolerance; the relaxation's bound may be tighter.
+    proven = max(relax(pool).bound_ns, division.time_ns - scale.doubt_ns)
+    return pool.divided(division.choice, min(proven, division.time_ns), solver)
 
-    solver: str
 
-    def divide(self, pool: Pool) -> Division:
-        """Divide one pool among its kernels; the division is optimal up to the tolerance."""
-        try:
-            import pulp
-        except ImportError as error:
-            raise ConfigError(_missing(self.solver)) from error
-        choices = Choices.of(pool)
-        scale = _Scale.of(choices, pool.total_bytes)
-        values = self._solve(pulp, choices, scale)
-        ends = zip(choices.starts[:-1], choices.starts[1:], strict=True)
-        # The values of the variables are floats near 0 or 1, so the largest value of a kernel's
-        # variables marks its choice.
-        picked = np.array([start + values[start:end].argmax() for start, end in ends])
-        division = pool.divided(choices.places[picked].tolist(), 0, self.solver)
-        if division.workspace_bytes > pool.total_bytes:
-            raise PlanError(
-                f"{self.solver} found a division of {division.workspace_bytes} bytes for "
-                f"total_bytes={pool.total_bytes}, which its tolerance allows and we do not; "
-                f"use solver='exact'"
-            )
-        # The solver's optimum may be wrong by its tolerance; the relaxation's bound may be tighter.
-        proven = max(relax(pool).bound_ns, division.time_ns - scale.doubt_ns)
-        return pool.divided(division.choice, min(proven, division.time_ns), self.solver)
+def _solve(pulp: Any, choices: Choices, scale: _Scale, solver: str) -> Integers:
+    """The value of every choice's variable."""
+    problem = pulp.LpProblem("division", pulp.LpMinimize)
+    # PuLP before 3.3 has no `add_variable`; in PuLP 4 it is the only way to add a variable.
+    add_variable = getattr(problem, "add_variable", pulp.LpVariable)
+    uses = [add_variable(f"x{i}", cat="Binary") for i in range(len(choices.places))]
+    problem += pulp.lpDot(scale.times, uses)
+    problem += pulp.lpDot(scale.workspaces, uses) <= scale.room
+    for start, end in zip(choices.starts[:-1], choices.starts[1:], strict=True):
+        problem += pulp.lpSum(uses[start:end]) == 1
+    try:
+        outcome = problem.solve(_backend(pulp, solver))
+    except pulp.PulpSolverError as error:
+        raise PlanError(f"{solver} failed ({error}); use solver='exact'") from error
+    status = getattr(problem, "sol_status", getattr(outcome, "status", None))
+    if status not in _PROVEN:
+        raise PlanError(
+            f"{solver} proved no division of {len(choices.places)} choices optimal; use "
+            f"solver='exact'"
+        )
+    return np.array([use.value() or 0 for use in uses])
 
-    def _solve(self, pulp: Any, choices: Choices, scale: _Scale) -> Integers:
-        """The value of every choice's variable."""
-        problem = pulp.LpProblem("division", pulp.LpMinimize)
-        # PuLP before 3.3 has no `add_variable`; in PuLP 4 it is the only way to add a variable.
-        add_variable = getattr(problem, "add_variable", pulp.LpVariable)
-        uses = [add_variable(f"x{i}", cat="Binary") for i in range(len(choices.places))]
-        problem += pulp.lpDot(scale.times, uses)
-        problem += pulp.lpDot(scale.workspaces, uses) <= scale.room
-        for start, end in zip(choices.starts[:-1], choices.starts[1:], strict=True):
-            problem += pulp.lpSum(uses[start:end]) == 1
-        try:
-            outcome = problem.solve(self._backend(pulp))
-        except pulp.PulpSolverError as error:
-            raise PlanError(f"{self.solver} failed ({error}); use solver='exact'") from error
-        status = getattr(problem, "sol_status", getattr(outcome, "status", None))
-        if status not in _PROVEN:
-            raise PlanError(
-                f"{self.solver} proved no division of {len(choices.places)} choices optimal; use "
-                f"solver='exact'"
-            )
-        return np.array([use.value() or 0 for use in uses])
 
-    def _backend(self, pulp: Any) -> Any:
-        """The solver, with a gap of 0, and one thread so that equal inputs give equal answers."""
-        options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "threads": 1}
-        if self.solver == "highs":
-            backend = pulp.HiGHS(**options)
-        else:
-            # PuLP 3 comes with an executable whose path only PULP_CBC_CMD knows. That class is
-            # deprecated, so only its path is used.
-            bundled = getattr(pulp, "PULP_CBC_CMD", None)
-            backend = pulp.COIN_CMD(path=getattr(bundled, "pulp_cbc_path", None), **options)
-        if not backend.available():
-            raise ConfigError(_missing(self.solver))
-        return backend
+def _backend(pulp: Any, solver: str) -> Any:
+    """The solver, with a gap of 0, and one thread so that equal inputs give equal answers."""
+    options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "threads": 1}
+    if solver == "highs":
+        backend = pulp.HiGHS(**options)
+    else:
+        # PuLP 3 comes with an executable whose path only PULP_CBC_CMD knows. That class is
+        # deprecated, so only its path is used.
+        bundled = getattr(pulp, "PULP_CBC_CMD", None)
+        backend = pulp.COIN_CMD(path=getattr(bundled, "pulp_cbc_path", None), **options)
+    if not backend.available():
+        raise ConfigError(_missing(solver))
+    return backend
 
 
 @dataclass(frozen=True, eq=False)

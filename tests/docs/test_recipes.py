@@ -8,13 +8,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import laws
 import pytest
 import torch
-from exhaustive import Exhaustive
+from exhaustive import divide_exhaustively
 from fakes import HostileBackend
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from ucudnn.kernels.tune import tune_problems
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.problem import OPS, Problem
 from ucudnn.solvers import Division, divide, division
-from ucudnn.solvers._base import AbstractDivider, Pool
+from ucudnn.solvers._base import Pool
 
 LINES = 10
 PROBLEM = Problem("fprop", 4, 2, 3, (8, 8), (3, 3), padding=((1, 1), (1, 1)))
@@ -142,26 +141,23 @@ def test_add_an_algorithm(
     torch.testing.assert_close(result.double(), exact(able[0], a, b), rtol=1e-5, atol=1e-5)
 
 
-@dataclass(frozen=True, slots=True)
-class Smallest(AbstractDivider):
-    """Takes the smallest workspace of each kernel."""
-
-    def divide(self, pool: Pool) -> Division:
-        choice = [min(range(len(front)), key=front.__getitem__) for front in pool.fronts]
-        bound = sum(min(time for _, time in front) for front in pool.fronts)
-        return pool.divided(choice, bound, "smallest")
+def divide_smallest(pool: Pool) -> Division:
+    """Take the smallest workspace of each kernel."""
+    choice = [min(range(len(front)), key=front.__getitem__) for front in pool.fronts]
+    bound = sum(min(time for _, time in front) for front in pool.fronts)
+    return pool.divided(choice, bound, "smallest")
 
 
 def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    step("Subclass `AbstractDivider` in a module of its own in `solvers/`;")
-    step("Return `pool.divided(choice, lower_bound_ns, name)` from `divide`.")
-    step("Add its name to `Solver` of `ucudnn/config.py`, and its class to `_DIVIDERS` of")
+    step("Write a function in a module of its own in `solvers/` that takes a `Pool`,")
+    step("Return `pool.divided(choice, lower_bound_ns, name)`.")
+    step("Add its name to `Solver` of `ucudnn/config.py`, and the function to `_DIVIDERS` of")
     known = config.SETTINGS["solver"]
     named = known._replace(choices=(*known.choices, "smallest"))
     monkeypatch.setitem(config.SETTINGS, "solver", named)
-    monkeypatch.setitem(division._DIVIDERS, "smallest", Smallest())
+    monkeypatch.setitem(division._DIVIDERS, "smallest", divide_smallest)
     assert Config(solver="smallest").solver == "smallest"
-    step("Compare it with `Exhaustive` of `tests/pure/exhaustive.py` on random pools,")
+    step("Compare it with `divide_exhaustively` of `tests/pure/exhaustive.py` on random pools,")
     chance = random.Random(0)
     for _ in range(50):
         fronts = [
@@ -169,7 +165,7 @@ def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         total = sum(min(front)[0] for front in fronts) + chance.randrange(12)
         found = divide(fronts, total, "smallest")
-        best = Exhaustive().divide(Pool(tuple(map(tuple, fronts)), total))
+        best = divide_exhaustively(Pool(tuple(map(tuple, fronts)), total))
         assert found.solver == "smallest"
         assert found.workspace_bytes <= total
         assert found.lower_bound_ns <= best.time_ns <= found.time_ns

@@ -189,22 +189,19 @@ def test_memory_of_recomputed_ones_inside_a_recomputed_one() -> None:
     model = nn.Sequential(nn.Tanh(), nn.Sequential(*[nn.Tanh() for _ in range(count)]))
     x = torch.randn(8, unit // 32, requires_grad=True)
 
+    def once() -> list[float]:
+        backend, hidden, results = open_backend("torch_cpu"), model[0](x), list[Tensor]()
+        within = backend.span(lambda: results.append(model[1](hidden)))
+        after = backend.span(
+            lambda: torch.autograd.backward(results, [torch.ones_like(results[0])])
+        )
+        sizes = within.end_bytes, within.peak_bytes, within.end_bytes + after.peak_bytes
+        return [size / unit for size in sizes]
+
     def measured(*names: str) -> list[float]:
         segment_(model, recomputed(*names))
-
-        def run(mark: Callable[[], None]) -> None:
-            hidden = model[0](x)
-            mark()
-            result = model[1](hidden)
-            mark()
-            torch.autograd.backward(result, torch.ones_like(result))
-
-        run(lambda: None)
-        spans = open_backend("torch_cpu").spans(run)
-        assert spans is not None
-        before, within, after = spans
-        found = [within.end_bytes, within.peak_bytes, after.peak_bytes]
-        return [(one - before.end_bytes) / unit for one in found]
+        once()  # looks up what is kept for later calls
+        return once()
 
     def stretches(size: int) -> list[str]:
         return [f"1[{place}:{place + size}]" for place in range(0, count, size)]

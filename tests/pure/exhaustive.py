@@ -6,11 +6,10 @@ For tests and tiny problems only. It shares neither code nor methods with what i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ucudnn.solvers._base import AbstractDivider, Division, Item, Pool
+from ucudnn.solvers._base import Division, Item, Pool
 
 
 def exhaustive(
@@ -77,21 +76,17 @@ def _multisets(items: list[Any], n: int) -> Iterator[tuple[Any, ...]]:
                 yield (item, *rest)
 
 
-@dataclass(frozen=True, slots=True)
-class Exhaustive(AbstractDivider):
-    """Divides a pool by trying all divisions.
+def divide_exhaustively(pool: Pool) -> Division:
+    """Divide a pool by trying all divisions.
 
-    >>> Exhaustive().divide(Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)).choice
+    >>> divide_exhaustively(Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)).choice
     (0, 1)
     """
-
-    def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap."""
-        tried = product(*(range(len(front)) for front in pool.fronts))
-        # A lower bound of 0 for now: the true one is known when all were compared.
-        divisions = (pool.divided(choice, 0, "exhaustive") for choice in tried)
-        best = min(
-            (one for one in divisions if one.workspace_bytes <= pool.total_bytes),
-            key=lambda one: one.time_ns,
-        )
-        return pool.divided(best.choice, best.time_ns, "exhaustive")
+    tried = product(*(range(len(front)) for front in pool.fronts))
+    # A lower bound of 0 for now: the true one is known when all were compared.
+    divisions = (pool.divided(choice, 0, "exhaustive") for choice in tried)
+    best = min(
+        (one for one in divisions if one.workspace_bytes <= pool.total_bytes),
+        key=lambda one: one.time_ns,
+    )
+    return pool.divided(best.choice, best.time_ns, "exhaustive")

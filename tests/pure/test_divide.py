@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from exhaustive import Exhaustive
+from exhaustive import divide_exhaustively
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucudnn.errors import PlanError
 from ucudnn.solvers import Division, divide
 from ucudnn.solvers._base import Pool
-from ucudnn.solvers.exact import Exact
+from ucudnn.solvers.exact import divide_exactly
 
 Fronts = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -54,7 +54,7 @@ def test_exact_is_what_exhaustive_search_finds(fronts: Fronts, room: int, scale:
     division = divide(fronts, total_bytes, "exact")
     assert_adds_up(division, fronts, total_bytes)
     assert division.gap_ns == 0
-    assert division.time_ns == Exhaustive().divide(Pool(fronts, total_bytes)).time_ns
+    assert division.time_ns == divide_exhaustively(Pool(fronts, total_bytes)).time_ns
     assert all(type(value) is int for value in (division.time_ns, *division.choice))
 
 
@@ -107,7 +107,7 @@ def proportional(kernels: int) -> Pool:
 
 def test_what_is_not_proven_has_a_gap() -> None:
     pool = proportional(40)
-    division = Exact(state_limit=100).divide(pool)
+    division = divide_exactly(pool, state_limit=100)
     assert_adds_up(division, pool.fronts, pool.total_bytes)
     assert division.gap_ns > 0
 

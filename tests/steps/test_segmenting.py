@@ -345,12 +345,12 @@ def test_the_peak_of_a_recomputed_block_is_foreseen_exactly(size, selective):
     one = Segment("2", size, selective=selective)
     search = searching(model, x)
     search.foresee(StepDivision((one,)))
-    known = search.costs._costs[one, 0]
+    costs = search.costs
     # torch.utils.checkpoint keeps the state of a random number generator for each micro-batch.
     states = len(x) // (size or len(x)) * torch.get_rng_state().numel() * 5 // 4
     for name in ("kept_bytes", "peak_bytes"):
-        wanted = getattr(known.estimated, name)
-        assert getattr(known.foreseen, name) == pytest.approx(wanted, abs=states)
+        wanted = getattr(costs._estimated[one, 0], name)
+        assert getattr(costs._foreseen[one, 0], name) == pytest.approx(wanted, abs=states)
 
 
 @pytest.mark.slow

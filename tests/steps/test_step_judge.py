@@ -18,7 +18,7 @@ from by_hand import in_chunks, kernel, plan_of
 from torch import nn
 
 import ucudnn
-from ucudnn.backends import open_backend
+from ucudnn.backends import Span, open_backend
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError
 from ucudnn.kernels.deadline import Deadline
@@ -91,10 +91,9 @@ class Machine:
         meter.following = self.following
         return meter
 
-    def workspace_bytes(self, run, parts):
-        assert not parts
+    def span(self, run):
         run()
-        return 7 if self.plan else 9
+        return Span(7 if self.plan else 9, 0)
 
 
 def test_a_plan_that_wins_stays_and_says_by_how_much():
@@ -487,8 +486,9 @@ class LayoutMachine(Machine):
         steps = {which: lambda which=which: setattr(self, "layout", which) for which in plans}
         return judge_layouts(plans, steps, self.meter(deadline or Deadline.never()))
 
-    def workspace_bytes(self, run, parts):
-        return super().workspace_bytes(run, parts) * (1 if self.layout == "keep" else 2)
+    def span(self, run):
+        peak = super().span(run).peak_bytes
+        return Span(peak * (1 if self.layout == "keep" else 2), 0)
 
 
 CASES = {

@@ -177,11 +177,11 @@ class Roofline(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Allocated memory between two marks of a run, beyond what was allocated when the run began.
+    """Memory that a part of a run allocates, beyond what was allocated when the run began.
 
     Args:
-        peak_bytes: largest amount at any moment of the span.
-        end_bytes: amount at the end of the span; negative if memory from before the run was freed.
+        peak_bytes: largest amount at any moment of the part.
+        end_bytes: amount at its end; negative if memory from before the run was freed.
     """
 
     peak_bytes: int
@@ -301,15 +301,11 @@ class AbstractBackend(ABC):
             parts: pairs (problem at the batch of a chunk, algorithm), for all chunks of the call.
         """
 
-    # This method measures the peaks of whole steps and of the modules in them.
-    def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span] | None:
-        """Run once and return the allocated memory between marks; None if it cannot be counted.
-
-        Args:
-            run: called with a function that makes a mark; n marks make n + 1 spans.
-        """
-        del run
-        return None
+    # This method measures the peaks of whole steps and of single operators.
+    def span(self, run: Callable[[], object]) -> Span:
+        """Run once and return the memory that it allocates; zeros if that is not counted."""
+        run()
+        return Span(0, 0)
 
     # The allocator counts each size rounded up to a multiple of this.
     rounding_bytes = 1

@@ -243,19 +243,18 @@ class _Delayed:
         self._sent: deque[list[tuple[Any, Tensor, list[Tensor]]]] = deque([[]])
         self._unused: deque[Set[int]] = deque()
         self._waiting: dict[int, Tensor] = {}
-        self._buckets: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
-    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def start(self, bucket: GradBucket) -> None:
         """Start the exchange of a bucket."""
         copy = bucket.buffer() / dist.get_world_size(self._group)
         work = dist.all_reduce(copy, group=self._group, async_op=True)
         self._sent[-1].append((work, copy, bucket.parameters()))
-        self._buckets.append((bucket, future))
 
-    def finish(self, unused: Set[int]) -> None:
+    def finish(self, buckets: Sequence[GradBucket], unused: Set[int]) -> None:
         """Wait for the exchanges begun `steps` steps ago, and give their gradients to DDP.
 
         Args:
+            buckets: all buckets of this step.
             unused: ids of the parameters that no rank has used in this step.
         """
         self._unused.append(unused)
@@ -271,15 +270,13 @@ class _Delayed:
                     late = part.clone() if id(one) in unused else part
                     waiting = self._waiting.get(id(one))
                     self._waiting[id(one)] = late if waiting is None else waiting + late
-        for bucket, future in self._buckets:
+        for bucket in buckets:
             # DDP changes its buckets after the first step. So the gradient of a parameter may have
             # been sent in another bucket than the one in which DDP expects it now.
             for one, part in _parts(bucket.buffer(), bucket.parameters()):
                 if id(one) not in unused:
                     waiting = self._waiting.pop(id(one), None)
                     part.zero_() if waiting is None else part.copy_(waiting)
-            future.set_result(bucket.buffer())
-        self._buckets.clear()
         self._sent.append([])
 
 

@@ -92,16 +92,12 @@ class _Pending:
     """A bucket whose exchange has begun.
 
     Args:
-        bucket: what DDP passed.
-        future: the future that DDP waits for.
         work: the running exchange.
         messages: the messages of all ranks, filled when `work` ends; empty for an all-reduce.
         summed: the tensor of an all-reduce: the bucket's buffer, or a copy of it in bfloat16.
         left: the part of each gradient that this rank did not send, by parameter name.
     """
 
-    bucket: GradBucket
-    future: torch.futures.Future[torch.Tensor]
     work: Any
     messages: Sequence[Tensor]
     summed: Tensor
@@ -203,7 +199,7 @@ class Compression:
     def _is_coded(self, count: int, dtype: torch.dtype) -> bool:
         return self._codec.size_bytes(count, dtype.itemsize) < count * dtype.itemsize
 
-    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def start(self, bucket: GradBucket) -> None:
         """Start the exchange of a bucket."""
         buffer = bucket.buffer()
         if self.is_dense:
@@ -211,7 +207,7 @@ class Compression:
             is_halved = self._name == str(Half()) and buffer.dtype.itemsize > 2
             summed = buffer.bfloat16() if is_halved else buffer
             work = dist.all_reduce(summed, group=self._group, async_op=True)
-            self._pending.append(_Pending(bucket, future, work, (), summed, {}))
+            self._pending.append(_Pending(work, (), summed, {}))
             self.sent_bytes += 2 * (self._ranks - 1) * summed.nbytes // self._ranks
             return
         if self._scaler is not None:
@@ -231,23 +227,24 @@ class Compression:
         message = torch.cat(parts)
         messages = [torch.empty_like(message) for _ in range(self._ranks)]
         work = dist.all_gather(messages, message, group=self._group, async_op=True)
-        self._pending.append(_Pending(bucket, future, work, messages, buffer, left))
+        self._pending.append(_Pending(work, messages, buffer, left))
         self.sent_bytes += (self._ranks - 1) * len(message)
 
-    def finish(self, unused: Set[int]) -> None:
+    def finish(self, buckets: Sequence[GradBucket], unused: Set[int]) -> None:
         """Wait for the exchanges of all buckets, and average the gradients.
 
         Args:
+            buckets: all buckets of the step, in the order in which their exchanges began.
             unused: ids of the parameters that no rank has used in this step.
         """
         unused_names = {self._names[one] for one in unused}
         is_finite: list[Tensor] = []
         left: dict[str, Tensor] = {}
-        for one in self._pending:
+        for bucket, one in zip(buckets, self._pending, strict=True):
             one.work.wait()
-            buffer = one.bucket.buffer()
+            buffer = bucket.buffer()
             if one.messages:
-                self._average(one, unused_names)
+                self._average(bucket, one.messages, unused_names)
             else:
                 buffer.copy_(one.summed).div_(self._ranks)
             is_finite.append(buffer.isfinite().all())
@@ -257,18 +254,18 @@ class Compression:
         # stay as it was before the step.
         if left and torch.stack(is_finite).all():
             self._left |= left
-        for one in self._pending:
-            one.future.set_result(one.bucket.buffer())
         self._pending.clear()
         self._steps += 1
 
-    def _average(self, pending: _Pending, unused_names: Set[str]) -> None:
+    def _average(
+        self, bucket: GradBucket, messages: Sequence[Tensor], unused_names: Set[str]
+    ) -> None:
         """Write the mean of all messages into the buffer, adding up in the order of the ranks."""
         place = 0
-        for name, part in self._parts(pending.bucket):
+        for name, part in self._parts(bucket):
             total = torch.zeros_like(part, dtype=_precise(part.dtype))
             size = self._size_bytes(len(total), total.dtype)
-            for message in pending.messages:
+            for message in messages:
                 coded = message[place : place + size]
                 if self._is_coded(len(total), total.dtype):
                     self._codec.add_(coded, total)
@@ -294,13 +291,14 @@ class Compression:
 class Exchange(Protocol):
     """Contract of the state of a hook: it exchanges each bucket while backward goes on."""
 
-    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """Start the exchange of a bucket; the future gives DDP the result."""
+    def start(self, bucket: GradBucket) -> None:
+        """Start the exchange of a bucket."""
 
-    def finish(self, unused: Set[int]) -> None:
-        """Set the futures of all buckets of a step.
+    def finish(self, buckets: Sequence[GradBucket], unused: Set[int]) -> None:
+        """Write the exchanged gradients into all buckets of a step.
 
         Args:
+            buckets: these buckets, in the order in which their exchanges began.
             unused: ids of the parameters that no rank has used in this step, whose gradients DDP
                 does not write. Empty if `register` was not asked for them.
         """
@@ -319,7 +317,7 @@ def register(replica: DistributedDataParallel, exchange: Exchange, *, keeps_unus
     """
     step = _Step(replica, exchange)
     try:
-        replica.register_comm_hook(step, _exchanged)
+        replica.register_comm_hook(step, _exchange)
     except RuntimeError as error:
         raise ConfigError(
             "this replica has a communication hook already; make a new DistributedDataParallel"
@@ -343,6 +341,7 @@ class _Step:
         # `GradBucket.is_last` does not tell when a step ends: in the first step of a static graph,
         # DDP gives every bucket the number 0.
         self._count = replica._get_ddp_logging_data()["num_parameter_tensors"]
+        self._buckets: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
         self._came: list[Tensor] = []
         self._watched: frozenset[int] = frozenset()
         # Those of the watched parameters that this rank has not used since the last exchange.
@@ -356,19 +355,29 @@ class _Step:
         self._watched = frozenset(map(id, trained))
         idle.update(self._watched)
 
-    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket, and finish all if it is the last one to come."""
+        device = bucket.buffer().device
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
         if self._may_skip and not self._came:
             # DDP calls no hook for a bucket of unused parameters. It waits after this callback.
             Variable._execution_engine.queue_callback(self._finish)
-        self._exchange.start(bucket, future)
+        self._exchange.start(bucket)
+        self._buckets.append((bucket, future))
         self._came += bucket.parameters()
         if len(self._came) == self._count:
             self._finish()
+        return future
 
     def _finish(self) -> None:
         if self._came:
-            self._exchange.finish(self._unused() if self._watched else frozenset())
+            unused = self._unused() if self._watched else frozenset()
+            self._exchange.finish([bucket for bucket, _ in self._buckets], unused)
+            for bucket, future in self._buckets:
+                future.set_result(bucket.buffer())
+            self._buckets.clear()
             self._came.clear()
 
     def _unused(self) -> Set[int]:
@@ -381,17 +390,9 @@ class _Step:
         return {id(one) for one, count in pairs if count == 0}
 
 
-def _exchanged(state: _Step, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start the exchange of a bucket; at the end of a step, finish all exchanges.
-
-    DDP requires that the second parameter has the name `bucket`.
-    """
-    device = bucket.buffer().device
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[device] if device.type == "cuda" else None
-    )
-    state.start(bucket, future)
-    return future
+def _exchange(state: _Step, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook; DDP requires that its second parameter has the name `bucket`."""
+    return state.start(bucket)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Stand-ins for the convolutions of a process, which record, watch or time each of them.
+"""Stand-ins for the convolutions of a process, which record or time each of them.
 
 They are installed like the runner of a plan, and called below autograd and autocast. They leave the
 computation itself to torch or to a plan.
@@ -7,7 +7,7 @@ computation itself to torch or to a plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,14 +16,13 @@ from filelock import FileLock
 from torch import Tensor
 
 from ucudnn.backends import aten
-from ucudnn.backends.tensors import memory_format, problem_of
+from ucudnn.backends.tensors import problem_of
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.override import Convolution, Everything
 from ucudnn.execution.runner import Runner
 from ucudnn.layer_table import Row, format_rows, lock_of, read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.system.files import write
-from ucudnn.system.processes import ForkSafeLock
 
 _Result = TypeVar("_Result")
 _EVERYTHING = Everything()
@@ -96,54 +95,6 @@ def _rows(counts: Counter[tuple[Problem, bool]]) -> list[Row]:
     return rows
 
 
-class WatchedCall(NamedTuple):
-    """One call of a convolution, as a `Watcher` notes it."""
-
-    # For each kernel of the call, the bytes of operands that must be copied first, because they are
-    # not in the kernel's layout. A call has one kernel, or two if it computes two gradients.
-    # Kernels that cannot be planned are left out.
-    copied: Mapping[Problem, int]
-    # Numbers of three marks: before the look-up, before the convolution, and after it.
-    marks: tuple[int, int, int]
-
-
-class Watcher:
-    """Computes all convolutions of this process, by torch or by a plan, and notes each call.
-
-    Calls are noted in the order in which they end. Three times per call (before the look-up, before
-    and after the convolution) the watcher makes a mark: it calls the function `mark`. By this
-    function, the caller can measure what happens between two marks.
-    """
-
-    def __init__(self, mark: Callable[[], None], runner: Runner | None = None) -> None:
-        self.calls: list[WatchedCall] = []
-        self.filter_shapes = Everything()
-        self._mark = mark
-        self._runner = runner
-        # Several threads, with streams of their own, may call convolutions at the same time.
-        self._lock = ForkSafeLock()
-        self._marks = 0
-
-    def mark(self) -> int:
-        """Make a mark and return its number, counted from 0."""
-        with self._lock:
-            self._mark()
-            self._marks += 1
-            return self._marks - 1
-
-    def note(self, copied: Mapping[Problem, int], looked_up: int, began: int) -> None:
-        """Note a call that has just ended, and make the mark that ends it."""
-        marks = looked_up, began, self.mark()
-        self.calls.append(WatchedCall(copied, marks))
-
-    def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
-        """The convolution of operands of these shapes."""
-        # To look up a convolution may allocate memory, which is no part of the step. This happens
-        # between this mark and the next one.
-        number, runner = self.mark(), self._runner
-        return _Marked(self, convolution_by(runner, x, w, geometry), geometry, number)
-
-
 class _Torchs(NamedTuple):
     """Torch's own convolution."""
 
@@ -157,53 +108,6 @@ class _Torchs(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         found = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
         return tuple(found)
-
-
-def convolution_by(runner: Runner | None, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
-    """A runner's convolution of these operands; torch's, if the runner lacks the filter's shape."""
-    if runner is None or w.shape not in runner.filter_shapes:
-        return _Torchs(geometry)
-    return runner.bound(x, w, geometry)
-
-
-class _Marked(NamedTuple):
-    """A convolution whose calls a `Watcher` notes."""
-
-    watcher: Watcher
-    convolution: Convolution
-    geometry: Geometry
-    looked_up: int
-
-    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        copied = self._copied(x, w, {"fprop": (x, w)})
-        began = self.watcher.mark()
-        result = self.convolution.forward(x, w, bias)
-        self.watcher.note(copied, self.looked_up, began)
-        return result
-
-    def backward(
-        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
-    ) -> tuple[Tensor | None, ...]:
-        operands = {"dgrad": (dy, w), "wgrad": (x, dy)}
-        asked = {op: operands[op] for op, wanted in zip(operands, mask, strict=False) if wanted}
-        copied = self._copied(x, w, asked)
-        began = self.watcher.mark()
-        result = self.convolution.backward(dy, x, w, bias_sizes, mask)
-        self.watcher.note(copied, self.looked_up, began)
-        return result
-
-    def _copied(
-        self, x: Tensor, w: Tensor, operands: Mapping[str, tuple[Tensor, ...]]
-    ) -> Mapping[Problem, int]:
-        copied = {}
-        for op, tensors in operands.items():
-            problem = problem_of(op, x, w, *self.geometry)
-            if problem is not None:
-                form = memory_format(problem)
-                copied[problem] = sum(
-                    one.nbytes for one in tensors if not one.is_contiguous(memory_format=form)
-                )
-        return copied
 
 
 class KernelTimer:
@@ -229,7 +133,13 @@ class KernelTimer:
         """The convolution of operands of these shapes."""
         # The look-up of the plan's call is timed together with the kernel, because it is part of
         # the cost of a plan.
-        return _Timed(self, lambda: convolution_by(self._runner, x, w, geometry), geometry)
+        return _Timed(self, lambda: self._looked_up(x, w, geometry), geometry)
+
+    def _looked_up(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
+        """The runner's convolution; torch's, if the runner lacks the filter's shape."""
+        if self._runner is None or w.shape not in self._runner.filter_shapes:
+            return _Torchs(geometry)
+        return self._runner.bound(x, w, geometry)
 
     def timed(self, problem: Problem | None, compute: Callable[[], _Result]) -> _Result:
         """Call `compute`, and add its time to the problem's total; without a problem, only call."""

@@ -41,7 +41,7 @@ from ucudnn.steps.run import (
     tensors_of,
     undisturbed,
 )
-from ucudnn.steps.same_numbers import SameForSamples, SameInLayouts
+from ucudnn.steps.same_numbers import SameForSamples
 
 # Relative rounding of a factor in TF32, a format for which torch has no dtype.
 _EPS_OF_TF32 = 2.0**-10
@@ -249,7 +249,7 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
         received = stack.enter_context(_received(model))
         torch.manual_seed(state), random.seed(state), np.random.seed(state)
         before = random.getstate(), np.random.get_state(legacy=False)
-        with SameInLayouts(), numbers if same else nullcontext():
+        with numbers if same else nullcontext():
             for part in parts_of(own, steps.division.micro_batch):
                 outputs, leaves = run_with_leaves(model, part, is_training)
                 outcome.results.append([cloned(one) for one in take_apart(outputs)[0]])

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
 import torch
@@ -30,24 +30,17 @@ from ucudnn.execution.compiling import contexts_apart, recompiled
 _PART = 2
 
 
-class Copied(NamedTuple):
-    """A copy of a model and a copy of its inputs; steps on them leave the originals alone.
-
-    The parameters of the copied model have no gradients.
-    """
-
-    model: nn.Module
-    inputs: Any
-
-
-def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = None) -> Copied:
+def copied(
+    model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = None
+) -> tuple[nn.Module, Any]:
     """Copy a model and its inputs with all objects that they refer to, even in closures of hooks.
 
-    Classes and globals are not copied. Parts of the model that torch.compile compiled are compiled
-    anew, so that the copy shares no compiled code with the original. With a fake mode, the copies
-    of parameters, buffers and inputs are fake tensors, which have no memory; and an object that
-    cannot be copied, such as a lock, is shared with the original, unless it is a module or a
-    tensor.
+    Steps on the copies leave the originals alone. The parameters of the copied model have no
+    gradients. Classes and globals are not copied. Parts of the model that torch.compile compiled
+    are compiled anew, so that the copy shares no compiled code with the original. With a fake mode,
+    the copies of parameters, buffers and inputs are fake tensors, which have no memory; and an
+    object that cannot be copied, such as a lock, is shared with the original, unless it is a module
+    or a tensor.
 
     >>> layer = nn.Linear(2, 1)
     >>> twin, _ = copied(layer, torch.ones(3, 2))
@@ -60,7 +53,7 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
         memo = {**shared, **contexts_apart(model), **{id(one): _OfOneRank() for one in wrapped}}
         try:
             with _Real() if fake_mode is None else _Fake(fake_mode, model, inputs):
-                found = Copied(*copy.deepcopy((model, inputs), memo))
+                found: tuple[nn.Module, Any] = copy.deepcopy((model, inputs), memo)
                 for one in wrapped:
                     memo[id(one)].module = copy.deepcopy(one.module, memo)
                 _Values(memo).renew()
@@ -88,7 +81,7 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
         if module._compiled_call_impl is not None:
             twin = memo[id(module)]
             twin._compiled_call_impl = recompiled(module._compiled_call_impl, twin._call_impl)
-    if not _memory(model).isdisjoint(_memory(found.model)):
+    if not _memory(model).isdisjoint(_memory(found[0])):
         raise _refusal("a part of it shares its tensors with its copies")
     return found
 

@@ -8,7 +8,7 @@ times are corrected by those of real steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -35,14 +35,7 @@ _HALVED_COST = 0.05
 _LINK = 20
 # Stretches of a sequence that are considered have so many children.
 _STRETCHES = (2, 3, 4, 6, 8, 12, 16, 24)
-
-
-@dataclass
-class _Cost:
-    """The estimated cost of a segment, and its cost in a step that was foreseen with it."""
-
-    estimated: Option
-    foreseen: Option | None = None
+_Key = tuple[Segment, int]
 
 
 class SegmentCosts:
@@ -73,7 +66,8 @@ class SegmentCosts:
         if selective is not None:
             self._selective = {one.key: selective.cost(one) for one in selective.root.walk()}
         # By segment and the number of the call of its module in the step.
-        self._costs: dict[tuple[Segment, int], _Cost] = {}
+        self._estimated: dict[_Key, Option] = {}
+        self._foreseen: dict[_Key, Option] = {}  # in steps with this segment
         # Ratios of measured to foreseen times, by the keys of `_alike`.
         self._ratios: dict[Any, list[float]] = {}
         self.samples: dict[str, int] = {}
@@ -91,20 +85,19 @@ class SegmentCosts:
 
     def foreseen(self, division: StepDivision, profile: StepProfile) -> None:
         """Note what segments cost in a step that was foreseen."""
-        for cost, call in self._apart(division, profile.root):
-            cost.foreseen = profile.cost(call).option(cost.estimated.choice)
+        for key, call in self._apart(division, profile.root):
+            self._foreseen[key] = profile.cost(call).option(key[0])
 
     def measured(self, division: StepDivision, root: ModuleCall, times: Sequence[int]) -> None:
         """Note how long segments took in a real step, by the times of its marks in ns."""
-        for cost, call in self._apart(division, root):
-            if cost.foreseen is not None:
+        for key, call in self._apart(division, root):
+            if key in self._foreseen:
                 took = sum(times[b] - times[a] for a, b in (call.forward, call.backward or (0, 0)))
-                for alike in self._alike(cost.foreseen.choice):
-                    self._ratios.setdefault(alike, []).append(took / max(1, cost.foreseen.time_ns))
+                ratio = took / max(1, self._foreseen[key].time_ns)
+                for alike in self._alike(key[0]):
+                    self._ratios.setdefault(alike, []).append(ratio)
 
-    def _apart(
-        self, division: StepDivision, root: ModuleCall
-    ) -> Iterator[tuple[_Cost, ModuleCall]]:
+    def _apart(self, division: StepDivision, root: ModuleCall) -> Iterator[tuple[_Key, ModuleCall]]:
         """The segments that have costs of their own in a step, with the calls of their modules."""
         segments = segments_apart(division)
         for call in root.walk():
@@ -112,8 +105,8 @@ class SegmentCosts:
                 one = replace(
                     segments[call.name], shared=(), training=None, lists=None, inference=(), least=1
                 )
-                if cost := self._costs.get((one, call.number)):
-                    yield cost, call
+                if (one, call.number) in self._estimated:
+                    yield (one, call.number), call
 
     def _tree(self, root: ModuleCall) -> ModuleCall:
         """The tree of those calls only that may be segments; their estimated costs are noted."""
@@ -222,7 +215,7 @@ class SegmentCosts:
             time_ns = cost.forward_ns + cost.backward_ns + 2 * moved // _LINK
             peak = max(cost.forward_bytes, cost.backward_bytes - moved)
             options.append(Option(call.result_bytes, peak, time_ns, one))
-        self._costs |= {(option.choice, call.number): _Cost(option) for option in options}
+        self._estimated |= {(option.choice, call.number): option for option in options}
 
     def _node(self, call: ModuleCall) -> Node:
         options = self._options(call)
@@ -249,8 +242,8 @@ class SegmentCosts:
 
     def _options(self, call: ModuleCall) -> list[Option]:
         return [
-            self._option(cost)
-            for (one, number), cost in self._costs.items()
+            self._corrected(self._foreseen.get((one, number), option))
+            for (one, number), option in self._estimated.items()
             if one.module == call.name and number == call.number and self._may_be(one)
         ]
 
@@ -259,7 +252,7 @@ class SegmentCosts:
         if not (call.name and call.children and self._is_training):
             return ()
         one = Segment(call.name, None)
-        if (one, call.number) not in self._costs or not self._may_be(one):
+        if (one, call.number) not in self._estimated or not self._may_be(one):
             return ()
         cost, result = self._own.cost(call), call.result_bytes
         # In the first forward, nothing is kept but the result of each child.
@@ -268,10 +261,10 @@ class SegmentCosts:
         )
         return (OuterOption(result, result + peak, cost.forward_ns, one, inside, result),)
 
-    def _option(self, cost: _Cost) -> Option:
-        found = cost.foreseen or cost.estimated
-        ratios = next(filter(None, map(self._ratios.get, self._alike(found.choice))), None)
-        return replace(found, time_ns=round(found.time_ns * median(ratios))) if ratios else found
+    def _corrected(self, option: Option) -> Option:
+        """The option with a time that is corrected by times of real steps."""
+        ratios = next(filter(None, map(self._ratios.get, self._alike(option.choice))), None)
+        return replace(option, time_ns=round(option.time_ns * median(ratios))) if ratios else option
 
     def _alike(self, one: Segment) -> tuple[Any, ...]:
         """Whose ratios to trust for a segment: those of the same module, then of the same kind."""

@@ -159,9 +159,8 @@ class DividedStep:
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
                 gc.collect()  # what it left in cycles must not be freed in the next one
-                spans = backend.spans(lambda _: times.append(backend.elapsed_ns(steps)))
-                assert spans is not None
-                peaks.append(max(span.peak_bytes for span in spans))
+                span = backend.span(lambda: times.append(backend.elapsed_ns(steps)))
+                peaks.append(span.peak_bytes)
         return foreseer.held.total + max(peaks), max(times)
 
 
@@ -250,7 +249,7 @@ def _fitted(
     if needed > budget:
         raise refusal((), (), needed)
     known = _known_ways(foreseer, config)
-    found = None if remeasure else known.plan(budget, config)
+    found = None if remeasure else _known_plan(known, budget, config)
     return found or make(foreseer, config, memory, refusal, known)
 
 
@@ -272,7 +271,7 @@ def _tried(
     has_segments, errors = not isinstance(foreseer.inputs, list), list[PlanError]()
     # First come what was found for another budget, and the undivided step: without its workspace it
     # may be within the budget, and then limits for the workspace may suffice.
-    choices = known.choices(budget)
+    choices = _known_choices(known, budget)
     torchs = Way("torch", "torch", own.peak_bytes, own.time_ns, own_bytes=own.own_peak_bytes)
     choices += [_Choice(torchs)] * (torchs.own_bytes <= budget and not config.loop)
     ways: list[Way] = []  # that a search has found
@@ -295,12 +294,13 @@ def _tried(
             noted = replace(plan.memory, budget_bytes=budget)
             plan = replace(plan, memory=noted, reasons=reasons)
             peak = max(noted.plan_peak_bytes, noted.plan_foreseen_bytes)
-            known.note(choice.way, peak, noted.plan_ns, budget, plan)
+            took = replace(choice.way, peak_bytes=peak, time_ns=noted.plan_ns)
+            known[division] = _Known(took, budget, plan)
             return plan
         if plan is not None:
             errors.append(plan)
             spared += max(0, _smallest(plan) - budget)
-        known.drop(division)
+        known.pop(division, None)
         if has_segments:
             search().leave_out(division)
     if ways and not errors:
@@ -308,61 +308,48 @@ def _tried(
             search().foresee_loops()  # by which the budget may be kept
         # The smallest way is accepted when its peak is asked for.
         smallest, ways = search().smallest(loop=config.loop), search().ways
-        took = smallest.foreseen_bytes, smallest.foreseen_ns
-        known.note(smallest, *took, round(_ROUNDED * smallest.foreseen_bytes))
+        peak, time_ns = smallest.foreseen_bytes, smallest.foreseen_ns
+        took = replace(smallest, peak_bytes=peak, time_ns=time_ns)
+        known[smallest.division] = _Known(took, round(_ROUNDED * peak))
     reasons = search().reasons() if ways else ()
     raise min(errors, key=_by_size, default=refusal(ways, reasons))
 
 
-@dataclass
-class _KnownWays:
-    """The ways by which steps of one model were within budgets, each with its budget.
+class _Known(NamedTuple):
+    """The fastest way by which a step was within a budget, and the plan if one was made."""
 
-    So that less memory never costs more: what was found for one budget is known for the next.
-    """
-
-    ways: dict[StepDivision, tuple[Way, int]] = field(default_factory=dict)
-    plans: dict[StepDivision, Plan] = field(default_factory=dict)
-
-    def note(
-        self, way: Way, peak_bytes: int, time_ns: int, budget: int, plan: Plan | None = None
-    ) -> None:
-        """Note the fastest way within a budget, what it took, and the plan if one was made."""
-        took = replace(way, peak_bytes=peak_bytes, time_ns=time_ns)
-        self.ways[way.division] = took, budget
-        self.plans.pop(way.division, None)
-        if plan is not None:
-            self.plans[way.division] = plan
-
-    def drop(self, division: StepDivision) -> None:
-        """Forget a way, because no plan can be made for it."""
-        self.ways.pop(division, None)
-        self.plans.pop(division, None)
-
-    def plan(self, budget: int, config: Config) -> Plan | None:
-        """The fastest plan, by the same settings, for a larger budget that keeps this one, too."""
-        found = list[tuple[int, Plan]]()
-        for division, plan in self.plans.items():
-            way, most = self.ways[division]
-            is_same = config == replace(plan.config, memory_budget=budget)
-            if way.peak_bytes <= budget < most and is_same:
-                assert plan.memory is not None
-                memory = replace(plan.memory, budget_bytes=budget)
-                found.append((way.time_ns, replace(plan, config=config, memory=memory)))
-        return min(found, key=itemgetter(0))[1] if found else None
-
-    def choices(self, budget: int) -> list[_Choice]:
-        """The fastest way within a budget, within the peak that it had, or else within the budget.
-
-        Empty if none is known. For a larger budget than that of a way, a faster one may be found.
-        """
-        within = [one for one, most in self.ways.values() if one.peak_bytes <= budget <= most]
-        best = sorted(within, key=lambda one: one.time_ns)[:1]
-        tight = [_Choice(one, most_bytes=one.peak_bytes) for one in best]
-        return tight + [_Choice(one) for one in best]
+    way: Way
+    budget_bytes: int
+    plan: Plan | None = None
 
 
+_KnownWays = dict[StepDivision, _Known]
+# For each model, state and settings. So less memory never costs more: what was found for one budget
+# is known for the next.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, _KnownWays]] = WeakKeyDictionary()
+
+
+def _known_plan(known: _KnownWays, budget: int, config: Config) -> Plan | None:
+    """The fastest plan, by the same settings, for a larger budget that keeps this one, too."""
+    found = list[tuple[int, Plan]]()
+    for way, most, plan in known.values():
+        if plan is None or plan.memory is None or not way.peak_bytes <= budget < most:
+            continue
+        if config == replace(plan.config, memory_budget=budget):
+            memory = replace(plan.memory, budget_bytes=budget)
+            found.append((way.time_ns, replace(plan, config=config, memory=memory)))
+    return min(found, key=itemgetter(0))[1] if found else None
+
+
+def _known_choices(known: _KnownWays, budget: int) -> list[_Choice]:
+    """The fastest way within a budget, within the peak that it had, or else within the budget.
+
+    Empty if none is known. For a larger budget than that of a way, a faster one may be found.
+    """
+    within = [way for way, most, _ in known.values() if way.peak_bytes <= budget <= most]
+    best = sorted(within, key=lambda one: one.time_ns)[:1]
+    tight = [_Choice(one, most_bytes=one.peak_bytes) for one in best]
+    return tight + [_Choice(one) for one in best]
 
 
 def _known_ways(foreseer: Foreseer, config: Config) -> _KnownWays:
@@ -375,7 +362,7 @@ def _known_ways(foreseer: Foreseer, config: Config) -> _KnownWays:
     settings = config.ops, config.loop, config.layout, config.workspace_limit, config.policy
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     key = settings, autocast, torch.get_num_threads(), modes_of(model), foreseer.held, *state
-    return _KNOWN.setdefault(model, {}).setdefault(key, _KnownWays())
+    return _KNOWN.setdefault(model, {}).setdefault(key, {})
 
 
 def _planned(

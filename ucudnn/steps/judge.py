@@ -24,7 +24,7 @@ from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError, UnplannedWarning, first_line
 from ucudnn.execution.compiling import is_compiled, replays_graphs
-from ucudnn.execution.observers import Watcher
+from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
 from ucudnn.kernels.deadline import EFFORTS, LEAST_RACE_STEPS, Deadline
 from ucudnn.kernels.tune import device_type
@@ -345,11 +345,16 @@ def with_relaid(plan: Plan, steps: Steps) -> Plan:
     compilation = plan.compilation
     if compilation is None or not compilation.is_compiled:
         return plan
-    watcher = Watcher(lambda: None)
-    with Installation(plan.device.type, watcher):
+    recorder = Recorder()
+    with Installation(plan.device.type, recorder):
         steps()
-    relaid = sum(any(_is_relaid(one, plan) for one in call.copied) for call in watcher.calls)
-    return replace(plan, compilation=replace(compilation, relaid=relaid))
+    calls: dict[tuple[str, bool, bool], int] = {}
+    for row in recorder.rows():
+        if _is_relaid(row.problem, plan):
+            # One call computes both gradients of a convolution.
+            call = row.name, row.has_bias, row.problem.op == "fprop"
+            calls[call] = max(row.calls, calls.get(call, 0))
+    return replace(plan, compilation=replace(compilation, relaid=sum(calls.values())))
 
 
 def _is_relaid(problem: Problem, plan: Plan) -> bool:

@@ -123,15 +123,11 @@ class StepMeter:
         """Peak of one step by a plan, with all that is held; None: by torch's own convolutions."""
         times = list[int]()
         with self.following(plan, is_timed=False):
-            # `parts` names the chunks of a call. A step has none: only the allocator tells its
-            # peak.
-            peak = self._backend.workspace_bytes(
-                lambda: times.append(self._backend.elapsed_ns(step)), parts=()
-            )
+            span = self._backend.span(lambda: times.append(self._backend.elapsed_ns(step)))
         # Watching memory makes a step longer, so its time counts only if no shorter one is known.
         if not self.step_ns or times[0] < self.step_ns:
             self._note(times[0], plan)
-        return self._held_bytes + peak
+        return self._held_bytes + span.peak_bytes
 
     def _note(self, time_ns: int, plan: Plan | None) -> None:
         is_planned = plan is not None

@@ -1,4 +1,4 @@
-"""Random numbers that are the same for each sample, or in each layout, to compare steps."""
+"""Random numbers that are the same for each sample and in each layout, to compare steps."""
 
 from __future__ import annotations
 
@@ -37,12 +37,17 @@ class SameForSamples(TorchDispatchMode):
     """Gives all rows of a tensor the same random numbers, those of the place where they are drawn.
 
     So a part of a batch has the numbers of the whole batch, in whatever order parts are computed.
-    Operators that draw with a generator of their own are left alone.
+    torch draws in the order of memory; here, each element has the same number in any layout of the
+    tensor. Operators that draw with a generator of their own draw for all rows.
 
+    >>> x = torch.ones(4, 3, 5, 5)
     >>> with SameForSamples():
-    ...     both = [torch.nn.functional.dropout(torch.ones(n, 9)) for n in (4, 2)]
-    >>> torch.equal(both[0][:2], both[1]), torch.equal(both[0][:1], both[0][1:2])
-    (True, True)
+    ...     whole, part, last = (
+    ...         torch.nn.functional.dropout(one)
+    ...         for one in (x, x[:2], x.to(memory_format=torch.channels_last))
+    ...     )
+    >>> torch.equal(whole[:2], part), torch.equal(whole[:1], whole[1:2]), torch.equal(whole, last)
+    (True, True, True)
 
     Args:
         state: number of the random numbers.
@@ -58,13 +63,26 @@ class SameForSamples(TorchDispatchMode):
         self._state, self._varied = state, varied
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; if it draws random numbers, it draws them for one row."""
+        """Run an operator; if it draws random numbers, it gets contiguous copies of its tensors."""
         del types
         kwargs = kwargs or {}
-        is_own = kwargs.get("generator") is not None
-        if torch.Tag.nondeterministic_seeded not in func.tags or is_own:
+        # torch tags every operator that reads a generator, so no list of operators is needed here.
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        place = _place()
+        plain = tree_map_only(Tensor, Tensor.contiguous, args)
+        is_own = kwargs.get("generator") is not None
+        result = func(*plain, **kwargs) if is_own else self._drawn(func, plain, kwargs, _place())
+        for given, used in zip(args, plain, strict=True):
+            if isinstance(given, Tensor) and given is not used and func._schema.is_mutable:
+                given.copy_(used)
+        # An in-place operator returns its argument: the tensor that was passed, not the copy.
+        if result is plain[0]:
+            return args[0]
+        like = next((one for one in args if isinstance(one, Tensor)), None)
+        return result if like is None else tree_map_only(Tensor, partial(_laid_out, like), result)
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any, place: int) -> Any:
+        """What an operator draws at a place, for one row."""
         state = self._state if self._varied is None or place in self._varied else 0
         # Code often decides by one number for a sample, so states 1 and 2 are the extremes of that.
         one_seed = _seeds_of_torch()[state - 1] if state in EXTREMES else place + state
@@ -100,7 +118,7 @@ class SameForSamples(TorchDispatchMode):
             torch.manual_seed(seed)
             found.append(func(*tree_map_only(Tensor, partial(_row, n, len(rows)), args), **kwargs))
         # If the operator writes in place, the rows are views of the tensor that it writes to.
-        return whole if name.endswith("_") else _rows_joined(found, whole)
+        return whole if name.endswith("_") else _rows_joined(found)
 
 
 class SingleNumbers(TorchDispatchMode):
@@ -135,41 +153,6 @@ class SingleNumbers(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-class SameInLayouts(TorchDispatchMode):
-    """Gives each element of a tensor the same random number in any layout of the tensor.
-
-    torch draws random numbers in the order of memory, so dropout would otherwise drop other
-    elements in channels_last.
-
-    >>> x = torch.ones(2, 3, 4, 4)
-    >>> found = []
-    >>> for one in (x, x.to(memory_format=torch.channels_last)):
-    ...     with torch.random.fork_rng(), SameInLayouts():
-    ...         found.append(torch.nn.functional.dropout(one))
-    >>> torch.equal(*found)
-    True
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; if it draws random numbers, it gets contiguous copies of its tensors."""
-        del types
-        # torch tags every operator that reads a generator, so no list of operators is needed here.
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        plain = tree_map_only(Tensor, Tensor.contiguous, args)
-        result = func(*plain, **(kwargs or {}))
-        # In-place operators such as `bernoulli_` have written into the contiguous copies, so their
-        # values must still be copied to the caller's tensors.
-        if not func._schema.is_mutable:
-            return result
-        for given, used in zip(args, plain, strict=True):
-            if isinstance(given, Tensor) and given is not used:
-                given.copy_(used)
-        # An in-place operator returns its argument, so the caller expects the tensor that was
-        # passed and not the copy.
-        return args[0] if result is plain[0] else result
-
-
 def _of_size(func: Any, args: Any, kwargs: Any, where: int, seed: int, one_seed: int) -> Tensor:
     """A tensor that is drawn by its size: one row, repeated."""
     size = args[where]
@@ -178,21 +161,21 @@ def _of_size(func: Any, args: Any, kwargs: Any, where: int, seed: int, one_seed:
     return row.expand(size).clone()
 
 
-def _rows_joined(found: Sequence[Any], whole: Tensor) -> Any:
+def _rows_joined(found: Sequence[Any]) -> Any:
     if isinstance(found[0], tuple):
-        return tuple(_laid_out(torch.cat(column), whole) for column in zip(*found, strict=True))
-    return _laid_out(torch.cat([*found]), whole)
+        return tuple(torch.cat(column) for column in zip(*found, strict=True))
+    return torch.cat([*found])
 
 
 def _row(n: int, rows: int, tensor: Tensor) -> Tensor:
     return tensor[n : n + 1] if tensor.dim() and len(tensor) == rows else tensor
 
 
-def _laid_out(result: Tensor, whole: Tensor) -> Tensor:
+def _laid_out(like: Tensor, result: Tensor) -> Tensor:
     """The result in the layout of the tensor from which it was computed."""
-    if result.shape != whole.shape:
+    if result.shape != like.shape:
         return result
-    return torch.empty_like(whole, dtype=result.dtype).copy_(result)
+    return torch.empty_like(like, dtype=result.dtype).copy_(result)
 
 
 def _place() -> int:

@@ -578,7 +578,7 @@ class SegmentSearch:
             steps = self.steps(way.division)
             gc.collect()  # what earlier steps left in cycles must not be freed in this one
             with gradient_mode(self._is_training):
-                spans = self._backend.spans(lambda _: steps())
+                span = self._backend.span(steps)
                 root, times = _timed(steps, segments_apart(way.division), self._backend)
         except STEP_ERRORS as error:
             self._failed.add(way.division)
@@ -588,9 +588,7 @@ class SegmentSearch:
             else:
                 self.exclude_the_cause(way.division, error)
             return
-        assert spans is not None
-        peak = self._own.held.total + max(one.peak_bytes for one in spans)
-        self.note(way, times[-1] - times[0], peak)
+        self.note(way, times[-1] - times[0], self._own.held.total + span.peak_bytes)
         for costs in self._costs:
             costs.measured(way.division, root, times)
 

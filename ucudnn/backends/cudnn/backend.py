@@ -330,19 +330,13 @@ class CudnnBackend(AbstractBackend):
         kept = 0 if result is None else result.untyped_storage().nbytes()
         return max(int(peak) - int(before) - kept, 0)
 
-    def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
-        found, before = list[Span](), self.allocated_bytes()
-
-        # The allocator counts memory when the host calls it, so a mark need not wait for the GPU.
-        def mark() -> None:
-            peak = torch.cuda.max_memory_allocated(self._index)
-            found.append(Span(peak - before, self.allocated_bytes() - before))
-            torch.cuda.reset_peak_memory_stats(self._index)
-
+    def span(self, run: Callable[[], object]) -> Span:
+        before = self.allocated_bytes()
         torch.cuda.reset_peak_memory_stats(self._index)
-        run(mark)
-        mark()
-        return found
+        run()
+        # The allocator counts memory when the host calls it, so there is no need to wait.
+        peak = torch.cuda.max_memory_allocated(self._index)
+        return Span(peak - before, self.allocated_bytes() - before)
 
     def allocated_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self._index))

@@ -36,7 +36,7 @@ from ucudnn.backends.torch_cpu.operators import (
 )
 from ucudnn.backends.torch_cpu.phases import Phases
 from ucudnn.backends.torch_cpu.processor import LoadMeter, describe_allocator, roofline
-from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, allocated_spans, unseen_bytes
+from ucudnn.backends.torch_cpu.workspace import allocated, allocated_peak_bytes, unseen_bytes
 from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
@@ -169,8 +169,8 @@ class TorchCpuBackend(AbstractBackend):
         )
         return max(unseen, default=0) + allocated_peak_bytes(run)
 
-    def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
-        return allocated_spans(run)
+    def span(self, run: Callable[[], object]) -> Span:
+        return allocated(run)[1]
 
     def implementation_of(self, problem: Problem, algorithm: str) -> str:
         return chosen_kernel(problem) if algorithm == "torch_default" else algorithm

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import profile, record_function
+from torch.autograd.profiler import profile
 
 from ucudnn.backends._base import Span
 from ucudnn.backends.torch_cpu.algorithm import COLUMN_KERNELS, ONEDNN_KERNELS
@@ -27,8 +28,6 @@ from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
 
 R = TypeVar("R")
-# Name of the events in torch's profiler that mark the boundary of two spans.
-_MARK = "ucudnn::mark"
 _PADDING = 64  # rows and columns that packing may add to a matrix
 
 
@@ -39,48 +38,20 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     >>> allocated_peak_bytes(lambda: torch.ones(1 << 20).add(1).sum()) // (1 << 20)
     8
     """
-    result, changes = _changes(run)
-    peak = max(span.peak_bytes for span in _spans(changes))
+    result, span = allocated(run)
     kept = 0 if result is None else result.untyped_storage().nbytes()
     # The difference is negative if the returned tensor existed before the call.
-    return max(peak - kept, 0)
+    return max(span.peak_bytes - kept, 0)
 
 
-def allocated_spans(run: Callable[[Callable[[], None]], object]) -> list[Span]:
-    """Run once and return the memory that is allocated between the marks of the run.
+def allocated(run: Callable[[], R]) -> tuple[R, Span]:
+    """Run once; return the result, and the memory that was allocated.
 
     >>> import torch
-    >>> def work(mark):
-    ...     kept = torch.ones(1 << 20)
-    ...     mark()
-    ...     return kept.add(1).sum()
-    >>> [span.peak_bytes >> 20 for span in allocated_spans(work)]
-    [4, 8]
+    >>> result, span = allocated(lambda: torch.ones(1 << 20).add(1))
+    >>> [size >> 20 for size in span]
+    [8, 4]
     """
-    _, changes = _changes(lambda: run(_mark))
-    return _spans(changes)
-
-
-def _spans(changes: list[int | None]) -> list[Span]:
-    spans, allocated, peak = list[Span](), 0, 0
-    for change in changes:
-        if change is None:
-            spans.append(Span(peak, allocated))
-            peak = allocated
-        else:
-            allocated += change
-            peak = max(peak, allocated)
-    return [*spans, Span(peak, allocated)]
-
-
-def _mark() -> None:
-    # A mark is an event of the profiler, so that it has the same clock as the allocator's events.
-    with record_function(_MARK):
-        pass
-
-
-def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
-    """Run once; return the result, and in order of time changes in bytes, with None for marks."""
     if torch._C._autograd._profiler_enabled():  # a process has one profiler, and the user runs it
         raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
@@ -88,13 +59,11 @@ def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
     with profile(use_kineto=True, profile_memory=True, use_cpu=True) as profiler:
         result = run()
     assert profiler.kineto_results is not None
-    events = [
-        (event.start_ns(), event.nbytes() if event.name() == "[memory]" else None)
-        for event in profiler.kineto_results.events()
-        if event.name() in ("[memory]", _MARK)
-    ]
-    # Events of one kind are listed together, not in the order of time.
-    return result, [change for _, change in sorted(events, key=lambda event: event[0])]
+    events = [one for one in profiler.kineto_results.events() if one.name() == "[memory]"]
+    # They are not listed in the order of time.
+    changes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
+    levels = [*accumulate(changes, initial=0)]
+    return result, Span(max(levels), levels[-1])
 
 
 def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
