@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -334,6 +335,7 @@ class DeviceStore:
         self._pending, self._own, self._listed = [], {}, False
 
 
+@lru_cache
 def device_kind(device: Device) -> str:
     """Beginning of the name of a device's folder; the exact device is written in the files.
 
@@ -352,8 +354,6 @@ class HDF5Cache(AbstractCache):
         self._path = path.absolute()
         self._mode = mode
         self._store_by_kind: dict[str, DeviceStore] = {}
-        # Stores by device, so that `get` need not compute the kind of a device each time.
-        self._store_by_device: dict[Device, DeviceStore] = {}
         # Files that are not used and were reported; each is reported once.
         self._foreign: set[str] = set()
         self._lock = ForkSafeLock(self._after_fork)
@@ -361,11 +361,12 @@ class HDF5Cache(AbstractCache):
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The latest measurement with this key, or None."""
         with self._lock:
-            if key.device not in self._store_by_device:
+            kind = device_kind(key.device)
+            if kind not in self._store_by_kind:
                 # Tuning lists the folder nowhere else.
                 with suppress(OSError):
                     self._kinds()
-            return self._store_of(key.device).find(key)
+            return self._store(kind).find(key)
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
         """Keep entries with their times of storage; those without a time get the present one."""
@@ -375,7 +376,7 @@ class HDF5Cache(AbstractCache):
             # The iterable is read to its end before any entry is kept, because it may raise, and
             # then no entry may stay.
             for entry in entries:
-                store = self._store_of(entry.measurement.key.device)
+                store = self._store(device_kind(entry.measurement.key.device))
                 by_store.setdefault(store, []).append(entry)
             for store, its_entries in by_store.items():
                 store.put(its_entries)
@@ -444,12 +445,6 @@ class HDF5Cache(AbstractCache):
     def _after_fork(self) -> None:
         for store in self._store_by_kind.values():
             store.after_fork()
-
-    def _store_of(self, device: Device) -> DeviceStore:
-        store = self._store_by_device.get(device)
-        if store is None:
-            store = self._store_by_device[device] = self._store(device_kind(device))
-        return store
 
     def _store(self, kind: str) -> DeviceStore:
         if kind not in self._store_by_kind:
