@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucudnn.errors import ConfigError, quoted
+from ucudnn.problem import LAYOUTS
 from ucudnn.system.files import parse_json
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 # Dtypes to which autocast can cast convolutions.
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 
+# Flags for columns that a table of layers lacks. A model has its own dtype, layout and math.
+_OF_TABLE = ("dtype", "memory_format", "math")
+
 
 class Recipe(NamedTuple):
-    """A model and its inputs as a command line describes them; fields are named like the flags."""
+    """What MODEL is: a model and its inputs, or a table of layers; fields are named like flags."""
 
     model: str
     input: tuple[str, ...] = ()
@@ -35,17 +39,30 @@ class Recipe(NamedTuple):
     autocast_dtype: str | None = None
     infer: bool = False
     real: bool = False
+    dtype: str | None = None
+    memory_format: str | None = None
+    math: str | None = None
 
     def require_right(self) -> None:
         """Refuse what can be seen to be wrong before torch is imported, which takes seconds."""
+        for name, value in zip(self._fields[1:], self[1:], strict=True):
+            flag = f"--{name.replace('_', '-')}"
+            # --infer is allowed, because it also chooses the passes of a table.
+            if self.is_table and value and name not in ("infer", *_OF_TABLE):
+                raise ConfigError(
+                    f"{flag} is for a model, and {self.model} is a table of layers; leave it out"
+                )
+            if not self.is_table and value is not None and name in _OF_TABLE:
+                raise ConfigError(
+                    f"{flag} is for a table of layers, and {self.model} is a model, which has its "
+                    f"own; leave it out"
+                )
+        if self.memory_format not in (None, *LAYOUTS):
+            raise ConfigError(
+                f"--memory-format must be one of {', '.join(LAYOUTS)}, got "
+                f"{quoted(self.memory_format)}"
+            )
         if self.is_table:
-            for name, value in zip(self._fields[1:], self[1:], strict=True):
-                # --infer is allowed, because it also chooses the passes of a table.
-                if value and name != "infer":
-                    raise ConfigError(
-                        f"--{name.replace('_', '-')} is for a model, and {self.model} is a table "
-                        f"of layers; leave it out"
-                    )
             return
         _split_name(self.model, "MODEL")
         _parse_arguments(self.args)

@@ -61,11 +61,6 @@ ConfigFileOption = Annotated[
         "--config", help="JSON file with settings.", metavar="FILE", rich_help_panel=_SETTINGS
     ),
 ]
-# These three are no settings of `Config`. They are needed only for a table of layers that lacks a
-# column for dtype, layout or math; of a model, these properties are known.
-DtypeOption = _text("Such as float16; default: float32.", "NAME", panel=_TABLES)
-MemoryFormatOption = _text("Column layout: nchw (default) or nhwc.", "NAME", panel=_TABLES)
-MathOption = _text("Float32 on a GPU: tf32 (default) or strict.", "NAME", panel=_TABLES)
 RemeasureOption = _switch("--remeasure", "Take times anew that the cache has.", _SETTINGS)
 FailIfPartialOption = _switch(
     "--fail-if-partial", "Exit with 1 where kernels have no plan.", _OUTPUT
@@ -98,6 +93,13 @@ _RECIPE: dict[str, tuple[Any, Any]] = {
     ),
     "args": (_text("Arguments of MODEL: an object or a list.", "JSON", panel=_MODELS), None),
     "real": (_switch("--real", "Trace a step on real values.", _MODELS), False),
+}
+# Flags that describe a table of layers, as fields of `Recipe`, too. They are no settings of
+# `Config`, because they are needed only for a table that lacks these columns.
+_TABLE: dict[str, tuple[Any, Any]] = {
+    "dtype": (_text("Such as float16; default: float32.", "NAME", panel=_TABLES), None),
+    "memory_format": (_text("Column layout: nchw (default) or nhwc.", "NAME", panel=_TABLES), None),
+    "math": (_text("Float32 on a GPU: tf32 (default) or strict.", "NAME", panel=_TABLES), None),
 }
 # Flags of all commands but `run`, `record` and `launch`, which run a script.
 _COMMON: dict[str, tuple[Any, Any]] = {
@@ -141,7 +143,9 @@ def takes(
             user gave as one parameter `given`.
         without: flags of a model that the command does not need.
     """
+    may_be_table = argument is ModelOrTableArgument
     described = {name: flag for name, flag in _RECIPE.items() if name not in without}
+    described |= _TABLE if may_be_table else {}
 
     def changed(command: Command) -> Command:
         def call(*, quiet: bool, traceback: bool, **values: Any) -> None:
@@ -155,7 +159,7 @@ def takes(
                 values["given"] = {name: one for name, one in given.items() if one is not None}
             try:
                 if argument is not None:
-                    _require_right(recipe, argument is ModelOrTableArgument)
+                    _require_right(recipe, may_be_table)
                 command(**values)
             except UcudnnError as error:
                 # `main` prints the sentence of the error below the traceback.

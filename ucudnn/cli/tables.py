@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,53 +16,31 @@ from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.layer_table import Row, as_calls, count_calls, format_rows, read_rows
-from ucudnn.problem import LAYOUTS
 from ucudnn.system.files import write
 
 if TYPE_CHECKING:
     from ucudnn.steps.tracing import Traced
 
 
-class TableFlags(NamedTuple):
-    """Flags for columns that a table of layers lacks; None for each flag that is not given."""
+def read_table(recipe: Recipe, ops: tuple[str, ...]) -> list[Row]:
+    """Read a table of layers as for a GPU; needs no torch."""
+    columns = recipe.dtype, recipe.memory_format, recipe.math
+    rows = read_rows(recipe.model, ops, *columns, has_tf32=True)
+    if not rows:
+        raise ConfigError(f"{recipe.model} has no layer with any of ops={','.join(ops)}")
+    return rows
 
-    dtype: str | None
-    memory_format: str | None
-    math: str | None
 
-    def require_right(self, recipe: Recipe) -> None:
-        """Refuse flags that have no effect on the given model or table."""
-        for name, value in zip(self._fields, self, strict=True):
-            if value is not None and not recipe.is_table:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is for a table of layers, and {recipe.model} is a "
-                    f"model, which has its own; leave it out"
-                )
-        if self.memory_format not in (None, *LAYOUTS):
-            raise ConfigError(
-                f"--memory-format must be one of {', '.join(LAYOUTS)}, got "
-                f"{quoted(self.memory_format)}"
-            )
+def trace_table(recipe: Recipe, rows: Sequence[Row], device_type: str) -> Traced:
+    """The convolutions of a table for a kind of device, in the form of a model's trace."""
+    from ucudnn.steps.tracing import Traced
 
-    def read(self, path: str, ops: tuple[str, ...]) -> list[Row]:
-        """Read a table of layers as for a GPU; needs no torch."""
-        rows = read_rows(path, ops, *self, has_tf32=True)
-        if not rows:
-            raise ConfigError(f"{path} has no layer with any of ops={','.join(ops)}")
-        return rows
-
-    def traced(self, rows: Sequence[Row], device_type: str) -> Traced:
-        """The convolutions of a table for a kind of device, in the form of a model's trace."""
-        from ucudnn.steps.tracing import Traced
-
-        if device_type != "cuda":
-            if self.math is not None:
-                raise ConfigError(
-                    f"--math is about GPUs, and this is for {device_type}; leave it out"
-                )
-            # Only GPUs have the math "tf32".
-            rows = [row._replace(problem=replace(row.problem, math="strict")) for row in rows]
-        return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
+    if device_type != "cuda":
+        if recipe.math is not None:
+            raise ConfigError(f"--math is about GPUs, and this is for {device_type}; leave it out")
+        # Only GPUs have the math "tf32".
+        rows = [row._replace(problem=replace(row.problem, math="strict")) for row in rows]
+    return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
 
 
 @options.takes(options.ModelArgument, ("ops",))
@@ -116,9 +94,6 @@ def enumerate_(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="CSV file to write.", metavar="FILE")
     ],
-    dtype: options.DtypeOption = None,
-    memory_format: options.MemoryFormatOption = None,
-    math: options.MathOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List every cuDNN engine configuration for each layer and micro-batch; needs no GPU.
@@ -126,14 +101,12 @@ def enumerate_(
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
     --device-profile h200 -o candidates.csv
     """
-    flags = TableFlags(dtype, memory_format, math)
-    flags.require_right(recipe)
     start = time.monotonic()
     # `ops` is taken from `Config`, which checks the names and has the default.
     wanted = settings(None, with_passes(given, recipe.infer)).ops
     # The table is read first, and the profile before a model is traced, so that errors in them are
     # found at once.
-    rows = flags.read(recipe.model, wanted) if recipe.is_table else ()
+    rows = read_table(recipe, wanted) if recipe.is_table else ()
     # Imported here, because --help need not wait for the cuDNN backend.
     from ucudnn.backends.cudnn.offline import enumerate_candidates
     from ucudnn.backends.cudnn.profile import DeviceProfile

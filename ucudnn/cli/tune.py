@@ -24,7 +24,7 @@ from ucudnn.cli.console import (
 from ucudnn.cli.models import NamedModel, Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.cli.plans import print_plan
-from ucudnn.cli.tables import TableFlags
+from ucudnn.cli.tables import read_table, trace_table
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
 from ucudnn.outcomes import Origin
@@ -44,9 +44,6 @@ def tune(
     output: options.OutputOption = None,
     config_file: options.ConfigFileOption = None,
     compiled: options.CompileOption = False,
-    dtype: options.DtypeOption = None,
-    memory_format: options.MemoryFormatOption = None,
-    math: options.MathOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
     everything: options.AllOption = False,
@@ -56,14 +53,12 @@ def tune(
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
-    of_table = TableFlags(dtype, memory_format, math)
-    of_table.require_right(recipe)
     config = settings(config_file, with_passes(given, recipe.infer))
     _require_sense(recipe, config, given, output)
     if compiled:
         _require_steps(recipe, config)
     run = (
-        _table_run(recipe, of_table, config, remeasure)
+        _table_run(recipe, config, remeasure)
         if recipe.is_table
         else _model_run(recipe, config, compiled, remeasure)
     )
@@ -116,13 +111,13 @@ def _require_steps(recipe: Recipe, config: Config) -> None:
         raise ConfigError(f"--compile compiles the steps that judge a plan, and {reason}")
 
 
-def _table_run(recipe: Recipe, of_table: TableFlags, config: Config, remeasure: bool) -> _Run:
+def _table_run(recipe: Recipe, config: Config, remeasure: bool) -> _Run:
     """The tuning of a table of layers, which has no model whose steps could be run."""
-    rows = of_table.read(recipe.model, config.ops)
+    rows = read_table(recipe, config.ops)
     # torch is imported only now that the command line and the table are known to be right.
     from ucudnn.kernels.tune import device_type, tune_problems
 
-    traced = of_table.traced(rows, device_type(config))
+    traced = trace_table(recipe, rows, device_type(config))
     return partial(tune_problems, traced.layers, config, biased=traced.biased, remeasure=remeasure)
 
 
