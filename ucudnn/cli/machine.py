@@ -14,7 +14,7 @@ import ucudnn
 from ucudnn.cli import options
 from ucudnn.cli.console import bar, out, print_json, say
 from ucudnn.cli.models import Recipe, name_model
-from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
+from ucudnn.cli.options import CacheOption, JsonOption, settings
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.plan import Plan
@@ -57,7 +57,7 @@ def foresee(
     """
     limit = None if fits is None else parse_bytes(fits, "--fits")
     recipe = recipe._replace(infer=recipe.infer or evaluate)
-    config = settings(None, with_passes(given, recipe.infer))
+    config = settings(recipe, given)
     if config.is_replayed:
         raise ConfigError(
             "a step is foreseen for this machine, and the settings name a recording; leave out "
@@ -131,7 +131,7 @@ def advise(
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
-    config = settings(config_file, with_passes(given, recipe.infer))
+    config = settings(recipe, given, config_file)
     # This module and the next import torch, which takes seconds. So they are imported only after
     # --help and wrong settings have been handled.
     from ucudnn.distributed import startup

@@ -43,8 +43,13 @@ class Recipe(NamedTuple):
     memory_format: str | None = None
     math: str | None = None
 
-    def require_right(self) -> None:
+    def require_right(self, may_be_table: bool) -> None:
         """Refuse what can be seen to be wrong before torch is imported, which takes seconds."""
+        if self.is_table and not may_be_table:
+            raise ConfigError(
+                f"MODEL must be a model here, and {self.model} is a table of layers, which `ucudnn "
+                f"tune` and `ucudnn enumerate` take"
+            )
         for name, value in zip(self._fields[1:], self[1:], strict=True):
             flag = f"--{name.replace('_', '-')}"
             # --infer is allowed, because it also chooses the passes of a table.

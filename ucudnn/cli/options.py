@@ -159,7 +159,7 @@ def takes(
                 values["given"] = {name: one for name, one in given.items() if one is not None}
             try:
                 if argument is not None:
-                    _require_right(recipe, may_be_table)
+                    recipe.require_right(may_be_table)
                 command(**values)
             except UcudnnError as error:
                 # `main` prints the sentence of the error below the traceback.
@@ -182,15 +182,6 @@ def takes(
 
 # Gives a command the flags in `_COMMON` alone.
 common = takes()
-
-
-def _require_right(recipe: Recipe, may_be_table: bool) -> None:
-    if recipe.is_table and not may_be_table:
-        raise ConfigError(
-            f"MODEL must be a model here, and {recipe.model} is a table of layers, which `ucudnn "
-            f"tune` and `ucudnn enumerate` take"
-        )
-    recipe.require_right()
 
 
 def _with_flags(command: Command, call: Command, flags: Flags) -> Command:
@@ -230,8 +221,15 @@ def require_file(output: Path) -> None:
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
 
 
-def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
+def settings(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Config:
     """Settings from a file or the environment, overridden by flags."""
+    if recipe.infer:
+        if given.get("ops", "fprop") != "fprop":
+            raise ConfigError(
+                f"--infer plans the forward pass only, and --ops is {quoted(given['ops'])}; leave "
+                f"one out"
+            )
+        given = {**given, "ops": "fprop"}
     config = _read_config(file) if file else Config()
     try:
         return replace(config, **given)
@@ -240,15 +238,3 @@ def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
         if name not in given:
             raise
         raise ConfigError(f"{flag_of(name)} {rest}") from error
-
-
-def with_passes(given: Mapping[str, Any], infer: bool) -> dict[str, Any]:
-    """The given settings; with --infer, `ops` is the forward pass alone."""
-    if not infer:
-        return dict(given)
-    if given.get("ops", "fprop") != "fprop":
-        raise ConfigError(
-            f"--infer plans the forward pass only, and --ops is {quoted(given['ops'])}; leave one "
-            f"out"
-        )
-    return {**given, "ops": "fprop"}

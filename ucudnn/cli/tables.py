@@ -13,7 +13,7 @@ import typer
 from ucudnn.cli import options
 from ucudnn.cli.console import bar, print_json, say
 from ucudnn.cli.models import Recipe, name_model
-from ucudnn.cli.options import JsonOption, settings, with_passes
+from ucudnn.cli.options import JsonOption, settings
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.layer_table import Row, as_calls, count_calls, format_rows, read_rows
 from ucudnn.system.files import write
@@ -73,7 +73,7 @@ def trace(
 def _traced(recipe: Recipe, given: Mapping[str, Any], device: str) -> Traced:
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {quoted(device)}")
-    wanted = settings(None, with_passes(given, recipe.infer)).ops
+    wanted = settings(recipe, given).ops
     traced = name_model(recipe).trace(wanted, device)
     if not traced.layers:
         raise ConfigError(f"{recipe.model} computes no convolution on these inputs")
@@ -103,7 +103,7 @@ def enumerate_(
     """
     start = time.monotonic()
     # `ops` is taken from `Config`, which checks the names and has the default.
-    wanted = settings(None, with_passes(given, recipe.infer)).ops
+    wanted = settings(recipe, given).ops
     # The table is read first, and the profile before a model is traced, so that errors in them are
     # found at once.
     rows = read_table(recipe, wanted) if recipe.is_table else ()

@@ -22,7 +22,7 @@ from ucudnn.cli.console import (
     say_error,
 )
 from ucudnn.cli.models import NamedModel, Recipe, name_model
-from ucudnn.cli.options import JsonOption, settings, with_passes
+from ucudnn.cli.options import JsonOption, settings
 from ucudnn.cli.plans import print_plan
 from ucudnn.cli.tables import read_table, trace_table
 from ucudnn.config import SETTINGS, Config
@@ -53,7 +53,7 @@ def tune(
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
-    config = settings(config_file, with_passes(given, recipe.infer))
+    config = settings(recipe, given, config_file)
     _require_sense(recipe, config, given, output)
     if compiled:
         _require_steps(recipe, config)
