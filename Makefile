@@ -125,7 +125,7 @@ SIMULATED_CUDNN := 9.19.0.56
 SIMULATED = export SIMULATED_GPU_CUDNN="$(ROOT)/.cudnn/$(SIMULATED_CUDNN)/nvidia/cudnn/lib/libcudnn.so.9"
 simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 	$(SIMULATED); $(call outside,.venv-test,$(PYTEST) -m "not nightly" "$(ROOT)/tests/simulated_gpu" \
-	$(PYTEST_ARGS))
+	-n $(WORKERS) $(PYTEST_ARGS))
 
 # Every case of what has no end, and 10,000 damaged plan files.
 nightly: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked

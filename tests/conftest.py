@@ -82,15 +82,14 @@ MARKS_BY_FOLDER = {
 }
 
 
-# Folders whose tests, but for slow ones, are counted in coverage on each push: to look at each line
-# makes Python several times slower.
+# Folders of whose tests, but for slow ones, coverage counts the lines on each push.
 COVERED = {"pure", "cache", "kernels"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of a folder."""
-    tests, is_complete = Path(__file__).parent, config.getoption("--complete")
+    tests = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(tests):
             folder = item.path.relative_to(tests).parts[0]
@@ -102,9 +101,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             is_pushed = folder == "models" and item.get_closest_marker("slow")
             if folder in MARKS_BY_FOLDER and not is_pushed:
                 item.add_marker(MARKS_BY_FOLDER[folder])
-            is_counted = folder in COVERED and not item.get_closest_marker("slow")
-            if not is_counted and not is_complete:
-                item.add_marker("no_cover")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Let coverage count the lines of some tests only: it makes Python several times slower."""
+    is_quick = not item.get_closest_marker("slow") and item.path.parent.name in COVERED
+    if is_quick or item.config.getoption("--complete"):
+        return (yield)
+    # The mark `no_cover` of pytest-cov has no effect in processes of pytest-xdist.
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)
 
 
 def pytest_report_header() -> str:
