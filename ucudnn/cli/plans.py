@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -209,13 +208,15 @@ def check(
     # wait for torch.
     from ucudnn.check import check as check_plan
 
-    numbers = itertools.count(1)
+    findings = []
     with bar("checking") as update:
-        findings = check_plan(loaded, canaries, lambda _: update(next(numbers), None))
+        for finding in check_plan(loaded, canaries):
+            findings.append(finding)
+            update(len(findings), None)
     is_true = all(finding.is_true is not False for finding in findings)
     lines = [f"{_WORDS[one.is_true]:>7}  {one.about}: {one.said}" for one in findings]
     lines.append("The plan is valid here." if is_true else "The plan is not valid here any more.")
-    document = {"is_true": is_true, "findings": [asdict(finding) for finding in findings]}
+    document = {"is_true": is_true, "findings": [asdict(one) for one in findings]}
     return Answer(document, lines, None if is_true else "")
 
 
