@@ -18,8 +18,6 @@ from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.units import format_bytes, format_ns, format_sizes
 from ucudnn.verdict import LOST_SPEEDUP
 
-__all__ = ["Finding", "check"]
-
 
 def check(plan: Plan, canaries: int = 3) -> Iterator[Finding]:
     """Check whether a plan still holds on this machine; neither the plan nor the cache is changed.
