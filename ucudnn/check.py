@@ -60,10 +60,11 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
     # is neither read nor written.
     session = Session(backend, MemoryCache())
     try:
-        # The caller's autograd and autocast must not change what is timed.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for number, kernel in chosen:
-                yield _canary(f"canary {number}", plan, kernel, session)
+        for number, kernel in chosen:
+            # The caller's autograd and autocast must not change what is timed.
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                found = _canary(f"canary {number}", plan, kernel, session)
+            yield found
     finally:
         session.close()
 
