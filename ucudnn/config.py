@@ -155,7 +155,7 @@ def _positive(name: str, value: object) -> float | None:
 
 
 # In a field of `Config`: the setting is not given, so the environment or its default decides.
-_NOT_GIVEN: Any = object()
+_NOT_GIVEN: Any = ...
 
 
 def _setting(*values: Any, **more: Any) -> Any:
