@@ -27,12 +27,12 @@ class Docstrings(griffe.Extension):
         if obj.path == "ucudnn.config.Config" and obj.docstring:
             from ucudnn.config import Config
 
-            # It names every setting, which the source has in a table.
+            # It describes every setting, which the source does at the fields.
             obj.docstring.value = prepared(Config.__doc__ or "")
         if obj.is_attribute and obj.path.startswith("ucudnn.config.Config."):
             from ucudnn.config import Config
 
-            if str(obj.value).startswith("_default("):
+            if str(obj.value).startswith("_setting("):
                 obj.value = repr(getattr(Config(), obj.name))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -18,16 +18,11 @@ from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.units import format_bytes, format_ns, format_sizes
 from ucudnn.verdict import LOST_SPEEDUP
 
-__all__ = ["Finding", "check"]
 
-
-def check(
-    plan: Plan, canaries: int = 3, on_finding: Callable[[Finding], None] = lambda _: None
-) -> list[Finding]:
+def check(plan: Plan, canaries: int = 3) -> Iterator[Finding]:
     """Check whether a plan still holds on this machine; neither the plan nor the cache is changed.
 
-    The `canaries` kernels by which the plan saves most time are timed again. `on_finding` is called
-    with each finding as soon as it is made.
+    The `canaries` kernels by which the plan saves most time are timed again.
 
     >>> from ucudnn import Config
     >>> backend = open_backend("torch_cpu")
@@ -37,14 +32,6 @@ def check(
     """
     if canaries < 0:
         raise ConfigError(f"canaries must be at least 0, got {canaries}")
-    found = []
-    for finding in _findings(plan, canaries):
-        on_finding(finding)
-        found.append(finding)
-    return found
-
-
-def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
     try:
         backend = open_backend(plan.backend)
     except UnsupportedError as error:
@@ -73,10 +60,11 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
     # is neither read nor written.
     session = Session(backend, MemoryCache())
     try:
-        # The caller's autograd and autocast must not change what is timed.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for number, kernel in chosen:
-                yield _canary(f"canary {number}", plan, kernel, session)
+        for number, kernel in chosen:
+            # The caller's autograd and autocast must not change what is timed.
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                found = _canary(f"canary {number}", plan, kernel, session)
+            yield found
     finally:
         session.close()
 

@@ -1,4 +1,4 @@
-"""One table of all settings, with their checks; only this module reads UCUDNN_* variables."""
+"""`Config`: all settings, with their checks; only this module reads UCUDNN_* variables."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 
 class Setting(NamedTuple):
-    """One setting: a row of `SETTINGS`, from which `Config`, variables, flags and docs are made."""
+    """One setting, as a field of `Config` has it; variables, flags and docs are made from it."""
 
     default: Any
     check: Callable[[str, Any], Any]  # called with (name, given value); returns the checked value
@@ -154,148 +154,14 @@ def _positive(name: str, value: object) -> float | None:
     raise ConfigError(f"{name} must be a number above 0 or None, got {quoted(value)}")
 
 
-# The settings by name, in the order of the documentation. Each can also be given by the environment
-# variable UCUDNN_<NAME>.
-SETTINGS: dict[str, Setting] = {
-    "workspace_limit": Setting(
-        None,
-        _size,
-        "Workspace of each kernel (WR), such as 64MiB.",
-        "SIZE",
-        page="using.md#what-is-limited",
-    ),
-    "memory_budget": Setting(
-        None,
-        _budget,
-        "Memory of a step: 8GiB, 50% or available. A percentage is of what a step by torch has "
-        "allocated. With available it is what the device has free when tuning begins, less 5 % or "
-        "at least 64MiB, and what the model and its inputs have allocated already. "
-        "Parameters, gradients, optimiser state, activations and workspace count. "
-        "Where the budget requires it, modules run in micro-batches.",
-        "SIZE",
-        page="memory.md",
-    ),
-    "loop": Setting(
-        False,
-        _switch,
-        "Let the training loop run micro-batches. It runs the model on each and adds the gradients "
-        "up, by plan.micro_batches, where that is faster or the budget asks for it.",
-        page="memory.md",
-    ),
-    "total_workspace": Setting(
-        None,
-        _size,
-        "Pool that all calls divide (WD), such as 512MiB. Every call owns a part. Without a pool, "
-        "all kernels share one workspace (WR).",
-        "SIZE",
-        page="solvers.md",
-    ),
-    "policy": Setting("powers-of-two", _choice, "Micro-batch sizes.", "NAME", POLICIES),
-    "layout": Setting(
-        "keep",
-        _choice,
-        "Layout of the model. With auto, the plan is for the faster of its own layout and "
-        "channels_last.",
-        "NAME",
-        get_args(Layout),
-        page="using.md#layout",
-    ),
-    "ops": Setting(
-        OPS,
-        _passes,
-        "Passes to plan: some of fprop,dgrad,wgrad. They are forward, the gradients of inputs and "
-        "those of weights.",
-        "NAMES",
-    ),
-    "effort": Setting(
-        "normal",
-        _choice,
-        "Search time. The longer, the smaller the gains that are looked for. By default "
-        "tuning takes at most the time of 25 steps (5 to 30 s), of 100 steps (10 to 45 s), or any "
-        "time; on a GPU 30 s, 45 s, or any.",
-        "NAME",
-        get_args(Effort),
-        is_of_plan=False,
-        page="measuring.md#effort-and-a-time-budget",
-    ),
-    "time_budget_s": Setting(
-        None,
-        _positive,
-        "Seconds that tuning may take. Kernels that are not finished then run torch's own "
-        "convolution.",
-        "SECONDS",
-        is_of_plan=False,
-    ),
-    "unplanned": Setting(
-        "torch",
-        _choice,
-        "Convolutions without a plan. With torch, they are torch's own, with a warning; a plan for "
-        "another device is not followed, and kernels that nothing fits are left out of a plan. "
-        "With error, each of these, and a plan made with other versions or "
-        "threads, is an error. UCUDNN_UNPLANNED goes before what a plan says.",
-        "NAME",
-        get_args(Unplanned),
-        page="using.md#refuse-what-is-not-planned",
-    ),
-    "deterministic": Setting(
-        None,
-        _switch,
-        "Only deterministic algorithms. They give the same bits on the same operands in every run. "
-        "Default: as torch.use_deterministic_algorithms says.",
-        page="using.md#deterministic-training",
-    ),
-    "max_error": Setting(
-        None,
-        _positive,
-        "Largest relative error of an algorithm. It is in L2 norm, against float64. Default: as "
-        "much as rounding explains.",
-        "ERROR",
-    ),
-    "step_race": Setting(
-        True,
-        _switch,
-        "Judge the plan by whole steps. They are timed at the end, and kernels that do not make "
-        "them faster are given back to torch.",
-        is_of_plan=False,
-    ),
-    "solver": Setting(
-        "auto", _choice, "Solver of the pool.", "NAME", get_args(Solver), page="solvers.md"
-    ),
-    "backend": Setting(
-        "auto",
-        _choice,
-        "Library to compute by. With auto it is that of this machine's device; with recorded, "
-        "measurements in the cache, or in an exported .csv file, are replayed, and "
-        "nothing runs.",
-        "NAME",
-        get_args(Backend),
-    ),
-    "device": Setting(
-        None,
-        _path,
-        "A device that is not here. With backend recorded it is part of its name; with cudnn its "
-        "profile: a file that `ucudnn doctor` wrote there, or h200, which the package has.",
-        "NAME",
-        is_of_plan=False,
-        page="cudnn.md",
-    ),
-    "cache": Setting(
-        None,
-        _path,
-        "Folder of the measurement cache. Default: the user's cache directory.",
-        "DIR",
-        is_of_plan=False,
-        page="formats.md#the-measurement-cache",
-    ),
-}
+# In a field of `Config`: the setting is not given, so the environment or its default decides.
+_NOT_GIVEN: Any = ...
 
 
-def _default(name: str) -> Any:
-    """A field of `Config`; its default is read from UCUDNN_<NAME> whenever a Config is made."""
-    setting = SETTINGS[name]
-    return field(
-        default_factory=lambda: _settings().get(name, setting.default), compare=setting.is_of_plan
-    )
+def _setting(*values: Any, **more: Any) -> Any:
+    """A field of `Config`; the arguments are those of its `Setting`."""
+    setting = Setting(*values, **more)
+    return field(default=_NOT_GIVEN, compare=setting.is_of_plan, metadata={"setting": setting})
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,30 +179,149 @@ class Config:
             what is allowed.
     """
 
-    workspace_limit: int | str | None = _default("workspace_limit")
-    total_workspace: int | str | None = _default("total_workspace")
-    memory_budget: int | str | None = _default("memory_budget")
-    loop: bool = _default("loop")
-    solver: Solver = _default("solver")
-    policy: Policy = _default("policy")
-    ops: tuple[str, ...] = _default("ops")
-    unplanned: Unplanned = _default("unplanned")
-    cache: str | None = _default("cache")
-    backend: Backend = _default("backend")
-    device: str | None = _default("device")
-    deterministic: bool | None = _default("deterministic")
-    max_error: float | None = _default("max_error")
-    layout: Layout = _default("layout")
-    effort: Effort = _default("effort")
-    time_budget_s: float | None = _default("time_budget_s")
-    step_race: bool = _default("step_race")
+    workspace_limit: int | str | None = _setting(
+        None,
+        _size,
+        "Workspace of each kernel (WR), such as 64MiB.",
+        "SIZE",
+        page="using.md#what-is-limited",
+    )
+    total_workspace: int | str | None = _setting(
+        None,
+        _size,
+        "Pool that all calls divide (WD), such as 512MiB. Every call owns a part. Without a pool, "
+        "all kernels share one workspace (WR).",
+        "SIZE",
+        page="solvers.md",
+    )
+    memory_budget: int | str | None = _setting(
+        None,
+        _budget,
+        "Memory of a step: 8GiB, 50% or available. A percentage is of what a step by torch has "
+        "allocated. With available it is what the device has free when tuning begins, less 5 % or "
+        "at least 64MiB, and what the model and its inputs have allocated already. "
+        "Parameters, gradients, optimiser state, activations and workspace count. "
+        "Where the budget requires it, modules run in micro-batches.",
+        "SIZE",
+        page="memory.md",
+    )
+    loop: bool = _setting(
+        False,
+        _switch,
+        "Let the training loop run micro-batches. It runs the model on each and adds the gradients "
+        "up, by plan.micro_batches, where that is faster or the budget asks for it.",
+        page="memory.md",
+    )
+    solver: Solver = _setting(
+        "auto", _choice, "Solver of the pool.", "NAME", get_args(Solver), page="solvers.md"
+    )
+    policy: Policy = _setting("powers-of-two", _choice, "Micro-batch sizes.", "NAME", POLICIES)
+    ops: tuple[str, ...] = _setting(
+        OPS,
+        _passes,
+        "Passes to plan: some of fprop,dgrad,wgrad. They are forward, the gradients of inputs and "
+        "those of weights.",
+        "NAMES",
+    )
+    unplanned: Unplanned = _setting(
+        "torch",
+        _choice,
+        "Convolutions without a plan. With torch, they are torch's own, with a warning; a plan for "
+        "another device is not followed, and kernels that nothing fits are left out of a plan. "
+        "With error, each of these, and a plan made with other versions or "
+        "threads, is an error. UCUDNN_UNPLANNED goes before what a plan says.",
+        "NAME",
+        get_args(Unplanned),
+        page="using.md#refuse-what-is-not-planned",
+    )
+    cache: str | None = _setting(
+        None,
+        _path,
+        "Folder of the measurement cache. Default: the user's cache directory.",
+        "DIR",
+        is_of_plan=False,
+        page="formats.md#the-measurement-cache",
+    )
+    backend: Backend = _setting(
+        "auto",
+        _choice,
+        "Library to compute by. With auto it is that of this machine's device; with recorded, "
+        "measurements in the cache, or in an exported .csv file, are replayed, and "
+        "nothing runs.",
+        "NAME",
+        get_args(Backend),
+    )
+    device: str | None = _setting(
+        None,
+        _path,
+        "A device that is not here. With backend recorded it is part of its name; with cudnn its "
+        "profile: a file that `ucudnn doctor` wrote there, or h200, which the package has.",
+        "NAME",
+        is_of_plan=False,
+        page="cudnn.md",
+    )
+    deterministic: bool | None = _setting(
+        None,
+        _switch,
+        "Only deterministic algorithms. They give the same bits on the same operands in every run. "
+        "Default: as torch.use_deterministic_algorithms says.",
+        page="using.md#deterministic-training",
+    )
+    max_error: float | None = _setting(
+        None,
+        _positive,
+        "Largest relative error of an algorithm. It is in L2 norm, against float64. Default: as "
+        "much as rounding explains.",
+        "ERROR",
+    )
+    layout: Layout = _setting(
+        "keep",
+        _choice,
+        "Layout of the model. With auto, the plan is for the faster of its own layout and "
+        "channels_last.",
+        "NAME",
+        get_args(Layout),
+        page="using.md#layout",
+    )
+    effort: Effort = _setting(
+        "normal",
+        _choice,
+        "Search time. The longer, the smaller the gains that are looked for. By default "
+        "tuning takes at most the time of 25 steps (5 to 30 s), of 100 steps (10 to 45 s), or any "
+        "time; on a GPU 30 s, 45 s, or any.",
+        "NAME",
+        get_args(Effort),
+        is_of_plan=False,
+        page="measuring.md#effort-and-a-time-budget",
+    )
+    time_budget_s: float | None = _setting(
+        None,
+        _positive,
+        "Seconds that tuning may take. Kernels that are not finished then run torch's own "
+        "convolution.",
+        "SECONDS",
+        is_of_plan=False,
+    )
+    step_race: bool = _setting(
+        True,
+        _switch,
+        "Judge the plan by whole steps. They are timed at the end, and kernels that do not make "
+        "them faster are given back to torch.",
+        is_of_plan=False,
+    )
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
+            value, source = getattr(self, name), ""
+            if value is _NOT_GIVEN:
+                value = setting.default
+                if (text := _settings().get(name)) is not None:
+                    value = text
+                    source = f"; it is from the environment variable UCUDNN_{name.upper()}"
             try:
-                value = setting.check(name, getattr(self, name))
+                value = setting.check(name, value)
             except ConfigError as error:
-                raise self._with_source(error, name) from error
+                raise ConfigError(f"{error}{source}") from error
             # Replace the given value by the checked one. In a frozen dataclass this is the only
             # way.
             object.__setattr__(self, name, value)
@@ -352,13 +337,6 @@ class Config:
                 f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop "
                 f"for inference, got {','.join(self.ops)}"
             )
-
-    def _with_source(self, error: ConfigError, name: str) -> ConfigError:
-        """The error, with the name of the environment variable if the wrong value came from one."""
-        given = _settings().get(name)
-        if given is None or given is not getattr(self, name):
-            return error
-        return ConfigError(f"{error}; it is from the environment variable UCUDNN_{name.upper()}")
 
     @property
     def limit_bytes(self) -> int | None:
@@ -420,8 +398,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that a plan stores, as JSON values; the cache, for example, is left out."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        values = {name: value for name, value in values.items() if SETTINGS[name].is_of_plan}
+        values = {name: getattr(self, name) for name, one in SETTINGS.items() if one.is_of_plan}
         return {**values, "ops": list(self.ops)}
 
     @classmethod
@@ -441,6 +418,8 @@ class Config:
         return cls(**{**{name: one.default for name, one in SETTINGS.items()}, **values})
 
 
+# The settings by name.
+SETTINGS: dict[str, Setting] = {one.name: one.metadata["setting"] for one in fields(Config)}
 # The docstring may be None, because `python -OO` removes docstrings.
 Config.__doc__ = cleandoc(Config.__doc__ or "") + "\n\nArgs:\n"
 Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTINGS.items())
@@ -448,8 +427,8 @@ Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTIN
 # show a factory in place of each default.
 Config.__signature__ = Signature(  # type: ignore[attr-defined]
     [
-        Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=SETTINGS[one.name].default)
-        for one in fields(Config)
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=one.default)
+        for name, one in SETTINGS.items()
     ]
 )
 

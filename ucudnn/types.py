@@ -10,7 +10,6 @@ Errors and warnings are in `ucudnn.errors`.
 from ucudnn.advice import Advice as Advice
 from ucudnn.advice import KernelAdvice as KernelAdvice
 from ucudnn.advice import Largest as Largest
-from ucudnn.check import Finding as Finding
 from ucudnn.config import Backend as Backend
 from ucudnn.config import Effort as Effort
 from ucudnn.config import Layout as Layout
@@ -19,6 +18,7 @@ from ucudnn.config import Solver as Solver
 from ucudnn.config import Unplanned as Unplanned
 from ucudnn.convert import Conversion as Conversion
 from ucudnn.execution.override import Installation as Installation
+from ucudnn.execution.validity import Finding as Finding
 from ucudnn.kernels.noise import Noise as Noise
 from ucudnn.kernels.results import Progress as Progress
 from ucudnn.layer_table import Row as Row

@@ -54,7 +54,7 @@ def test_a_new_plan_is_true(plan):
 
 def test_nothing_is_written_to_the_cache(plan, here):
     here.runs.clear()
-    check(plan)
+    said(plan)
     assert here.runs
     here.runs.clear()
     assert tune_problems([("a", SMALL), ("b", LARGE)], Config(workspace_limit="4MiB"))
@@ -67,7 +67,7 @@ def test_canaries_are_as_many_as_asked_for(plan, here):
     assert here.runs == []
     assert [name for name in said(plan, canaries=1) if name.startswith("canary")] == ["canary 1"]
     with pytest.raises(ConfigError, match="canaries must be at least 0, got -1"):
-        check(plan, canaries=-1)
+        said(plan, canaries=-1)
 
 
 def test_a_plan_of_torchs_own_has_nothing_to_time(here, scripted):

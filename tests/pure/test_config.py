@@ -101,8 +101,7 @@ def test_a_variable_gives_the_default_of_its_field(
     assert getattr(Config(), name) == value
 
 
-def test_the_table_of_settings_is_of_all_fields() -> None:
-    assert set(SETTINGS) == {item.name for item in fields(Config)}
+def test_every_setting_is_described() -> None:
     assert all(f"\n    {name}: " in (Config.__doc__ or "") for name in SETTINGS)
 
 

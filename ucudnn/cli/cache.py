@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ucudnn.cli.console import SAYS_NO, print_json, say
-from ucudnn.cli.options import CacheOption, JsonOption, common
+from ucudnn.cli.console import Answer
+from ucudnn.cli.options import CacheOption, common
 from ucudnn.errors import CacheError, CacheWarning, ConfigError
 from ucudnn.units import format_bytes
 
@@ -32,28 +32,27 @@ WhereOption = Annotated[
 
 @app.command()
 @common
-def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
+def info(cache: CacheOption = None) -> Answer:
     """Print the contents of the cache: devices, measurements, versions.
 
     Example: ucudnn cache info --json
     """
     with _opened(cache, "r") as opened:
         found = opened.info()
-    if as_json:
-        print_json(asdict(found))
-        return
-    say(f"{found.location}{'' if found.writable else ' (read-only)'}")
-    say(f"{found.records} measurements in {found.files} files, {format_bytes(found.file_bytes)}")
+    lines = [
+        f"{found.location}{'' if found.writable else ' (read-only)'}",
+        f"{found.records} measurements in {found.files} files, {format_bytes(found.file_bytes)}",
+    ]
     for device in found.devices:
         states = ", ".join(f"{count} {status}" for status, count in device.records_by_status)
-        say(f"  {device.device}: {device.records} measurements ({states})")
-        for software, count in device.versions:
-            say(f"    {count} with {software}")
+        lines.append(f"  {device.device}: {device.records} measurements ({states})")
+        lines += (f"    {count} with {software}" for software, count in device.versions)
+    return Answer(asdict(found), lines)
 
 
 @app.command()
 @common
-def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
+def check(cache: CacheOption = None) -> Answer:
     """Read every file of the cache and report errors; exit status 1 if there are any.
 
     Example: ucudnn cache check
@@ -62,15 +61,10 @@ def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
     # files aside.
     with _opened(cache, "r") as opened:
         report = opened.check()
-    if as_json:
-        # `clean` is a property, which `asdict` leaves out.
-        print_json({**asdict(report), "clean": report.clean})
-    else:
-        say(f"{report.records} sound measurements in {report.files} files")
-        for problem in report.problems:
-            say(problem)
-    if not report.clean:
-        raise typer.Exit(SAYS_NO)
+    lines = [f"{report.records} sound measurements in {report.files} files", *report.problems]
+    # `clean` is a property, which `asdict` leaves out.
+    document = {**asdict(report), "clean": report.clean}
+    return Answer(document, lines, None if report.clean else "")
 
 
 @app.command()
@@ -80,8 +74,7 @@ def merge(
         list[Path], typer.Argument(help="Folders of other caches, only read.", metavar="DIR")
     ],
     cache: CacheOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Add the entries of other caches.
 
     Example: ucudnn cache merge /mnt/fleet/ucudnn
@@ -90,7 +83,7 @@ def merge(
         reports = [opened.merge(other) for other in others]
     read, added = sum(one.read for one in reports), sum(one.added for one in reports)
     sentence = f"read {read} measurements, {added} of them new here"
-    _tell(sentence, {"read": read, "added": added}, as_json)
+    return Answer({"read": read, "added": added}, [sentence])
 
 
 @app.command()
@@ -99,8 +92,7 @@ def export(
     file: Annotated[Path, typer.Argument(help="A .csv file to write.", metavar="FILE")],
     where: WhereOption = None,
     cache: CacheOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Write measurements to a CSV file, without loss.
 
     Example: ucudnn cache export timings.csv --where problem.op=fprop
@@ -108,7 +100,7 @@ def export(
     filters = _parsed(where)
     with _opened(cache, "r") as opened:
         count = opened.export(file, filters)
-    _tell(f"wrote {count} measurements to {file}", {"measurements": count}, as_json)
+    return Answer({"measurements": count}, [f"wrote {count} measurements to {file}"])
 
 
 # The command's name is given here, because no Python function can be called `import`.
@@ -117,15 +109,14 @@ def export(
 def import_(
     file: Annotated[Path, typer.Argument(help="A .csv file that `export` wrote.", metavar="FILE")],
     cache: CacheOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Add the measurements of a file; all of them, or none.
 
     Example: ucudnn cache import timings.csv
     """
     with _kept(), _opened(cache) as opened:
         count = opened.import_(file)
-    _tell(f"read {count} measurements from {file}", {"measurements": count}, as_json)
+    return Answer({"measurements": count}, [f"read {count} measurements from {file}"])
 
 
 @app.command()
@@ -134,8 +125,7 @@ def prune(
     where: WhereOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Remove measurements that match a filter, such as those of old versions.
 
     Example: ucudnn cache prune --where software.torch=2.12.0
@@ -152,15 +142,8 @@ def prune(
             count = sum(matches(entry, filters) for entry in opened.entries())
         else:
             count = opened.prune(filters)
-    _tell(
-        f"{'would remove' if dry_run else 'removed'} {count} measurements",
-        {"measurements": count, "dry_run": dry_run},
-        as_json,
-    )
-
-
-def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
-    print_json(document) if as_json else say(sentence)
+    sentence = f"{'would remove' if dry_run else 'removed'} {count} measurements"
+    return Answer({"measurements": count, "dry_run": dry_run}, [sentence])
 
 
 @contextmanager

@@ -7,12 +7,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from ucudnn.system.markup import printable
@@ -70,6 +71,38 @@ def say(line: str) -> None:
 def print_json(document: object) -> None:
     """Print a document as one line of JSON; rich is not used, because it would break the line."""
     print(json.dumps(document))
+
+
+class Answer(NamedTuple):
+    """What a command has found, for machines and for people.
+
+    Attributes:
+        document: JSON values, which are printed with --json.
+        lines: sentences and tables, which are printed without --json.
+        refusal: None if the command succeeds. Otherwise its exit status is 1, and this is a
+            sentence for stderr, or "" if the lines say it all.
+    """
+
+    document: object
+    lines: Iterable[str | Table]
+    refusal: str | None = None
+
+    def tell(self, as_json: bool) -> None:
+        """Print the answer, and end the command if it is a refusal."""
+        if as_json:
+            print_json(self.document)
+        else:
+            print_lines(self.lines)
+        if self.refusal:
+            fail(self.refusal, SAYS_NO)
+        if self.refusal is not None:
+            sys.exit(SAYS_NO)
+
+
+def print_lines(lines: Iterable[str | Table]) -> None:
+    """Print sentences and tables."""
+    for line in lines:
+        say(line) if isinstance(line, str) else out.print(line)
 
 
 def say_error(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +13,9 @@ from rich.table import Table
 
 import ucudnn
 from ucudnn.cli import options
-from ucudnn.cli.console import bar, out, print_json, say
+from ucudnn.cli.console import Answer, bar, say
 from ucudnn.cli.models import Recipe, name_model
-from ucudnn.cli.options import CacheOption, JsonOption, settings
+from ucudnn.cli.options import CacheOption, settings
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.plan import Plan
@@ -49,8 +50,7 @@ def foresee(
         str | None,
         typer.Option(help="Print the largest batch that fits, such as 8GiB.", metavar="BYTES"),
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Foresee the peak memory and the time of a step, without running it.
 
     Example: ucudnn foresee examples/models.py:resnet18 --input 32x3x224x224 --fits 2GiB
@@ -79,28 +79,24 @@ def foresee(
     arguments = named.module, named.examples, known, config
     with bar("foreseeing a step"), named.context():
         found = room.foresee(*arguments, optimizer=optimizer)
-        batches = None
+        document, lines = to_builtins(found), [*_foresight_lines(found)]
         if limit is not None:
             batches = largest_batches(*arguments, limit, optimizer=optimizer)
-    if as_json:
-        values = to_builtins(found)
-        print_json(values if batches is None else {**values, "fits": batches})
-        return
-    _print_foresight(found)
-    for way, batch in (batches or {}).items():
-        say(f"Within {fits}, {batch} samples fit {way}.")
+            document["fits"] = batches
+            lines += (f"Within {fits}, {batches[way]} samples fit {way}." for way in batches)
+    return Answer(document, lines)
 
 
-def _print_foresight(found: Foresight) -> None:
-    say(as_sentence(str(found)))
+def _foresight_lines(found: Foresight) -> Iterator[str]:
+    yield as_sentence(str(found))
     largest, others = found.fills[:_MOST_MODULES], found.fills[_MOST_MODULES:]
     rows = [*found.held, *largest]
     if others:
         rows.append((f"{len(others)} other modules", sum(size for _, size in others)))
     for what, size in rows:
-        say(f"{format_bytes(size):>12}  {what}")
+        yield f"{format_bytes(size):>12}  {what}"
     for note in found.notes:
-        say(f"Not exact: {note}.")
+        yield f"Not exact: {note}."
 
 
 @options.takes(options.ModelArgument, ("ops", "backend", "memory_budget"))
@@ -121,8 +117,7 @@ def advise(
             help="Latency and rate between its ranks, as 30us,1.25GB/s.", metavar="TIME,RATE"
         ),
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer | None:
     """Run a step in several ways for about a minute; print memory, times and a verdict.
 
     With a memory budget, also print the largest batch that fits. In several ranks (torchrun), or
@@ -142,8 +137,7 @@ def advise(
                 "in ranks, advise takes no settings and no --all, as it is about exchanges; leave "
                 "them out"
             )
-        _advise_in_ranks(recipe, ranks, link, as_json)
-        return
+        return _advise_in_ranks(recipe, ranks, link)
     from ucudnn.steps import advise as advisor
 
     # This check comes before the model is made, which may take long.
@@ -160,16 +154,10 @@ def advise(
             dry=dry,
             on_kernel=lambda done, total: update(done, total, "timing kernels"),
         )
-    if as_json:
-        print_json(found.to_dict())
-        return
-    for line in found.sentences():
-        say(line)
-    if everything:
-        out.print(_table(found))
+    return Answer(found.to_dict(), [*found.sentences(), *([_table(found)] if everything else [])])
 
 
-def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_json: bool) -> None:
+def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None) -> Answer | None:
     from ucudnn import distributed
 
     is_first = True
@@ -182,20 +170,14 @@ def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_jso
     with named.context():
         found = distributed.advise(named.module, named.examples[0], ranks=ranks, link=link)
     if not is_first:
-        return
-    if as_json:
-        print_json(found.to_dict())
-        return
+        return None
     *sentences, verdict = found.sentences()
     table = simple_table()
     for heading in ("way", "harm", "sent", "predicted", "measured"):
         table.add_column(heading, justify="left" if heading in ("way", "harm") else "right")
     for row in found.rows():
         table.add_row(*row)
-    say(verdict)
-    for sentence in sentences:
-        say(sentence)
-    out.print(table)
+    return Answer(found.to_dict(), [verdict, *sentences, table])
 
 
 def _table(advice: Advice) -> Table:
@@ -230,8 +212,7 @@ def doctor(
         Path | None, typer.Option(help="Write the GPU's profile here and end.", metavar="FILE")
     ] = None,
     cache: CacheOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer | None:
     """Print what tuning depends on here: device, versions, threads, malloc, cache.
 
     Example: ucudnn doctor
@@ -242,17 +223,15 @@ def doctor(
     if save_device_profile is not None:
         profile = room.save_device_profile(save_device_profile)
         say(f"wrote the profile of {profile.name} to {save_device_profile}")
-        return
+        return None
     # Without --cache, `Config` takes the path from the environment or its default.
     found = room.diagnose(cache or Config().cache)
-    if as_json:
-        # `advice` is a property, which `asdict` leaves out.
-        print_json({**asdict(found), "advice": found.advice, "ucudnn": ucudnn.__version__})
-        return
-    _print_doctor(found)
+    # `advice` is a property, which `asdict` leaves out.
+    document = {**asdict(found), "advice": found.advice, "ucudnn": ucudnn.__version__}
+    return Answer(document, _doctor_lines(found))
 
 
-def _print_doctor(found: Diagnosis) -> None:
+def _doctor_lines(found: Diagnosis) -> Iterator[str]:
     rows = {
         "ucudnn": ucudnn.__version__,
         "device": str(found.device),
@@ -267,6 +246,5 @@ def _print_doctor(found: Diagnosis) -> None:
         "cache": found.cache_path + ("" if found.cache_writable else " (read-only)"),
     }
     for name, value in rows.items():
-        say(f"{name:>15}  {value}")
-    for sentence in found.advice or ("Nothing to advise.",):
-        say(sentence)
+        yield f"{name:>15}  {value}"
+    yield from found.advice or ("Nothing to advise.",)

@@ -7,17 +7,18 @@ from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from traceback import format_exception
+from types import NoneType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ucudnn.cli.console import err, set_quiet
+from ucudnn.cli.console import Answer, err, set_quiet
 from ucudnn.cli.models import Recipe
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, UcudnnError, quoted
 from ucudnn.system.files import parse_json
 
-Command = Callable[..., None]
+Command = Callable[..., Answer | None]
 # The type and the default of each flag, by the name of its parameter.
 Flags = Mapping[str, tuple[Any, Any]]
 
@@ -101,6 +102,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "memory_format": (_text("Column layout: nchw (default) or nhwc.", "NAME", panel=_TABLES), None),
     "math": (_text("Float32 on a GPU: tf32 (default) or strict.", "NAME", panel=_TABLES), None),
 }
+# The flag of commands that return an `Answer`.
+_JSON: dict[str, tuple[Any, Any]] = {"as_json": (JsonOption, False)}
 # Flags of all commands but `run`, `record` and `launch`, which run a script.
 _COMMON: dict[str, tuple[Any, Any]] = {
     "quiet": (_switch("-q --quiet", "Show no progress.", _OUTPUT), False),
@@ -136,6 +139,8 @@ def takes(
 ) -> Callable[[Command], Command]:
     """Give a command flags of a model and of settings, and the flags in `_COMMON`.
 
+    If the command returns an `Answer`, it gets --json, too, and the answer is printed.
+
     Args:
         argument: type of the argument MODEL; None: the command has no model. The command receives
             MODEL, together with the flags that describe it, as one parameter `recipe`.
@@ -148,8 +153,12 @@ def takes(
     described |= _TABLE if may_be_table else {}
 
     def changed(command: Command) -> Command:
+        hints = get_type_hints(command, include_extras=True)
+        answers = hints["return"] is not NoneType
+
         def call(*, quiet: bool, traceback: bool, **values: Any) -> None:
             set_quiet(quiet)
+            as_json = answers and values.pop("as_json")
             if argument is not None:
                 fields = {name: values.pop(name) for name in ("model", *described)}
                 fields["input"] = tuple(fields["input"] or ())
@@ -160,22 +169,23 @@ def takes(
             try:
                 if argument is not None:
                     recipe.require_right(may_be_table)
-                command(**values)
+                answer = command(**values)
+                if answer is not None:
+                    answer.tell(as_json)
             except UcudnnError as error:
                 # `main` prints the sentence of the error below the traceback.
                 if traceback:
                     err.print("".join(format_exception(error)), soft_wrap=True)
                 raise
 
-        hints = get_type_hints(command, include_extras=True)
         own = {
             name: (hints[name], parameter.default)
             for name, parameter in signature(command).parameters.items()
             if name not in ("recipe", "given")
         }
         model = {} if argument is None else {"model": (argument, Parameter.empty), **described}
-        flags = {**model, **{name: _of_setting(name) for name in names}, **own, **_COMMON}
-        return _with_flags(command, call, flags)
+        flags = {**model, **{name: _of_setting(name) for name in names}, **own}
+        return _with_flags(command, call, {**flags, **(_JSON if answers else {}), **_COMMON})
 
     return changed
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ucudnn.cli.console import SAYS_NO, bar, out, print_json, say
+from ucudnn.cli.console import Answer, bar, out, print_json, print_lines, say
 from ucudnn.cli.options import AllOption, CacheOption, JsonOption
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError, quoted
@@ -64,34 +63,33 @@ def show(
     if segments:
         _show_segments(loaded)
     elif kernel is None:
-        print_plan(loaded, everything=everything)
+        print_lines(plan_lines(loaded, everything=everything))
         if loaded.origin is not None:
             out.print(str(loaded.origin))
     else:
         _show_kernels(loaded, kernel, cache)
 
 
-def print_plan(plan: Plan, *, everything: bool) -> None:
-    """Print a plan: its totals, sentences, and a row per kernel, or per kernel that is changed."""
+def plan_lines(plan: Plan, *, everything: bool) -> Iterator[str | Table]:
+    """A plan: its totals, sentences, and a row per kernel, or per kernel that is changed."""
     from ucudnn.reports.text import cards_table, counted, layout_table, plan_table, plan_verdict
 
-    out.print(cards_table(plan))
-    for sentence in plan_verdict(plan):
-        say(sentence)
+    yield cards_table(plan)
+    yield from plan_verdict(plan)
     layouts = plan.layout_race
     if layouts is not None and layouts.ways and not layouts.is_fixed:
-        out.print(layout_table(layouts))
+        yield layout_table(layouts)
     kept = 0 if everything else sum(kernel.is_default for kernel in plan.kernels)
     if kept < len(plan.kernels):
         # The width decides which columns the table has.
-        out.print(plan_table(plan, out.width, everything=everything))
+        yield plan_table(plan, out.width, everything=everything)
     if kept:
         stay = (
             "stays torch's own; --all lists it"
             if kept == 1
             else "stay torch's own; --all lists them"
         )
-        say(f"{counted(kept, 'kernel')} {stay}.")
+        yield f"{counted(kept, 'kernel')} {stay}."
 
 
 def _show_segments(plan: Plan) -> None:
@@ -200,8 +198,7 @@ def check(
             help="So many kernels are timed again, those that save most.", metavar="COUNT"
         ),
     ] = 3,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Check whether a plan still holds on this machine; exit status 1 if not.
 
     Example: ucudnn check resnet18.plan.json
@@ -211,24 +208,22 @@ def check(
     # wait for torch.
     from ucudnn.check import check as check_plan
 
-    numbers = itertools.count(1)
+    findings = []
     with bar("checking") as update:
-        findings = check_plan(loaded, canaries, lambda _: update(next(numbers), None))
+        for finding in check_plan(loaded, canaries):
+            findings.append(finding)
+            update(len(findings), None)
     is_true = all(finding.is_true is not False for finding in findings)
-    if as_json:
-        print_json({"is_true": is_true, "findings": [asdict(finding) for finding in findings]})
-    else:
-        for finding in findings:
-            say(f"{_WORDS[finding.is_true]:>7}  {finding.about}: {finding.said}")
-        say("The plan is valid here." if is_true else "The plan is not valid here any more.")
-    sys.exit(0 if is_true else SAYS_NO)
+    lines = [f"{_WORDS[one.is_true]:>7}  {one.about}: {one.said}" for one in findings]
+    lines.append("The plan is valid here." if is_true else "The plan is not valid here any more.")
+    document = {"is_true": is_true, "findings": [asdict(one) for one in findings]}
+    return Answer(document, lines, None if is_true else "")
 
 
 def compare(
     one: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     other: Annotated[Path, typer.Argument(help="Another one.", metavar="PLAN")],
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Print the differences of two plans, kernel by kernel; exit status 1 if they differ.
 
     Example: ucudnn compare before.plan.json after.plan.json
@@ -238,13 +233,8 @@ def compare(
 
     found = compare_plans(Plan.load(one), Plan.load(other))
     names = (str(one), str(other))
-    if as_json:
-        print_json(comparison_document(found))
-    else:
-        for difference in found.differences:
-            say(f"{difference.name}: {difference.one} | {difference.other}")
-        if found.changed:
-            out.print(comparison_table(found, names))
-        for sentence in comparison_summary(found, names):
-            say(sentence)
-    sys.exit(0 if found.is_same else SAYS_NO)
+    lines: list[str | Table] = [f"{it.name}: {it.one} | {it.other}" for it in found.differences]
+    if found.changed:
+        lines.append(comparison_table(found, names))
+    lines += comparison_summary(found, names)
+    return Answer(comparison_document(found), lines, None if found.is_same else "")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ucudnn.cli import options
-from ucudnn.cli.console import bar, print_json, say
+from ucudnn.cli.console import Answer, bar, say
 from ucudnn.cli.models import Recipe, name_model
-from ucudnn.cli.options import JsonOption, settings
+from ucudnn.cli.options import settings
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.layer_table import Row, as_calls, count_calls, format_rows, read_rows
 from ucudnn.system.files import write
@@ -94,8 +94,7 @@ def enumerate_(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="CSV file to write.", metavar="FILE")
     ],
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """List every cuDNN engine configuration for each layer and micro-batch; needs no GPU.
 
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
@@ -116,10 +115,6 @@ def enumerate_(
     layers = [*((row.name, row.problem) for row in rows), *traced]
     with bar("asking cuDNN") as update:
         found = enumerate_candidates(layers, profile, output, update)
-    document: dict[str, Any] = asdict(found)
     seconds = round(time.monotonic() - start, 3)
-    if as_json:
-        print_json({**document, "seconds": seconds, "output": str(output)})
-        return
-    for sentence in (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."):
-        say(sentence)
+    document = {**asdict(found), "seconds": seconds, "output": str(output)}
+    return Answer(document, (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 
 from ucudnn.cli import options
-from ucudnn.cli.console import (
-    SAYS_NO,
-    InterruptedCommandError,
-    fail,
-    print_json,
-    progress,
-    say,
-    say_error,
-)
+from ucudnn.cli.console import Answer, InterruptedCommandError, progress, say_error
 from ucudnn.cli.models import NamedModel, Recipe, name_model
-from ucudnn.cli.options import JsonOption, settings
-from ucudnn.cli.plans import print_plan
+from ucudnn.cli.options import settings
+from ucudnn.cli.plans import plan_lines
 from ucudnn.cli.tables import read_table, trace_table
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
@@ -47,8 +39,7 @@ def tune(
     remeasure: options.RemeasureOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
     everything: options.AllOption = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Measure convolutions, or replay measurements, and write a plan.
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
@@ -65,15 +56,14 @@ def tune(
     start = time.monotonic()
     plan, counts = _tune(run, output)
     seconds = time.monotonic() - start
-    if as_json:
-        print_json(_summary(plan, counts, seconds, output))
-    else:
-        print_plan(plan, everything=everything)
-        _print_cost(plan, counts, seconds, output)
+    refusal = None
     if fail_if_partial and plan.left_out:
         from ucudnn.reports.text import left_out_sentence
 
-        fail(f"--fail-if-partial: {left_out_sentence(plan)}", SAYS_NO)
+        refusal = f"--fail-if-partial: {left_out_sentence(plan)}"
+    known = plan, counts, seconds, output
+    lines = [*plan_lines(plan, everything=everything), *_cost_lines(*known)]
+    return Answer(_summary(*known), lines, refusal)
 
 
 def _require_sense(
@@ -214,15 +204,17 @@ def _summary(
     }
 
 
-def _print_cost(plan: Plan, counts: dict[str, int], seconds: float, output: Path | None) -> None:
+def _cost_lines(
+    plan: Plan, counts: dict[str, int], seconds: float, output: Path | None
+) -> Iterator[str]:
     from ucudnn.reports.cards import payback
 
     # If all measurements came from the cache, tuning had no cost that faster steps have to pay
     # back. A memory budget is kept by steps, which are run anew.
     if counts["measured"] or plan.memory is not None:
-        say(payback(plan, seconds))
+        yield payback(plan, seconds)
     said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"
     if counts["reused"] and not counts["measured"]:
         said = f"Measured nothing: everything was in the cache ({seconds:.1f} s)"
     where = f"; plan written to {output}" if output else "; no -o FILE, so the plan was not kept"
-    say(f"{said}, reused {counts['reused']}{where}.")
+    yield f"{said}, reused {counts['reused']}{where}."
