@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import Slices, memory_format, torch_dtype
+from ucudnn.backends._base import Cost, Executable, add_bias
+from ucudnn.backends.tensors import ComputedExecutable, Slices, memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.units import format_bytes
@@ -58,16 +58,16 @@ class AbstractAlgorithm(ABC):
         return ((problem, self.name),)
 
 
-class OpsExecutable(Executable):
-    """Base of executables with one method per op; `alone` calls the method of the problem's op."""
+class OpsExecutable(ComputedExecutable):
+    """Base of executables with one method per op, which computes the result without a bias."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self._op = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[problem.op]
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
-        return self._op(a, b)
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the result by the method of the problem's op."""
+        return add_bias(self._op(a, b), bias)
 
     @abstractmethod
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:

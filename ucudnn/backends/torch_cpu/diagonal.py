@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import memory_format, torch_dtype
+from ucudnn.backends.tensors import ComputedExecutable, torch_dtype
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, direct_cost
 from ucudnn.problem import Problem
 
@@ -140,30 +140,20 @@ def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
     return found
 
 
-class _DiagonalGemm(Executable):
+class _DiagonalGemm(ComputedExecutable):
     """Executable on copies of x and dy, as matrices with one row per (row, sample, block)."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        super().__init__(problem)
         self._flat = problem.as_2d()
         self._blocks = _blocks(self._flat)
         # Operands in half precision are multiplied in float32, so that sums are rounded only once,
         # at the end.
         self._dtype = torch.promote_types(torch_dtype(problem), torch.float32)
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        form = memory_format(self._problem)
-        return self._sum(a, b).to(a.dtype).contiguous(memory_format=form)
-
-    def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._sum(a, b).contiguous(memory_format=memory_format(self._problem))
-
-    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.add_(self._sum(a, b))
-
-    def _sum(self, x: Tensor, dy: Tensor) -> Tensor:
-        if self._problem.rank == 1:
-            x, dy = x.unsqueeze(2), dy.unsqueeze(2)
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        del bias  # a weight gradient has none
+        x, dy = (a, b) if self.problem.rank == 2 else (a.unsqueeze(2), b.unsqueeze(2))
         flat, blocks = self._flat, self._blocks
         left, right = self._x_rows(x), self._y_rows(dy)
         shape = (flat.groups, flat.kernel_size[0], blocks.window, blocks.block)
@@ -176,7 +166,7 @@ class _DiagonalGemm(Executable):
             x_rows = left[:, x_begin * each : (x_begin + height) * each]
             y_rows = right[:, y_begin * each : (y_begin + height) * each]
             products[:, position, kept] = torch.bmm(x_rows.mT, y_rows)
-        return self._diagonals(products).sum(-1).view(self._problem.w_shape)
+        return self._diagonals(products).sum(-1).view(self.problem.w_shape)
 
     def _diagonals(self, products: Tensor) -> Tensor:
         """A view of the products: (channel, filter row, filter column, column of the block)."""
