@@ -33,8 +33,6 @@ class AbstractAlgorithm(ABC):
     """A way to compute convolutions: it has no state and builds executables."""
 
     name: str
-    # True if products and sums have the same order in every run.
-    has_fixed_order = False
 
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
@@ -49,9 +47,9 @@ class AbstractAlgorithm(ABC):
         """Build the executable for a problem that is not refused."""
 
     def is_deterministic(self, problem: Problem) -> bool:
-        """True if the same operands and threads always give the same bits; False if unknown."""
+        """True if the same operands and threads always give the same bits."""
         del problem
-        return self.has_fixed_order
+        return True
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
         """Pairs of a problem and the implementation that computes it, in the order of execution."""

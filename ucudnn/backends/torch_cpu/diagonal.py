@@ -33,7 +33,6 @@ class DiagonalGemm(AbstractAlgorithm):
     """One matrix product per channel and filter row, over blocks of columns."""
 
     name = "diagonal_gemm"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if (

@@ -21,7 +21,6 @@ class Fft(AbstractAlgorithm):
     """
 
     name = "fft"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.bytes_per_element < 4:

@@ -29,7 +29,6 @@ class Gemm(AbstractAlgorithm):
     """Matrix products for 1x1 filters: one per sample, or one per chunk in channels-last."""
 
     name = "gemm"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
@@ -67,7 +66,6 @@ class Im2colGemm(AbstractAlgorithm):
     """
 
     name = "im2col_gemm"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):

@@ -125,7 +125,6 @@ class OneDnnNhwc(AbstractAlgorithm):
     """oneDNN on operands that are copied to channels-last; the result is copied back."""
 
     name = "onednn_nhwc"
-    has_fixed_order = True  # problems that oneDNN computes wrongly are refused
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.layout == "nhwc":
@@ -163,7 +162,6 @@ class OneDnnFloat32(AbstractAlgorithm):
     """
 
     name = "onednn_float32"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.dtype not in _HALF:
@@ -194,7 +192,6 @@ class SlowConv2d(AbstractAlgorithm):
     """aten's own im2col and matrix product of each sample, in parallel over the batch."""
 
     name = "slow_conv2d"
-    has_fixed_order = True  # gradients of samples are added one after another
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:

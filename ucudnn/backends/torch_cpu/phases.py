@@ -33,7 +33,6 @@ class Phases(AbstractAlgorithm):
     """One convolution at stride 1 per phase, written into a strided view of dx."""
 
     name = "phases"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         # At stride 1 there is only one phase, which is the whole problem.
