@@ -10,6 +10,7 @@ elements cannot use fast matrix products, so for wide filters this algorithm is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import ComputedExecutable, torch_dtype
-from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, direct_cost
+from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, FilterAxis, direct_cost
 from ucudnn.problem import Problem
 
 # Least number of columns of dy in a block, because products of narrower matrices are far from peak
@@ -122,21 +123,18 @@ def _blocks(problem: Problem) -> _Blocks:
     )
 
 
-def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
-    stride, (begin, _) = problem.stride[0], problem.padding[0]
-    found = []
-    for position in range(problem.kernel_size[0]):
-        # Output row i reads row r of x, where r = i * stride + position * dilation - begin. Rows of
-        # x with the same remainder modulo the stride form a phase; in its phase, row r has the
-        # number i + ahead.
-        ahead, phase = divmod(position * problem.dilation[0] - begin, stride)
-        first = max(0, -ahead)
-        present = -(-(problem.input_size[0] - phase) // stride)
-        count = min(problem.output_size[0], present - ahead) - first
+def _row_taps(problem: Problem, per_phase: int) -> Iterator[_RowTap]:
+    rows = FilterAxis.of(problem, 0)
+    for position in range(rows.kernel):
+        tap = rows.tap(position)
         # A filter row that meets only padding is left out, and its gradient stays zero.
-        if count > 0:
-            found.append(_RowTap(position, phase * per_phase + first + ahead, first, count))
-    return found
+        if tap is not None:
+            outputs, inputs = tap
+            # Rows of x with the same remainder modulo the stride form a phase, in which they are
+            # numbered.
+            number, phase = divmod(inputs.start, rows.stride)
+            count = outputs.stop - outputs.start
+            yield _RowTap(position, phase * per_phase + number, outputs.start, count)
 
 
 class _DiagonalGemm(ComputedExecutable):
