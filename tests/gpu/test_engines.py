@@ -157,7 +157,7 @@ def test_every_engine_that_adds_a_bias_agrees_with_float64(
             (one, expected + one.double().cpu().view(-1, *[1] * problem.rank))
             for one in (bias[:-1], bias[1:])
         ]
-        candidates = backend.bias_candidates(problem)
+        candidates = backend.candidates(problem, adds_bias=True)
         # for 3 channels to 5 in half precision, cuDNN 9.19 has only one that it would compile
         is_usual = problem.rank == 2 and problem.groups == 1 and problem.in_channels % 8 == 0
         if is_usual and not candidates:

@@ -97,12 +97,11 @@ class ScriptedBackend(AbstractBackend):
         del problem
         return None if algorithm in self.costs else "there is none"
 
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        return tuple(Candidate(problem, name) for name in self.costs if name not in self.fused)
-
-    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(problem, name, adds_bias=True) for name in self.costs if name in self.fused
+            Candidate(problem, name, adds_bias=adds_bias)
+            for name in self.costs
+            if (name in self.fused) == adds_bias
         )
 
     def implementation_of(self, problem: Problem, algorithm: str) -> str:

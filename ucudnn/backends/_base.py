@@ -220,27 +220,23 @@ class AbstractBackend(ABC):
         """
         return self.refusal(problem, algorithm)
 
+    # Candidates with a bias are listed separately, because cuDNN has other engines for the
+    # convolution with a fused bias than for the plain convolution.
     @abstractmethod
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
         """The distinct candidates of a problem, torch's own convolution first.
+
+        With `adds_bias`, these are the candidates that compute a convolution and add a bias in one
+        operation. With a bias of zeros, they compute the plain convolution.
 
         Raises:
             UnsupportedError: no algorithm computes the problem.
         """
 
-    # Candidates with a bias are listed separately, because cuDNN has other engines for the
-    # convolution with a fused bias than for the plain convolution.
-    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """Candidates that compute a convolution and add a bias in one operation.
-
-        With a bias of zeros, they compute the plain convolution. Their `adds_bias` is True.
-        """
-        del problem
-        return ()
-
-    @abstractmethod
     def implementation_of(self, problem: Problem, algorithm: str) -> str:
         """Name of the implementation that an algorithm runs at the batch of this problem."""
+        del problem
+        return algorithm
 
     # Lower bounds allow candidates to be ruled out without a run. Candidates without bounds are
     # timed.

@@ -211,21 +211,21 @@ class CudnnBackend(AbstractBackend):
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
         return _engine_refusal(problem, algorithm, self.runtime.cudnn.version)
 
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """torch's own convolution, then the engines that PyTorch's settings allow, best first."""
-        engines = self._engines(problem, bias=False)
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
+        """torch's own convolution, then the engines that PyTorch's settings allow, best first.
+
+        With `adds_bias`, these are the engines for the fused pattern (convolution + bias), which
+        only fprop has.
+        """
+        engines: tuple[Candidate, ...] = ()
+        # What is remembered was listed while cuDNN was switched on.
+        if torch._C._get_cudnn_enabled() and (problem.op == "fprop" or not adds_bias):
+            engines = self._candidates(problem, _is_deterministic(), adds_bias)
+        if adds_bias:
+            return engines
         # torch may pick a nondeterministic engine, unless it is set to be deterministic.
         default = Candidate(problem, DEFAULT_ALGORITHM, is_deterministic=_is_deterministic())
         return default, *engines
-
-    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """cuDNN's engines for the fused pattern (convolution + bias), which only fprop has."""
-        return self._engines(problem, bias=True) if problem.op == "fprop" else ()
-
-    def _engines(self, problem: Problem, bias: bool) -> tuple[Candidate, ...]:
-        # What is remembered was listed while cuDNN was switched on.
-        is_on = torch._C._get_cudnn_enabled()
-        return self._candidates(problem, _is_deterministic(), bias) if is_on else ()
 
     def _enumerate(
         self, problem: Problem, deterministic: bool, bias: bool
@@ -251,11 +251,6 @@ class CudnnBackend(AbstractBackend):
             and not one.is_runtime_compiled
             and self.refusal(problem, one.identity) is None
         )
-
-    def implementation_of(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm's name: an engine is one implementation, and torch hides its choice."""
-        del problem
-        return algorithm
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate, for any number of samples.
