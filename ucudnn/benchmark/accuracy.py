@@ -74,7 +74,7 @@ class Check:
 
     def run(self) -> Tensor | None:
         """Run once; return the result if the run has made a new tensor for it, else None."""
-        a, b, _ = self._ring.chunk(self._part, 0)
+        a, b = self._ring.operands(self._part, 0)
         executable = self._executable
         if self._role != Role.LATER:
             compute = executable.alone if self._role == Role.ALONE else executable.begin
