@@ -33,7 +33,7 @@ from ucudnn.backends.tensors import padded, torch_dtype
 from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
-from ucudnn.problem import Problem
+from ucudnn.problem import Problem, strides_of
 from ucudnn.split import DEFAULT_ALGORITHM
 
 # Engines that compute wrong results if the padding at both ends of an axis differs, without an
@@ -102,11 +102,8 @@ def _runtime(library: Path) -> Runtime:
 
 
 def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if problem.layout == "nchw":
-        return empty_raw(shape, torch_dtype(problem), device)
-    batch, channels, *spatial = shape
-    memory = empty_raw((batch, *spatial, channels), torch_dtype(problem), device)
-    return memory.movedim(-1, 1)
+    memory = empty_raw(prod(shape), torch_dtype(problem), device)
+    return memory.as_strided(shape, strides_of(shape, problem.layout == "nhwc"))
 
 
 def _is_wrong_in_3d(problem: Problem, version: int) -> bool:

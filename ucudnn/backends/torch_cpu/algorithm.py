@@ -17,7 +17,7 @@ from torch import Tensor
 from ucudnn.backends._base import Cost, Executable, add_bias
 from ucudnn.backends.tensors import ComputedExecutable, Slices, memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
-from ucudnn.problem import Problem
+from ucudnn.problem import Problem, strides_of
 from ucudnn.units import format_bytes
 
 # Names of implementations: those by oneDNN, and those in which aten multiplies im2col columns.
@@ -125,12 +125,7 @@ def outline(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
 def _laid_out(problem: Problem, shape: tuple[int, ...], memory: Any) -> Tensor:
     flat = torch.frombuffer(memory, dtype=torch_dtype(problem), count=prod(shape))
-    if problem.layout == "nchw":
-        return flat.view(shape)
-    batch, channels, *spatial = shape
-    # Channels are innermost in memory and the second axis in the shape.
-    order = (0, len(shape) - 1, *range(1, len(shape) - 1))
-    return flat.view(batch, *spatial, channels).permute(order)
+    return flat.as_strided(shape, strides_of(shape, problem.layout == "nhwc"))
 
 
 def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
