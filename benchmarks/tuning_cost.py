@@ -180,11 +180,11 @@ def _layers(table: str) -> dict[tuple[str, str], Problem]:
 class _Stating(_Replayed):
     """States workspace, as cuDNN does."""
 
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
         known = self._entries.get(problem, {})
         return tuple(
             replace(one, workspace_bytes=known[one.algorithm][Role.ALONE].workspace_bytes)
-            for one in super().candidates(problem)
+            for one in super().candidates(problem, adds_bias)
         )
 
 

@@ -73,7 +73,7 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
     # A plan does not say whether its layers have a bias. It is known that they have one if the
     # split has an algorithm that adds a bias.
-    fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
+    fused = {one.algorithm for one in session.backend.candidates(problem, adds_bias=True)}
     has_bias = any(chunk.algorithm in fused for chunk in split.chunks)
     # The plan's split and torch's own convolution are timed in one call of `whole`, because only
     # times that are taken together can be compared.

@@ -53,8 +53,8 @@ class Returns(Executable):
     def __init__(self, result: Tensor) -> None:
         self._result = result
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        del a, b
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        del a, b, bias
         return self._result.clone()
 
 

@@ -540,11 +540,11 @@ def test_a_bias_is_added_wherever_it_lies(backend, exact, geometry, runtime, ide
     bias = memory[begin::step][: problem.out_channels]
     executable = EngineExecutable(runtime, problem, identity)
     expected = exact(problem, x, w) + bias.double().view(-1, *[1] * problem.rank)
-    assert relative_error(executable.alone_biased(x, w, bias), expected) < 1e-6
+    assert relative_error(executable.alone(x, w, bias), expected) < 1e-6
     whole = torch.full((7, *problem.result_shape[1:]), torch.nan)
     for samples in (slice(0, 3), slice(3, 5)):
         out = whole[1:-1][samples]
-        executable.write_biased(x[samples], w, out, bias)
+        executable.write(x[samples], w, out, bias)
     assert relative_error(whole[1:-1], expected) < 1e-6
     fused = identity == "bias_eng0"
     assert {len(pointers) for pointers in runtime.packs} == {4 if fused else 3}
@@ -568,7 +568,7 @@ def test_a_call_without_a_bias_reads_zeros_of_its_own(backend, exact, runtime):
     problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
     x, w = backend.operands(problem, 3)
     executable = EngineExecutable(runtime, problem, "bias_eng0")
-    executable.alone_biased(x, w, torch.ones(8))
+    executable.alone(x, w, torch.ones(8))
     for _ in range(2):
         with _Zeros() as zeros:
             result = executable.alone(x, w)
@@ -612,4 +612,4 @@ def test_a_bias_of_another_dtype_is_refused(backend, runtime):
     problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
     x, w = backend.operands(problem, 3)
     with pytest.raises(ValueError, match="bias must be torch.float32 on cpu.*torch.float64"):
-        EngineExecutable(runtime, problem, "bias_eng0").alone_biased(x, w, torch.ones(8).double())
+        EngineExecutable(runtime, problem, "bias_eng0").alone(x, w, torch.ones(8).double())

@@ -48,13 +48,13 @@ class Noting(Executable):
         self._real = real
         self._notes = notes
 
-    def alone(self, a, b):
+    def alone(self, a, b, bias=None):
         self._notes.append(Role.ALONE)
-        return self._real.alone(a, b)
+        return self._real.alone(a, b, bias)
 
-    def write(self, a, b, out):
+    def write(self, a, b, out, bias=None):
         self._notes.append(Role.LATER)
-        self._real.write(a, b, out)
+        self._real.write(a, b, out, bias)
 
     def begin(self, a, b):
         result = self._real.begin(a, b)

@@ -437,13 +437,13 @@ class Spy(Executable):
     def __init__(self, inner: Executable, note: Callable[[int], None]) -> None:
         self._inner, self._note = inner, note
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         self._note(len(a))
-        return self._inner.alone(a, b)
+        return self._inner.alone(a, b, bias)
 
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         self._note(len(a))
-        self._inner.write(a, b, out)
+        self._inner.write(a, b, out, bias)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self._note(len(a))

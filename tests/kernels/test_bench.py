@@ -86,11 +86,11 @@ class Painter(Executable):
     def __init__(self) -> None:
         self.results: dict[int, Tensor] = {}
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        del a, b
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        del a, b, bias
         whole = out._base if out._base is not None else out
         if id(whole) not in self.results:
             self.results[id(whole)] = whole.zero_()

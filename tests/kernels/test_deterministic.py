@@ -37,10 +37,10 @@ def here(scripted, monkeypatch):
     backend.varying = {"atomic"}
     listed = backend.candidates
 
-    def candidates(problem):
+    def candidates(problem, adds_bias=False):
         return tuple(
             replace(one, is_deterministic=False) if one.algorithm in backend.varying else one
-            for one in listed(problem)
+            for one in listed(problem, adds_bias)
         )
 
     monkeypatch.setattr(backend, "candidates", candidates)

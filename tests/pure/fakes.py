@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ucudnn.backends import AbstractBackend, Activity, DeviceState, Executable, open_backend
+from ucudnn.backends import (
+    AbstractBackend,
+    Activity,
+    DeviceState,
+    Executable,
+    add_bias,
+    open_backend,
+)
 from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
@@ -33,9 +40,11 @@ class ScriptedExecutable(Executable):
         self._problem = problem
         self._algorithm = algorithm
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         del b
         size = a.shape[0]
+        if bias is not None and self._algorithm not in self._backend.fused:
+            self._backend.clock += self._backend.bias_ns * size
         part = self._problem.with_batch(size)
         time_ns, workspace = self._backend.charged(self._algorithm, part)
         self._backend.runs.append((self._algorithm, size))
@@ -46,15 +55,7 @@ class ScriptedExecutable(Executable):
         self._backend.processor += time_ns
         self._backend.switches += slowdown > 1
         self._backend.peak = max(self._backend.peak, workspace)
-        return torch.zeros(part.result_shape)
-
-    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        if self._algorithm not in self._backend.fused:
-            self._backend.clock += self._backend.bias_ns * a.shape[0]
-        return self.alone(a, b).add_(bias.view(-1, *[1] * (a.dim() - 2)))
-
-    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        out.copy_(self.alone_biased(a, b, bias))
+        return add_bias(torch.zeros(part.result_shape), bias)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self._backend.clock += self._backend.adding_ns.get(self._algorithm, 0)
@@ -96,12 +97,11 @@ class ScriptedBackend(AbstractBackend):
         del problem
         return None if algorithm in self.costs else "there is none"
 
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        return tuple(Candidate(problem, name) for name in self.costs if name not in self.fused)
-
-    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(problem, name, adds_bias=True) for name in self.costs if name in self.fused
+            Candidate(problem, name, adds_bias=adds_bias)
+            for name in self.costs
+            if (name in self.fused) == adds_bias
         )
 
     def implementation_of(self, problem: Problem, algorithm: str) -> str:
@@ -144,8 +144,8 @@ class Misbehaving(Executable):
         self._algorithm = algorithm
         self._calls = 0
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        result = self._right.alone(a, b)
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        result = self._right.alone(a, b, bias)
         self._calls += 1
         self._end_or_raise()
         if self._algorithm == "wrong":

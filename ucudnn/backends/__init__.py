@@ -21,5 +21,5 @@ from ucudnn.backends._base import Executable as Executable
 from ucudnn.backends._base import Launcher as Launcher
 from ucudnn.backends._base import Roofline as Roofline
 from ucudnn.backends._base import Span as Span
+from ucudnn.backends._base import add_bias as add_bias
 from ucudnn.backends.registry import open_backend as open_backend
-from ucudnn.backends.registry import sees_a_gpu as sees_a_gpu

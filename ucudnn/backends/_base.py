@@ -26,28 +26,19 @@ class Executable(ABC):
 
     Operands are (x, w) for fprop, (dy, w) for dgrad and (x, dy) for wgrad; their first axis gives
     the number of samples. All methods compute the same result. `alone` and `begin` return it,
-    `write` stores it into `out`, and `add` adds it to `out`. The biased methods also add one
-    element of the bias to each channel.
+    `write` stores it into `out`, and `add` adds it to `out`. If there is a bias (fprop, dgrad), one
+    element of it is added to each channel.
     """
 
     @abstractmethod
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute the result of these operands into a new tensor in the problem's layout."""
 
     # The methods below are correct for any algorithm, but they compute a temporary result first. An
     # algorithm that can write or add into `out` directly overrides them.
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Compute into a slice of an existing result (fprop, dgrad)."""
-        out.copy_(self.alone(a, b))
-
-    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        """Compute the result plus a bias of one element per channel (fprop, dgrad)."""
-        return add_bias(self.alone(a, b), bias)
-
-    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        """Compute the result plus a bias into a slice of an existing result (fprop, dgrad)."""
-        self.write(a, b, out)
-        add_bias(out, bias)
+        out.copy_(self.alone(a, b, bias))
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute a new result, to which chunks are added; float32 for half precision (wgrad)."""
@@ -60,8 +51,10 @@ class Executable(ABC):
         out.add_(self.alone(a, b))
 
 
-def add_bias(result: Tensor, bias: Tensor) -> Tensor:
-    """Add one element of the bias to each channel of a result, in place."""
+def add_bias(result: Tensor, bias: Tensor | None) -> Tensor:
+    """Add one element of the bias, if there is one, to each channel of a result, in place."""
+    if bias is None:
+        return result
     # Channels are the second axis in either layout: nhwc is the same shape with other strides.
     return result.add_(bias.view(-1, *[1] * (result.dim() - 2)))
 
@@ -227,27 +220,23 @@ class AbstractBackend(ABC):
         """
         return self.refusal(problem, algorithm)
 
+    # Candidates with a bias are listed separately, because cuDNN has other engines for the
+    # convolution with a fused bias than for the plain convolution.
     @abstractmethod
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
         """The distinct candidates of a problem, torch's own convolution first.
+
+        With `adds_bias`, these are the candidates that compute a convolution and add a bias in one
+        operation. With a bias of zeros, they compute the plain convolution.
 
         Raises:
             UnsupportedError: no algorithm computes the problem.
         """
 
-    # Candidates with a bias are listed separately, because cuDNN has other engines for the
-    # convolution with a fused bias than for the plain convolution.
-    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """Candidates that compute a convolution and add a bias in one operation.
-
-        With a bias of zeros, they compute the plain convolution. Their `adds_bias` is True.
-        """
-        del problem
-        return ()
-
-    @abstractmethod
     def implementation_of(self, problem: Problem, algorithm: str) -> str:
         """Name of the implementation that an algorithm runs at the batch of this problem."""
+        del problem
+        return algorithm
 
     # Lower bounds allow candidates to be ruled out without a run. Candidates without bounds are
     # timed.

@@ -6,10 +6,13 @@ Code that times or runs torch's own convolution calls these functions, which nev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ucudnn.problem import Problem
 
 _aten = torch.ops.aten
 _convolution: Callable[..., Any] = torch._convolution
@@ -27,10 +30,22 @@ class Kernels(NamedTuple):
 _kept: dict[str, Kernels] = {}
 
 
-def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """Compute a convolution as torch does.
+def geometry_of(problem: Problem) -> tuple[Any, ...]:
+    """The arguments of aten's convolutions that follow the bias, for equal padding at both ends.
 
-    The geometry is stride, padding, dilation, transposed, output_padding, groups.
+    They are stride, padding, dilation, transposed, output_padding and groups.
+
+    >>> from ucudnn.problem import Problem
+    >>> geometry_of(Problem("fprop", 1, 4, 4, (9,), (3,), padding=((1, 1),)))
+    ([1], [1], [1], False, [0], 1)
+    """
+    stride, dilation = list(problem.stride), list(problem.dilation)
+    padding = [begin for begin, _ in problem.padding]
+    return stride, padding, dilation, False, [0] * problem.rank, problem.groups
+
+
+def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """Compute a convolution as torch does; `geometry_of` explains the geometry.
 
     >>> convolution(torch.ones(1, 1, 3), torch.ones(1, 1, 3), None, [1], [0], [1], False, [0], 1)
     tensor([[[3.]]])

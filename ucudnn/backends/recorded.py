@@ -113,8 +113,12 @@ class RecordedBackend(AbstractBackend):
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm is no candidate; None if it computed this or a larger batch."""
-        if self._computes(problem, algorithm):
-            return None
+        sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
+        # An algorithm that computed a larger batch also computes a smaller one.
+        for size in sizes[bisect_left(sizes, problem.batch) :]:
+            entries = self._entries[problem.with_batch(size)][algorithm].values()
+            if any(entry.status != "failed" for entry in entries):
+                return None
         return f"the recording of {self.device()} has no measurement of it"
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
@@ -123,15 +127,8 @@ class RecordedBackend(AbstractBackend):
         # tensor: it has measurements of only one slab of each height.
         return None
 
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
         """Candidates measured at exactly this batch, torch's own convolution first."""
-        return self._candidates(problem, adds_bias=False)
-
-    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """Candidates measured at exactly this batch that also add a bias."""
-        return self._candidates(problem, adds_bias=True)
-
-    def _candidates(self, problem: Problem, *, adds_bias: bool) -> tuple[Candidate, ...]:
         by_name = self._entries.get(problem, {})
         entries = (next(iter(by_name[name].values())) for name in _default_first(by_name))
         return tuple(
@@ -164,15 +161,6 @@ class RecordedBackend(AbstractBackend):
     def _implementation(self, problem: Problem, algorithm: str, size: int) -> str:
         entries = self._entries[problem.with_batch(size)][algorithm].values()
         return next((e.implementation for e in entries if e.implementation), algorithm)
-
-    def _computes(self, problem: Problem, algorithm: str) -> bool:
-        sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
-        # An algorithm that computed a larger batch also computes a smaller one.
-        return any(
-            entry.status != "failed"
-            for size in sizes[bisect_left(sizes, problem.batch) :]
-            for entry in self._entries[problem.with_batch(size)][algorithm].values()
-        )
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         self._refuse(f"{algorithm} on {problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -225,9 +226,46 @@ def padded(problem: Problem, build: Callable[[Problem], Executable]) -> Executab
     return build(problem) if like == problem else _Padded(problem, build(like))
 
 
-class _Padded(Executable):
+class ComputedExecutable(Executable):
+    """Base of executables that compute a result in any strides and precision, and then place it.
+
+    One pass over the result converts it while it is copied or added to its place.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._layout = memory_format(problem)
+
+    @abstractmethod
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the result, plus a bias if there is one, in at least the operands' precision."""
+
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute the result of these operands into a new tensor in the problem's layout."""
+        return self._placed(self.compute(a, b, bias), a.dtype)
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """Compute into a slice of an existing result (fprop, dgrad)."""
+        out.copy_(self.compute(a, b, bias))
+
+    def begin(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute a new result, to which chunks are added; float32 for half precision (wgrad)."""
+        return self._placed(self.compute(a, b, None), torch.promote_types(a.dtype, torch.float32))
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Add the result to an existing tensor, in the precision of that tensor (wgrad)."""
+        out.add_(self.compute(a, b, None))
+
+    def _placed(self, result: Tensor, dtype: torch.dtype) -> Tensor:
+        # `to` takes a microsecond even if it converts nothing.
+        if result.dtype != dtype:
+            result = result.to(dtype)
+        return result.contiguous(memory_format=self._layout)
+
+
+class _Padded(ComputedExecutable):
     def __init__(self, problem: Problem, inner: Executable) -> None:
-        self._problem = problem
+        super().__init__(problem)
         self._inner = inner
         excess = [
             (begin - min(begin, end), end - min(begin, end)) for begin, end in problem.padding
@@ -240,21 +278,10 @@ class _Padded(Executable):
         )
         self._inside = (slice(None), slice(None), *inside)
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._run(a, b).contiguous(memory_format=memory_format(self._problem))
-
-    # dgrad computes a larger dx, of which a part is the result. `write` and `add` read this part
-    # without copying it first.
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.copy_(self._run(a, b))
-
-    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.add_(self._run(a, b))
-
-    def _run(self, a: Tensor, b: Tensor) -> Tensor:
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         # The inner executable computes the gradient of the padded input. The gradients of the zeros
         # that `pad` would add are cut off.
-        if self._problem.op == "dgrad":
-            return self._inner.alone(a, b)[self._inside]
+        if self.problem.op == "dgrad":
+            return self._inner.alone(a, b, bias)[self._inside]
         # Only fprop and wgrad get here, and their first operand is x.
-        return self._inner.alone(pad(a, self._excess), b)
+        return self._inner.alone(pad(a, self._excess), b, bias)

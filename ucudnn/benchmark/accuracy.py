@@ -74,7 +74,7 @@ class Check:
 
     def run(self) -> Tensor | None:
         """Run once; return the result if the run has made a new tensor for it, else None."""
-        a, b, _ = self._ring.chunk(self._part, 0)
+        a, b = self._ring.operands(self._part, 0)
         executable = self._executable
         if self._role != Role.LATER:
             compute = executable.alone if self._role == Role.ALONE else executable.begin
@@ -192,12 +192,11 @@ class Crop:
 
     def pick(self, result: Tensor) -> Tensor:
         """The elements of this crop, taken from a result, in float64 on the CPU."""
-        rank = len(self.positions)
         first, second = torch.tensor(self.planes, device=result.device).T
-        index = [_facing(values, 0, rank + 1) for values in (first, second)]
+        picked = result[first, second]
         for axis, positions in enumerate(self.positions, 1):
-            index.append(_facing(torch.tensor(positions, device=result.device), axis, rank + 1))
-        return result[tuple(index)].to("cpu", _DOUBLE)
+            picked = picked.index_select(axis, torch.tensor(positions, device=result.device))
+        return picked.to("cpu", _DOUBLE)
 
 
 class Reference:
@@ -329,8 +328,3 @@ def _blocks(extent: int, most: int) -> Iterator[slice]:
     size = max(most, 1)
     for begin in range(0, extent, size):
         yield slice(begin, min(begin + size, extent))
-
-
-def _facing(values: Tensor, axis: int, rank: int) -> Tensor:
-    """Indices as a tensor with so many axes, along one of which they lie."""
-    return values.view([-1 if place == axis else 1 for place in range(rank)])

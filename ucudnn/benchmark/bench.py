@@ -163,8 +163,7 @@ class LocalBench(AbstractBench):
         """Float64 values of a part's result, computed once for all algorithms and roles."""
         if part not in self._references:
             # These are the operands on which `Check.run` runs the candidate.
-            a, b, _ = ring.chunk(part, 0)
-            self._references[part] = Reference(part, a, b)
+            self._references[part] = Reference(part, *ring.operands(part, 0))
         return self._references[part]
 
     def _checked(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -85,11 +84,9 @@ class OperatorTable:
         operator: Any,
         args: Any,
         kwargs: Any,
-        way: Hashable = None,
-        context: AbstractContextManager[object] | None = None,
-        *,
-        most_bytes: int | None = None,
-        is_weight: Callable[[Tensor], bool] = lambda _: False,
+        way: Hashable,
+        most_bytes: int | None,
+        is_weight: Callable[[Tensor], bool],
     ) -> Inside:
         """What a call needs inside.
 
@@ -98,25 +95,12 @@ class OperatorTable:
             args: its arguments, with fake tensors.
             kwargs: its keyword arguments.
             way: tells calls apart that are computed in different ways.
-            context: context in which it is computed.
             most_bytes: larger operands are cut: two calls with fewer samples show how the needs
                 grow with the batch; None: no operand is cut, unless memory is short.
             is_weight: tells which of the tensors have no samples, and are never cut.
         """
         if any(one in str(operator) for one in _UNSAFE):
             return Inside(0, SMALL_NS, failure="it takes memory of its own kind")
-        with context or nullcontext():
-            return self._measured(operator, args, kwargs, way, most_bytes, is_weight)
-
-    def _measured(
-        self,
-        operator: Any,
-        args: Any,
-        kwargs: Any,
-        way: Hashable,
-        most_bytes: int | None,
-        is_weight: Callable[[Tensor], bool],
-    ) -> Inside:
         tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
         count = batch_of([one for one in tensors if not is_weight(one)])
         size = sum(map(_bytes, tree_leaves((args, kwargs))))

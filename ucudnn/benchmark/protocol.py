@@ -136,19 +136,17 @@ class Ring:
         total = empty_total(problem, a).zero_() if problem.op == "wgrad" else None
         return cls(problem, samples, a, b, total)
 
-    def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Slices]:
-        """Views of the operands for a chunk, and the chunk's part of a call's result.
-
-        The chunk consists of some samples, or of some rows of some samples. Chunks are numbered
-        from 0; the one after the last is the first one again.
-        """
-        a, b, out = self.places(part, number)
-        return self.a[a], self.b[b], out
+    def operands(self, part: Problem, number: int) -> tuple[Tensor, Tensor]:
+        """Views of the operands for a chunk, or for a call; `places` explains the arguments."""
+        a, b, _ = self.places(part, number)
+        return self.a[a], self.b[b]
 
     def places(self, part: Problem, number: int) -> tuple[Slices, Slices, Slices]:
-        """The parts of both operands and of a call's result that `chunk` uses.
+        """The parts of both operands and of a call's result that a chunk uses.
 
-        Raises an error for lack of memory if the ring has fewer samples than the chunk.
+        The chunk consists of some samples, or of some rows of some samples. Chunks are numbered
+        from 0; the one after the last is the first one again. Raises an error for lack of memory if
+        the ring has fewer samples than the chunk.
         """
         if part.batch > self.problem.batch:
             raise CandidateError(
@@ -288,21 +286,19 @@ class WholeLoop(AbstractLoop):
 
     def once(self) -> Tensor:
         """Run one call and return its result."""
-        return self._call(*self._operands(next(self._numbers)), self._bias)
+        a, b = self._ring.operands(self._call.problem, next(self._numbers))
+        return self._call(a, b, self._bias)
 
     def prepare(self, times: int) -> Callable[[], None]:
         """Prepare the operands of the next calls; each result is freed before the next call."""
-        operands = [self._operands(number) for number in islice(self._numbers, times)]
+        ring, problem = self._ring, self._call.problem
+        operands = [ring.operands(problem, number) for number in islice(self._numbers, times)]
 
         def run() -> None:
             for a, b in operands:
                 self._call(a, b, self._bias)
 
         return run
-
-    def _operands(self, number: int) -> tuple[Tensor, Tensor]:
-        a, b, _ = self._ring.chunk(self._call.problem, number)
-        return a, b
 
 
 class Sampler:

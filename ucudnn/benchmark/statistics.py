@@ -31,8 +31,8 @@ def spread_ns(samples: Sequence[int]) -> int:
     return ordered[(3 * last + 2) // 4] - ordered[last // 4]
 
 
-def median_interval(samples: Sequence[int], confidence: float = 0.95) -> tuple[int, int]:
-    """A distribution-free confidence interval of the median: two of the samples.
+def median_interval(samples: Sequence[int]) -> tuple[int, int]:
+    """A distribution-free 95 % confidence interval of the median: two of the samples.
 
     It reaches from the k-th smallest to the k-th largest sample. The number k follows from the
     binomial distribution (Conover, "Practical Nonparametric Statistics", section 3.2). With few
@@ -42,7 +42,7 @@ def median_interval(samples: Sequence[int], confidence: float = 0.95) -> tuple[i
     ((1, 5), (2, 8))
     """
     ordered = sorted(samples)
-    k = _outermost(len(ordered), confidence)
+    k = _outermost(len(ordered))
     return ordered[k - 1], ordered[-k]
 
 
@@ -61,7 +61,7 @@ def ratio_interval(
     return median(ratios), ratios[k - 1], ratios[-k]
 
 
-def _outermost(count: int, confidence: float) -> int:
+def _outermost(count: int, confidence: float = 0.95) -> int:
     """The largest k for which the k-th smallest and k-th largest sample enclose the median."""
     outside = 1 - confidence
     k, tail = 0, 0.0

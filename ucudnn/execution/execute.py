@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 
-from ucudnn.backends import AbstractBackend, BoundChunk, Executable, Launcher
+from ucudnn.backends import AbstractBackend, BoundChunk, Executable, Launcher, add_bias
 from ucudnn.backends.tensors import Slices, memory_format
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
@@ -81,9 +81,7 @@ class Call:
             (only,) = self.chunks
             if self.split.axis == "spatial":  # the slab may read only some rows of a and b
                 a, b = a[only.a], b[only.b]
-            if bias is None:
-                return only.executable.alone(a, b)
-            return only.executable.alone_biased(a, b, bias)
+            return only.executable.alone(a, b, bias)
         # Chunks of fprop and dgrad own disjoint slices of the result. Every chunk of wgrad
         # contributes to the whole filter gradient, so there the first chunk makes the result and
         # the others add to it.
@@ -91,16 +89,11 @@ class Call:
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
             if result is None:
-                first = chunk.executable.begin(a[chunk.a], b[chunk.b])
-                # An algorithm may return a result with the strides of a view, but later chunks can
-                # only be added to a result in the problem's layout.
-                result = first.contiguous(memory_format=memory_format(self.problem))
+                result = chunk.executable.begin(a[chunk.a], b[chunk.b])
             elif is_sum:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)
-            elif bias is None:
-                chunk.executable.write(a[chunk.a], b[chunk.b], result[chunk.out])
             else:
-                chunk.executable.write_biased(a[chunk.a], b[chunk.b], result[chunk.out], bias)
+                chunk.executable.write(a[chunk.a], b[chunk.b], result[chunk.out], bias)
         assert result is not None
         return result.to(a.dtype)
 
@@ -203,13 +196,13 @@ class _Zero(Executable):
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         del b
-        return empty_result(self._problem, a).zero_()
+        return add_bias(empty_result(self._problem, a).zero_(), bias)
 
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         del a, b
-        out.zero_()
+        add_bias(out.zero_(), bias)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Add nothing."""

@@ -78,12 +78,13 @@ def _nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
     of torch, which is not changed when a plan is followed.
     """
     for kernel in plan.kernels:
-        listed = (*backend.candidates(kernel.problem), *backend.bias_candidates(kernel.problem))
+        problem = kernel.problem
+        listed = (*backend.candidates(problem), *backend.candidates(problem, adds_bias=True))
         varying = {one.algorithm for one in listed if not one.is_deterministic}
         for name in kernel.algorithms:
             if name in varying:
                 return (
-                    f"{name} of {kernel.problem} may give other bits in every run; set "
+                    f"{name} of {problem} may give other bits in every run; set "
                     f"torch.use_deterministic_algorithms(True), or tune again"
                 )
     return ""

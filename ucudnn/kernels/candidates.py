@@ -68,8 +68,6 @@ class KernelCandidates:
         self.problem = axis.problem
         self._extrapolates = extrapolates
         self._deterministic = deterministic
-        backend = session.backend
-        self._listed = backend.bias_candidates if cut.adds_bias else backend.candidates
         # The problems of chunks are cached: making a `Problem` checks its fields, and the same few
         # sizes are asked for often.
         self.part = lru_cache(maxsize=None)(axis.part)
@@ -88,7 +86,7 @@ class KernelCandidates:
         found: dict[Arm, Candidate] = {}
         for size in self.cut.sizes:
             part, ends = self.part(size), self.axis.ends(size)
-            for candidate in self._listed(part):
+            for candidate in backend.candidates(part, self.cut.adds_bias):
                 # Unlike inner slabs, the first and the last slab have padding, which an algorithm
                 # may not support. What was recorded is listed, also if it failed.
                 is_refused = any(refusal(one, candidate.algorithm) for one in (part, *ends))

@@ -260,12 +260,8 @@ class _StepLog(StepRecorder):
         plan = self._plan
         covered = [] if plan is None else [plan.split(one) for one in kernels if plan.covers(one)]
         splits = tuple(one for one in covered if not one.is_default)
-        context = Installation(self._kind, self._runner) if splits else None
-        inside = self._table.inside(
-            *(func, args, kwargs, splits or None, context),
-            most_bytes=most_bytes,
-            is_weight=self._is_weight,
-        )
+        with Installation(self._kind, self._runner) if splits else nullcontext():
+            inside = self._table.inside(func, args, kwargs, splits, most_bytes, self._is_weight)
         if inside.failure:
             self._failed[str(func)] = inside.failure
         return inside

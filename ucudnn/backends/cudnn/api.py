@@ -165,17 +165,6 @@ class Cudnn:
             tensor.set_bool(Attribute.TENSOR_IS_VIRTUAL, True)
         return tensor.finalize()
 
-    def variant_pack(
-        self, uids: tuple[int, ...], pointers: tuple[int, ...], workspace: int
-    ) -> Descriptor:
-        """Describe the addresses that a plan runs on; reusable while the addresses are the same."""
-        # A finalized pack cannot be changed, so other addresses need another pack.
-        pack = Descriptor(self, DescriptorKind.VARIANT_PACK)
-        pack.set_int64(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
-        pack.set_pointers(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers)
-        pack.set_pointers(Attribute.VARIANT_PACK_WORKSPACE, workspace)
-        return pack.finalize()
-
 
 class Descriptor:
     """A cuDNN object, whose attributes are set before it is finalized and can be read afterwards.

@@ -33,7 +33,7 @@ from ucudnn.backends.tensors import padded, torch_dtype
 from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
-from ucudnn.problem import Problem
+from ucudnn.problem import Problem, strides_of
 from ucudnn.split import DEFAULT_ALGORITHM
 
 # Engines that compute wrong results if the padding at both ends of an axis differs, without an
@@ -102,11 +102,8 @@ def _runtime(library: Path) -> Runtime:
 
 
 def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if problem.layout == "nchw":
-        return empty_raw(shape, torch_dtype(problem), device)
-    batch, channels, *spatial = shape
-    memory = empty_raw((batch, *spatial, channels), torch_dtype(problem), device)
-    return memory.movedim(-1, 1)
+    memory = empty_raw(prod(shape), torch_dtype(problem), device)
+    return memory.as_strided(shape, strides_of(shape, problem.layout == "nhwc"))
 
 
 def _is_wrong_in_3d(problem: Problem, version: int) -> bool:
@@ -211,21 +208,21 @@ class CudnnBackend(AbstractBackend):
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
         return _engine_refusal(problem, algorithm, self.runtime.cudnn.version)
 
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """torch's own convolution, then the engines that PyTorch's settings allow, best first."""
-        engines = self._engines(problem, bias=False)
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
+        """torch's own convolution, then the engines that PyTorch's settings allow, best first.
+
+        With `adds_bias`, these are the engines for the fused pattern (convolution + bias), which
+        only fprop has.
+        """
+        engines: tuple[Candidate, ...] = ()
+        # What is remembered was listed while cuDNN was switched on.
+        if torch._C._get_cudnn_enabled() and (problem.op == "fprop" or not adds_bias):
+            engines = self._candidates(problem, _is_deterministic(), adds_bias)
+        if adds_bias:
+            return engines
         # torch may pick a nondeterministic engine, unless it is set to be deterministic.
         default = Candidate(problem, DEFAULT_ALGORITHM, is_deterministic=_is_deterministic())
         return default, *engines
-
-    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """cuDNN's engines for the fused pattern (convolution + bias), which only fprop has."""
-        return self._engines(problem, bias=True) if problem.op == "fprop" else ()
-
-    def _engines(self, problem: Problem, bias: bool) -> tuple[Candidate, ...]:
-        # What is remembered was listed while cuDNN was switched on.
-        is_on = torch._C._get_cudnn_enabled()
-        return self._candidates(problem, _is_deterministic(), bias) if is_on else ()
 
     def _enumerate(
         self, problem: Problem, deterministic: bool, bias: bool
@@ -251,11 +248,6 @@ class CudnnBackend(AbstractBackend):
             and not one.is_runtime_compiled
             and self.refusal(problem, one.identity) is None
         )
-
-    def implementation_of(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm's name: an engine is one implementation, and torch hides its choice."""
-        del problem
-        return algorithm
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate, for any number of samples.

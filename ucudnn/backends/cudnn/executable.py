@@ -17,7 +17,7 @@ from ucudnn.backends import aten
 from ucudnn.backends._base import Executable, add_bias
 from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views
-from ucudnn.backends.tensors import Slices, memory_format, torch_dtype
+from ucudnn.backends.tensors import ComputedExecutable, Slices, memory_format, torch_dtype
 from ucudnn.errors import RefusedError, UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
@@ -76,9 +76,7 @@ class EngineCall:
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
         """Compute a new result; None if an engine does not take the tensors as they lie."""
         out = self.new_result(a)
-        if self.launch(a, b, out, bias if self._add_bias else None) is not None:
-            return None
-        return out if bias is None or self._add_bias else add_bias(out, bias)
+        return out if self.launch(a, b, out, bias) is None else None
 
     def new_result(self, like: Tensor) -> Tensor:
         """A tensor for the result, on the device and in the dtype of an operand."""
@@ -103,14 +101,18 @@ class EngineCall:
             built = self._built[place] = self._build(a, b, out)
         if isinstance(built, str):
             return built
+        addresses: tuple[int, ...] = pointers
         if self._need_bias:
-            bias = self._usable_bias(a, bias)
+            usable = self._usable_bias(a, bias if self._add_bias else None)
+            addresses = (*pointers, usable.data_ptr())
         try:
-            built.launch(a, pointers if bias is None else (*pointers, bias.data_ptr()))
+            built.launch(a, addresses)
         except UnsupportedError as error:
             # Some engines accept an alignment when a plan is built, and not at the launch.
             reason = self._built[place] = str(error)
             return reason
+        if not self._add_bias:
+            add_bias(out, bias)
         return None
 
     def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,22 +165,13 @@ class EngineExecutable(Executable):
         self._runtime = runtime
         self._problem = problem
         self._identity = identity
-        self._adds_bias = parse_identity(identity)[2]
         self._calls: dict[Hashable, EngineCall] = {}
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._new(a, b)
-
-    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        if not self._adds_bias:
-            return super().alone_biased(a, b, bias)
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._new(a, b, bias=bias)
 
-    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        if not self._adds_bias:
-            super().write_biased(a, b, out, bias)
-        else:
-            self._run(a, b, out, bias=bias)
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        self._run(a, b, out, bias=bias)
 
     def _new(self, a: Tensor, b: Tensor, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
         out = self._call(a, alpha).new_result(a)
@@ -191,9 +184,6 @@ class EngineExecutable(Executable):
         scale = _headroom(a)
         first = self._new(a, b, alpha=1.0 / scale).float()
         return first if scale == 1.0 else first.mul_(scale)
-
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        self._run(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if out.dtype == a.dtype:
@@ -340,28 +330,17 @@ def _view(tensor: Tensor, layout: str) -> View:
     return View(tuple(strides), gcd(ALIGNMENT_BYTES, tensor.data_ptr()))
 
 
-class DefaultExecutable(Executable):
+class DefaultExecutable(ComputedExecutable):
     """torch's own convolution, by the engine that torch picks; TF32 only if `math` says so."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        none = [0] * problem.rank
+        super().__init__(problem)
         # Only problems with equal padding at both ends get here: `padded` writes an excess at one
         # end out as zeros.
-        begins = [begin for begin, _ in problem.padding]
-        stride, dilation = list(problem.stride), list(problem.dilation)
-        self._geometry = (stride, begins, dilation, False, none, problem.groups)
+        self._geometry = aten.geometry_of(problem)
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._compute(a, b, None)
-
-    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        if self._problem.op != "fprop":
-            return super().alone_biased(a, b, bias)
-        return self._compute(a, b, bias)
-
-    def _compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        problem, precision = self._problem, _cudnn.conv
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        problem, precision = self.problem, _cudnn.conv
         if problem.dtype != "float32" or aten.tf32_allowed() == (problem.math == "tf32"):
             return self._torchs(a, b, bias)
         # Only a measurement gets here: in training, a problem has the math that torch is set to.
@@ -373,7 +352,7 @@ class DefaultExecutable(Executable):
             precision.fp32_precision = before
 
     def _torchs(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        problem = self._problem
+        problem = self.problem
         if problem.op == "fprop":
             return aten.convolution(a, b, bias, *self._geometry)
         # aten reads only the shape of the operand whose gradient is asked for
@@ -389,4 +368,4 @@ class DefaultExecutable(Executable):
             )
             found = aten.convolution_backward(b, a, w_like, None, *self._geometry, _WGRAD)[1]
         assert isinstance(found, Tensor)
-        return found
+        return add_bias(found, bias)

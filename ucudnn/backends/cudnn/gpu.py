@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache, partial
-from math import prod
 from typing import Any, TypeVar
 
 import pynvml
@@ -157,18 +156,18 @@ def _cupy() -> Any:
     return cupy
 
 
-def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new contiguous tensor, in memory from CuPy where that may be used, else from torch."""
+def empty_raw(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new tensor of one axis, in memory from CuPy where that may be used, else from torch."""
     cupy = _cupy()
     if cupy is None or torch.cuda.get_per_process_memory_fraction(device) < 1:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(count, dtype=dtype, device=device)
     # CuPy's pool is switched off, because torch could not allocate the memory that the pool keeps.
     with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):
-        size = prod(shape) * dtype.itemsize  # bytes, because CuPy has no bfloat16
+        size = count * dtype.itemsize  # bytes, because CuPy has no bfloat16
         try:
             owner = cupy.empty(size, dtype=cupy.uint8)
         except (RuntimeError, MemoryError):
             # torch's allocator keeps unused blocks, which only torch can use. They are freed here.
             torch.cuda.empty_cache()
             owner = cupy.empty(size, dtype=cupy.uint8)
-    return torch.utils.dlpack.from_dlpack(owner).view(dtype).view(shape)
+    return torch.utils.dlpack.from_dlpack(owner).view(dtype)

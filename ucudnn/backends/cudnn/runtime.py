@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
+from ucudnn.backends.cudnn.constants import Attribute, DescriptorKind
 from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build_plan, configurations
 from ucudnn.backends.cudnn.graph import Target, Views
 from ucudnn.errors import UnsupportedError
@@ -80,7 +81,12 @@ class Runtime:
     def pack(self, plan: ExecutionPlan, pointers: tuple[int, ...], workspace: int) -> Descriptor:
         """Describe the addresses for a launch: operands, result, bias if any, and workspace."""
         with _failures():
-            return self.cudnn.variant_pack(plan.uids, pointers, workspace)
+            # A finalized pack cannot be changed, so other addresses need another pack.
+            pack = Descriptor(self.cudnn, DescriptorKind.VARIANT_PACK)
+            pack.set_int64(Attribute.VARIANT_PACK_UNIQUE_IDS, *plan.uids)
+            pack.set_pointers(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers)
+            pack.set_pointers(Attribute.VARIANT_PACK_WORKSPACE, workspace)
+            return pack.finalize()
 
     def launch(self, device: int, launches: Iterable[tuple[ExecutionPlan, Descriptor]]) -> None:
         """Enqueue plans, each with its pack of addresses, on the current stream of a device.

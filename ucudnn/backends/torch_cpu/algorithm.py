@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import Slices, memory_format, torch_dtype
+from ucudnn.backends._base import Cost, Executable, add_bias
+from ucudnn.backends.tensors import ComputedExecutable, Slices, memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
-from ucudnn.problem import Problem
+from ucudnn.problem import Problem, strides_of
 from ucudnn.units import format_bytes
 
 # Names of implementations: those by oneDNN, and those in which aten multiplies im2col columns.
@@ -33,8 +33,6 @@ class AbstractAlgorithm(ABC):
     """A way to compute convolutions: it has no state and builds executables."""
 
     name: str
-    # True if products and sums have the same order in every run.
-    has_fixed_order = False
 
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
@@ -49,25 +47,25 @@ class AbstractAlgorithm(ABC):
         """Build the executable for a problem that is not refused."""
 
     def is_deterministic(self, problem: Problem) -> bool:
-        """True if the same operands and threads always give the same bits; False if unknown."""
+        """True if the same operands and threads always give the same bits."""
         del problem
-        return self.has_fixed_order
+        return True
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
         """Pairs of a problem and the implementation that computes it, in the order of execution."""
         return ((problem, self.name),)
 
 
-class OpsExecutable(Executable):
-    """Base of executables with one method per op; `alone` calls the method of the problem's op."""
+class OpsExecutable(ComputedExecutable):
+    """Base of executables with one method per op, which computes the result without a bias."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self._op = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[problem.op]
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the result of these operands into a new tensor."""
-        return self._op(a, b)
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the result by the method of the problem's op."""
+        return add_bias(self._op(a, b), bias)
 
     @abstractmethod
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
@@ -127,12 +125,7 @@ def outline(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
 def _laid_out(problem: Problem, shape: tuple[int, ...], memory: Any) -> Tensor:
     flat = torch.frombuffer(memory, dtype=torch_dtype(problem), count=prod(shape))
-    if problem.layout == "nchw":
-        return flat.view(shape)
-    batch, channels, *spatial = shape
-    # Channels are innermost in memory and the second axis in the shape.
-    order = (0, len(shape) - 1, *range(1, len(shape) - 1))
-    return flat.view(batch, *spatial, channels).permute(order)
+    return flat.as_strided(shape, strides_of(shape, problem.layout == "nhwc"))
 
 
 def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:

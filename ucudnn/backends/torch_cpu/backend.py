@@ -112,7 +112,10 @@ class TorchCpuBackend(AbstractBackend):
             reason = cramped_refusal(problem)
         return reason
 
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def candidates(self, problem: Problem, adds_bias: bool = False) -> tuple[Candidate, ...]:
+        # No algorithm needs a bias to be fast, so none is listed a second time with one.
+        if adds_bias:
+            return ()
         reasons = {name: self.refusal(problem, name) for name in ALGORITHMS}
         names = [name for name, reason in reasons.items() if reason is None]
         if not names:

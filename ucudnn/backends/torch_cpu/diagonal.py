@@ -10,6 +10,7 @@ elements cannot use fast matrix products, so for wide filters this algorithm is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import memory_format, torch_dtype
-from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, direct_cost
+from ucudnn.backends.tensors import ComputedExecutable, torch_dtype
+from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, FilterAxis, direct_cost
 from ucudnn.problem import Problem
 
 # Least number of columns of dy in a block, because products of narrower matrices are far from peak
@@ -33,7 +34,6 @@ class DiagonalGemm(AbstractAlgorithm):
     """One matrix product per channel and filter row, over blocks of columns."""
 
     name = "diagonal_gemm"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if (
@@ -123,47 +123,34 @@ def _blocks(problem: Problem) -> _Blocks:
     )
 
 
-def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
-    stride, (begin, _) = problem.stride[0], problem.padding[0]
-    found = []
-    for position in range(problem.kernel_size[0]):
-        # Output row i reads row r of x, where r = i * stride + position * dilation - begin. Rows of
-        # x with the same remainder modulo the stride form a phase; in its phase, row r has the
-        # number i + ahead.
-        ahead, phase = divmod(position * problem.dilation[0] - begin, stride)
-        first = max(0, -ahead)
-        present = -(-(problem.input_size[0] - phase) // stride)
-        count = min(problem.output_size[0], present - ahead) - first
+def _row_taps(problem: Problem, per_phase: int) -> Iterator[_RowTap]:
+    rows = FilterAxis.of(problem, 0)
+    for position in range(rows.kernel):
+        tap = rows.tap(position)
         # A filter row that meets only padding is left out, and its gradient stays zero.
-        if count > 0:
-            found.append(_RowTap(position, phase * per_phase + first + ahead, first, count))
-    return found
+        if tap is not None:
+            outputs, inputs = tap
+            # Rows of x with the same remainder modulo the stride form a phase, in which they are
+            # numbered.
+            number, phase = divmod(inputs.start, rows.stride)
+            count = outputs.stop - outputs.start
+            yield _RowTap(position, phase * per_phase + number, outputs.start, count)
 
 
-class _DiagonalGemm(Executable):
+class _DiagonalGemm(ComputedExecutable):
     """Executable on copies of x and dy, as matrices with one row per (row, sample, block)."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        super().__init__(problem)
         self._flat = problem.as_2d()
         self._blocks = _blocks(self._flat)
         # Operands in half precision are multiplied in float32, so that sums are rounded only once,
         # at the end.
         self._dtype = torch.promote_types(torch_dtype(problem), torch.float32)
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        form = memory_format(self._problem)
-        return self._sum(a, b).to(a.dtype).contiguous(memory_format=form)
-
-    def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._sum(a, b).contiguous(memory_format=memory_format(self._problem))
-
-    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.add_(self._sum(a, b))
-
-    def _sum(self, x: Tensor, dy: Tensor) -> Tensor:
-        if self._problem.rank == 1:
-            x, dy = x.unsqueeze(2), dy.unsqueeze(2)
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        del bias  # a weight gradient has none
+        x, dy = (a, b) if self.problem.rank == 2 else (a.unsqueeze(2), b.unsqueeze(2))
         flat, blocks = self._flat, self._blocks
         left, right = self._x_rows(x), self._y_rows(dy)
         shape = (flat.groups, flat.kernel_size[0], blocks.window, blocks.block)
@@ -176,7 +163,7 @@ class _DiagonalGemm(Executable):
             x_rows = left[:, x_begin * each : (x_begin + height) * each]
             y_rows = right[:, y_begin * each : (y_begin + height) * each]
             products[:, position, kept] = torch.bmm(x_rows.mT, y_rows)
-        return self._diagonals(products).sum(-1).view(self._problem.w_shape)
+        return self._diagonals(products).sum(-1).view(self.problem.w_shape)
 
     def _diagonals(self, products: Tensor) -> Tensor:
         """A view of the products: (channel, filter row, filter column, column of the block)."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, OpsExecutable, direct_cost
 from ucudnn.problem import Problem
 
@@ -22,7 +21,6 @@ class Fft(AbstractAlgorithm):
     """
 
     name = "fft"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.bytes_per_element < 4:
@@ -88,7 +86,6 @@ class _Fft(OpsExecutable):
         super().__init__(problem)
         self._sizes = transform_sizes(problem)
         self._axes = tuple(range(-problem.rank, 0))
-        self._form = memory_format(problem)
         self._every_stride = self._grid(problem.output_size, problem.stride)
         # A dilated filter is written with zeros between its elements, and so is dy of a strided
         # convolution.
@@ -145,7 +142,7 @@ class _Fft(OpsExecutable):
         # The axes of groups and of the channels in a group become one axis of channels again.
         flattened = spectrum.flatten(*((1, 2) if self.problem.op != "wgrad" else (0, 1)))
         values: Tensor = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
-        return values[(slice(None), slice(None), *where)].contiguous(memory_format=self._form)
+        return values[(slice(None), slice(None), *where)]
 
 
 def smooth_size(size: int) -> int:

@@ -9,7 +9,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import Cost, Executable
+from ucudnn.backends._base import Cost, Executable, add_bias
 from ucudnn.backends.torch_cpu.algorithm import (
     AbstractAlgorithm,
     OpsExecutable,
@@ -29,7 +29,6 @@ class Gemm(AbstractAlgorithm):
     """Matrix products for 1x1 filters: one per sample, or one per chunk in channels-last."""
 
     name = "gemm"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
@@ -67,7 +66,6 @@ class Im2colGemm(AbstractAlgorithm):
     """
 
     name = "im2col_gemm"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):
@@ -119,9 +117,9 @@ class _Gemm(OpsExecutable):
         dtype = torch.promote_types(x.dtype, torch.float32)
         dw = x.new_zeros(self.problem.w_shape, dtype=dtype)
         self.add(x, dy, dw)
-        return dw.to(x.dtype)
+        return dw
 
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         # There is one product per sample, because channels-first operands are matrices (channels,
         # places) only within a sample. The groups are the batch dimension of bmm.
         filters = self._grouped(b).to(self._dtype)
@@ -129,6 +127,7 @@ class _Gemm(OpsExecutable):
             filters = filters.mT
         for source, target in zip(a, out, strict=True):
             self._write_sample(source, filters, target)
+        add_bias(out, bias)
 
     def _write_sample(self, source: Tensor, filters: Tensor, target: Tensor) -> None:
         # dgrad with a stride writes to every stride-th place of dx; the places between get zero.
@@ -185,6 +184,13 @@ class _ColumnGemm(OpsExecutable):
         self._write_dx(dy, w, dx)
         return dx
 
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        if self.problem.op == "dgrad":
+            self._write_dx(a, b, out)
+            add_bias(out, bias)
+        else:
+            super().write(a, b, out, bias)
+
     def _filled(self, x: Tensor) -> Tensor:
         # A filter position that meets only padding is no tap, and its columns are zero.
         every_tap = len(self._taps) == prod(self.problem.kernel_size)
@@ -222,12 +228,9 @@ class _Im2colGemm(_ColumnGemm):
         return columns[where].transpose(0, 1)
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        return self._y(x, w).to(x.dtype).contiguous()
-
-    def _y(self, x: Tensor, w: Tensor) -> Tensor:
         problem = self.problem
         y = torch.bmm(self._filters(w), self._column_rows(self._filled(x)))
-        # The product has channels outermost; the transpose is a view, which the caller copies.
+        # The product has channels outermost; the transpose is a view, which the base class copies.
         return y.view(problem.out_channels, x.shape[0], *problem.output_size).transpose(0, 1)
 
     def _write_dx(self, dy: Tensor, w: Tensor, dx: Tensor) -> None:
@@ -236,13 +239,7 @@ class _Im2colGemm(_ColumnGemm):
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         dw = torch.bmm(self._output_rows(dy), self._column_rows(self._filled(x)).mT)
-        return dw.view(self.problem.w_shape).to(x.dtype)
-
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        if self.problem.op == "fprop":
-            out.copy_(self._y(a, b))
-        else:
-            self._write_dx(a, b, out)
+        return dw.view(self.problem.w_shape)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         # `baddbmm` takes one dtype only. So the base class adds half-precision products to `out`.
@@ -309,22 +306,23 @@ class _PlacesGemm(_ColumnGemm):
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         y = empty(self.problem, (x.shape[0], *self.problem.y_shape[1:]))
-        # y = columns * filters^T: (places, taps * channels) by (taps * channels, channels out).
-        self._product(self._columns(x), self._filters(w).t(), y)
+        self.write(x, w, y)
         return y
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         problem = self.problem
         # dw = dy^T * columns, which sums over all places of all samples in one product.
-        dw = torch.mm(self._matrix(dy).t(), self._columns(x)).to(x.dtype)
+        dw = torch.mm(self._matrix(dy).t(), self._columns(x))
         channels = problem.in_channels
         return dw.view(problem.out_channels, *problem.kernel_size, channels).movedim(-1, 1)
 
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         if self.problem.op == "fprop":
+            # y = columns * filters^T: (places, taps * channels) by (taps * channels, channels out).
             self._product(self._columns(a), self._filters(b).t(), out)
+            add_bias(out, bias)
         else:
-            self._write_dx(a, b, out)
+            super().write(a, b, out, bias)
 
     def _write_dx(self, dy: Tensor, w: Tensor, dx: Tensor) -> None:
         rows, filters = self._matrix(dy), self._filters(w)

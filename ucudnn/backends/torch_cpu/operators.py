@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ucudnn.backends import aten
-from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import memory_format, padded, symmetric, torch_dtype
+from ucudnn.backends._base import Cost, Executable, add_bias
+from ucudnn.backends.tensors import ComputedExecutable, memory_format, padded, symmetric
 from ucudnn.backends.torch_cpu.algorithm import (
     COLUMN_KERNELS,
     AbstractAlgorithm,
     FilterAxis,
-    OpsExecutable,
     columns_bytes,
     counts_of,
     direct_cost,
@@ -45,16 +44,6 @@ _KERNELS = {
 }
 
 
-class _Geometry(NamedTuple):
-    kernel_size: list[int]
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-
-
-_Forward = Callable[[Tensor, Tensor, Tensor | None, _Geometry], Any]
-_Backward = Callable[[Tensor, Tensor, Tensor, _Geometry, list[bool]], Any]
 _HALF = ("float16", "bfloat16")
 # Masks for aten's backward operators: whether to compute the gradients of x, w and the bias.
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
@@ -68,12 +57,7 @@ def _chosen_kernel(problem: Problem, threads: int, has_onednn: bool) -> str:
         outline(problem, problem.x_shape),
         outline(problem, problem.w_shape),
         None,
-        problem.stride,
-        [begin for begin, _ in problem.padding],
-        problem.dilation,
-        False,
-        [0] * problem.rank,
-        problem.groups,
+        *aten.geometry_of(problem),
     )
     return _KERNELS.get(backend.name, backend.name.lower())
 
@@ -103,7 +87,8 @@ class TorchDefault(AbstractAlgorithm):
         return _kernel_cost(problem, chosen_kernel(problem))
 
     def executable(self, problem: Problem) -> Executable:
-        return padded(problem, partial(_Aten, forward=_convolution, backward=_convolution_backward))
+        build = partial(_Aten, forward=aten.convolution, backward=aten.convolution_backward)
+        return padded(problem, build)
 
     def is_deterministic(self, problem: Problem) -> bool:
         """True unless aten picks oneDNN and oneDNN reads memory outside its operands."""
@@ -140,7 +125,6 @@ class OneDnnNhwc(AbstractAlgorithm):
     """oneDNN on operands that are copied to channels-last; the result is copied back."""
 
     name = "onednn_nhwc"
-    has_fixed_order = True  # problems that oneDNN computes wrongly are refused
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.layout == "nhwc":
@@ -168,7 +152,7 @@ class OneDnnNhwc(AbstractAlgorithm):
         )
 
     def executable(self, problem: Problem) -> Executable:
-        return _lifted(problem, _nhwc)
+        return _lifted(problem, _Nhwc)
 
 
 class OneDnnFloat32(AbstractAlgorithm):
@@ -178,7 +162,6 @@ class OneDnnFloat32(AbstractAlgorithm):
     """
 
     name = "onednn_float32"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.dtype not in _HALF:
@@ -199,7 +182,7 @@ class OneDnnFloat32(AbstractAlgorithm):
         return Cost(inner.operations, inner.traffic_bytes + copies, workspace)
 
     def executable(self, problem: Problem) -> Executable:
-        return _InFloat32(padded(_in_float32(problem), _onednn_executable), torch_dtype(problem))
+        return _InFloat32(problem)
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
         return ((_in_float32(problem), "onednn"),)
@@ -209,7 +192,6 @@ class SlowConv2d(AbstractAlgorithm):
     """aten's own im2col and matrix product of each sample, in parallel over the batch."""
 
     name = "slow_conv2d"
-    has_fixed_order = True  # gradients of samples are added one after another
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
@@ -225,8 +207,8 @@ class SlowConv2d(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         is_last = problem.layout == "nhwc"
-        forward = partial(_slow_conv2d, is_last=is_last)
-        backward = partial(_slow_conv2d_backward, is_last=is_last)
+        forward = partial(_slow_conv2d, is_last)
+        backward = partial(_slow_conv2d_backward, is_last)
         return _lifted(problem, partial(_Aten, forward=forward, backward=backward))
 
 
@@ -309,11 +291,6 @@ def _in_float32(problem: Problem) -> Problem:
     return replace(problem, dtype="float32")
 
 
-def _nhwc(problem: Problem) -> Executable:
-    last = replace(problem, layout="nhwc")
-    return _Nhwc(_onednn_executable(last), memory_format(last))
-
-
 def _lifted(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
     # A 1-D problem is computed with a height of 1, as torch itself does.
     executable = padded(problem.as_2d(), build)
@@ -326,166 +303,91 @@ class _Lifted(Executable):
     def __init__(self, inner: Executable) -> None:
         self._inner = inner
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._inner.alone(a.unsqueeze(2), b.unsqueeze(2)).squeeze(2)
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._inner.alone(a.unsqueeze(2), b.unsqueeze(2), bias).squeeze(2)
 
 
-class _Nhwc(Executable):
+class _Nhwc(ComputedExecutable):
     """Runs a channels-first problem through an executable of the channels-last one."""
 
-    def __init__(self, inner: Executable, layout: torch.memory_format) -> None:
-        self._inner = inner
-        self._layout = layout
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        last = replace(problem, layout="nhwc")
+        self._last = memory_format(last)
+        self._inner = _onednn_executable(last)
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._run(a, b).contiguous()
-
-    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return self._run(a, b, bias).contiguous()
-
-    # The methods below convert the layout of the result while they copy it to its place, in one
-    # pass.
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.copy_(self._run(a, b))
-
-    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.add_(self._run(a, b))
-
-    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        out.copy_(self._run(a, b, bias))
-
-    def _run(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        layout = self._layout
-        a, b = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
-        return self._inner.alone(a, b) if bias is None else self._inner.alone_biased(a, b, bias)
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        a, b = a.contiguous(memory_format=self._last), b.contiguous(memory_format=self._last)
+        return self._inner.alone(a, b, bias)
 
 
-class _InFloat32(Executable):
+class _InFloat32(ComputedExecutable):
     """Runs a half-precision problem through an executable of the float32 one."""
 
-    def __init__(self, inner: Executable, dtype: torch.dtype) -> None:
-        self._inner = inner
-        self._dtype = dtype
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._inner = padded(_in_float32(problem), _onednn_executable)
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.begin(a, b).to(self._dtype)
-
-    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return self._biased(a, b, bias).to(self._dtype)
-
-    # The methods below round the result while they copy it to its place, or not at all.
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.copy_(self.begin(a, b))
-
-    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        out.copy_(self._biased(a, b, bias))
-
-    def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._inner.alone(a.float(), b.float())
-
-    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        self._inner.add(a.float(), b.float(), out)
-
-    def _biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return self._inner.alone_biased(a.float(), b.float(), bias.float())
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        return self._inner.alone(a.float(), b.float(), None if bias is None else bias.float())
 
 
-class _Aten(OpsExecutable):
-    """A forward and a backward operator of aten, given as functions of a problem's geometry."""
+class _Aten(ComputedExecutable):
+    """A forward and a backward operator with the arguments of aten's convolutions."""
 
-    def __init__(self, problem: Problem, forward: _Forward, backward: _Backward) -> None:
+    def __init__(
+        self, problem: Problem, forward: Callable[..., Any], backward: Callable[..., Any]
+    ) -> None:
         super().__init__(problem)
         self._forward = forward
         self._backward = backward
-        geometry = _Geometry(
-            list(problem.kernel_size),
-            list(problem.stride),
-            [begin for begin, _ in problem.padding],
-            list(problem.dilation),
-            problem.groups,
-        )
-        self._geometry = geometry
+        self._geometry = aten.geometry_of(problem)
         # aten reads only the shape of the operand whose gradient it computes.
         like = {"dgrad": problem.x_shape, "wgrad": problem.w_shape}.get(problem.op)
         self._like = None if like is None else phantom(problem, like)
 
-    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        return _tensor(self._forward(x, w, None, self._geometry))
+    def compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        # aten's forward operators start their sums from the bias, so adding it takes no additional
+        # time.
+        if self._like is None:
+            return _tensor(self._forward(a, b, bias, *self._geometry))
+        if self.problem.op == "dgrad":
+            return add_bias(self._dgrad(a, b, self._like), bias)
+        return _tensor(self._backward(b, a, self._like, None, *self._geometry, _WGRAD)[1])
 
-    # aten's forward operators start their sums from the bias, so adding it takes no additional
-    # time.
-    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        if self.problem.op != "fprop":
-            return super().alone_biased(a, b, bias)
-        return _tensor(self._forward(a, b, bias, self._geometry))
-
-    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        out.copy_(self.alone_biased(a, b, bias))
-
-    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
-        x_like = self._like
-        assert x_like is not None
+    def _dgrad(self, dy: Tensor, w: Tensor, x_like: Tensor) -> Tensor:
         if x_like.shape[0] < dy.shape[0]:  # this executable was built for a smaller chunk
             x_like = phantom(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
-        results = self._backward(dy, x_like[: dy.shape[0]], w, self._geometry, _DGRAD)
-        return _tensor(results[0])
-
-    def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        assert self._like is not None
-        return _tensor(self._backward(dy, x, self._like, self._geometry, _WGRAD)[1])
+        x_like = x_like[: dy.shape[0]]
+        return _tensor(self._backward(dy, x_like, w, None, *self._geometry, _DGRAD)[0])
 
 
-def _convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
-    _, stride, padding, dilation, groups = geometry
-    none = [0] * len(stride)
-    return aten.convolution(x, w, bias, stride, padding, dilation, False, none, groups)
-
-
-def _convolution_backward(
-    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool]
-) -> Any:
-    _, stride, padding, dilation, groups = geometry
-    none = [0] * len(stride)
-    return aten.convolution_backward(
-        dy, x, w, None, stride, padding, dilation, False, none, groups, mask
-    )
-
-
-def _onednn(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
-    _, stride, padding, dilation, groups = geometry
+def _onednn(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
+    stride, padding, dilation, *_, groups = geometry
     return _aten.mkldnn_convolution.default(x, w, bias, padding, stride, dilation, groups)
 
 
 def _onednn_executable(problem: Problem) -> Executable:
     # An executable also computes smaller batches, at which aten may choose otherwise.
     is_chosen = lru_cache(None)(lambda n: chosen_kernel(problem.with_batch(n)) == "onednn")
-    layout = memory_format(problem)
-    backward = partial(_onednn_backward, is_chosen=is_chosen, layout=layout)
-    return _Aten(problem, _onednn, backward)
+    return _Aten(problem, _onednn, partial(_onednn_backward, is_chosen))
 
 
 def _onednn_backward(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    geometry: _Geometry,
-    mask: list[bool],
-    *,
-    is_chosen: Callable[[int], bool],
-    layout: torch.memory_format,
+    is_chosen: Callable[[int], bool], dy: Tensor, x: Tensor, w: Tensor, *more: Any
 ) -> Any:
+    _, *geometry, mask = more
     if is_chosen(dy.shape[0]):
-        return _convolution_backward(dy, x, w, geometry, mask)
+        return aten.convolution_backward(dy, x, w, *more)
     if mask == _DGRAD:
-        return _onednn_dgrad(dy, x, w, geometry), None
-    dw = _convolution_backward(dy.to_mkldnn(), x.to_mkldnn(), w, geometry, mask)[1]
-    return None, dw.contiguous(memory_format=layout)
+        return _onednn_dgrad(dy, x, w, *geometry), None
+    return aten.convolution_backward(dy.to_mkldnn(), x.to_mkldnn(), w, *more)
 
 
-def _onednn_dgrad(dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry) -> Tensor:
+def _onednn_dgrad(dy: Tensor, x: Tensor, w: Tensor, *geometry: Any) -> Tensor:
     """Gradient of x, as the transposed convolution that torch compiles ConvTranspose to."""
-    size, stride, padding, dilation, groups = geometry
-    axes = zip(x.shape[2:], dy.shape[2:], size, stride, padding, dilation, strict=True)
+    stride, padding, dilation, *_, groups = geometry
+    axes = zip(x.shape[2:], dy.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)
     # The rows of x behind the last one that an output reads.
     behind = [
         extent - ((outputs - 1) * step + span * (taps - 1) + 1 - 2 * begin)
@@ -496,23 +398,26 @@ def _onednn_dgrad(dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry) -> Tens
 
 
 def _slow_conv2d(
-    x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry, is_last: bool
+    is_last: bool,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    *_: object,
 ) -> Any:
-    kernel_size, stride, padding, *_ = geometry
     if is_last:
         x, w = (_plain(operand, is_last) for operand in (x, w))
-    return _aten._slow_conv2d_forward.default(x, w, kernel_size, bias, stride, padding)
+    return _aten._slow_conv2d_forward.default(x, w, w.shape[2:], bias, stride, padding)
 
 
-def _slow_conv2d_backward(
-    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool], is_last: bool
-) -> Any:
-    kernel_size, stride, padding, *_ = geometry
+def _slow_conv2d_backward(is_last: bool, dy: Tensor, x: Tensor, w: Tensor, *more: Any) -> Any:
+    _, stride, padding, *_, mask = more
     # torch's kernel assumes that x is contiguous, but slabs are not contiguous.
     x = _plain(x, is_last)
     if is_last:
         dy, w = (_plain(operand, is_last) for operand in (dy, w))
-    return _aten._slow_conv2d_backward.output_mask(dy, x, w, kernel_size, stride, padding, mask)
+    return _aten._slow_conv2d_backward.output_mask(dy, x, w, w.shape[2:], stride, padding, mask)
 
 
 def _plain(tensor: Tensor, is_last: bool) -> Tensor:

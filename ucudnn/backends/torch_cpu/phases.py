@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ucudnn.backends._base import Cost, Executable
+from ucudnn.backends._base import Cost, Executable, add_bias
 from ucudnn.backends.tensors import Slices, memory_format
 from ucudnn.backends.torch_cpu.algorithm import AbstractAlgorithm, empty
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
@@ -33,7 +33,6 @@ class Phases(AbstractAlgorithm):
     """One convolution at stride 1 per phase, written into a strided view of dx."""
 
     name = "phases"
-    has_fixed_order = True
 
     def refusal(self, problem: Problem) -> str | None:
         # At stride 1 there is only one phase, which is the whole problem.
@@ -199,12 +198,12 @@ class _PhasesExecutable(Executable):
         places = sum(phase.places for phase, _ in self._phases)
         self._is_all_covered = places == prod(problem.input_size)
 
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+    def alone(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         dx = empty(self._problem, (a.shape[0], *self._problem.x_shape[1:]))
-        self.write(a, b, dx)
+        self.write(a, b, dx, bias)
         return dx
 
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def write(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         form = memory_format(self._problem)
         # Places that no output reads belong to no phase; their gradient is zero.
         if not self._is_all_covered:
@@ -213,6 +212,7 @@ class _PhasesExecutable(Executable):
             dy = a[(_ALL, _ALL, *phase.outputs)].contiguous(memory_format=form)
             found = inner.alone(dy, self._filters(b[(_ALL, _ALL, *phase.taps)]))
             out[(_ALL, _ALL, *phase.inputs)] = found[(_ALL, _ALL, *phase.kept)]
+        add_bias(out, bias)
 
     def _filters(self, w: Tensor) -> Tensor:
         """Reversed filters, with the input and output channels of each group exchanged."""
