@@ -165,7 +165,7 @@ def test_integers_that_mix():
 
 
 def test_what_computes_something_else_for_one_sample_runs_in_larger_parts():
-    model = Function(lambda self, x: x.sin() if len(x) == 1 else x.cos())
+    model = Function(lambda _, x: x.sin() if len(x) == 1 else x.cos())
     found = finding(model, torch.randn(6, 3, requires_grad=True))
     assert [found.allows(Segment("", size)) for size in (1, 2)] == [False, True]
 
