@@ -278,8 +278,8 @@ def test_less_than_three_rounds_give_back_only_what_clearly_loses(saved_ns, stay
 def test_no_step_is_run_where_not_even_the_convolutions_fit(monkeypatch):
     monkeypatch.setattr("ucudnn.steps.judge.Steps", None)
     slow = replace(kernel(4), default=Timing(2 * 10**9, 0, 0, 5))
-    plan, config = plan_of(slow), Config(time_budget_s=9)
-    judged_plan = Judge(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), config).judge(plan)
+    judge = Judge(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), Config(), Deadline.within(9))
+    judged_plan = judge.judge(plan_of(slow))
     assert judged_plan.step_race.reason == "the time budget has no room for them"
     assert judged_plan.layout_race.reason == "the time budget was used up"
 

@@ -150,7 +150,8 @@ class _Tuning:
         if plan.division != WHOLE:
             if self.step is not None:
                 self.copies.clear()  # rivals need copies of their own
-            plan = replace(self._judge, deadline=self.end).judge_divided(plan)
+            end = self.end or Deadline.never()
+            plan = replace(self._judge, deadline=end).judge_divided(plan)
         return self._described(plan)
 
     def _within(self, step: DividedStep) -> Plan:
@@ -250,7 +251,8 @@ class _Tuning:
 
     @property
     def _judge(self) -> Judge:
-        return Judge(self.model, self.inputs, self.config, self._end_of_races, self.copies)
+        end = self._end_of_races or Deadline.never()
+        return Judge(self.model, self.inputs, self.config, end, self.copies)
 
     @property
     def _end_of_races(self) -> Deadline | None:
