@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import UcudnnWarning, first_line
+from ucudnn.execution.compiling import is_compiled, uncompiled
 from ucudnn.execution.micro_batching import batch_of, hooks_of
 from ucudnn.execution.nesting import take_apart
 from ucudnn.execution.override import Installation
@@ -241,6 +242,7 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
     outcome, numbers = _Outcome(), SameForSamples(state)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
+        stack.enter_context(uncompiled(is_compiled(model)))
         stack.enter_context(warnings.catch_warnings())
         # The user did not run these steps.
         warnings.simplefilter("ignore", UcudnnWarning)
@@ -251,7 +253,7 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
         before = random.getstate(), np.random.get_state(legacy=False)
         with numbers if same else nullcontext():
             for part in parts_of(own, steps.division.micro_batch):
-                outputs, leaves = run_with_leaves(model, part, is_training)
+                outputs, leaves = run_with_leaves(model, part, is_training, is_smooth=True)
                 outcome.results.append([cloned(one) for one in take_apart(outputs)[0]])
                 outcome.inputs.append([one.grad for one in leaves])
                 del outputs
