@@ -314,7 +314,6 @@ class _Trial:
         self._parameters = [one for one in module.parameters() if one.requires_grad]
         self._before = Remembered(module, "it", updates=True, arguments=self._leaves)
         self._random = _random_states()
-        self._numbers = (random.getstate(), np.random.get_state())
         self._count = next((len(leaf) for leaf in self._leaves if has_samples(leaf)), 0)
         shared = [
             n for n, one in enumerate(self._leaves) if has_samples(one) and len(one) != self._count
@@ -591,16 +590,17 @@ class _Trial:
         bases: dict[int, Tensor] = {}
         given = [self._copied(one, bases, is_copy) for one in leaves]
         with self._before:
-            self._put_back_numbers()
+            self._put_back_torchs()
             if outside is not None:
                 seed_extremes(outside - 1)
             if seed is not None:
                 torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+            numbers = self._before.numbers()
             if is_second:
                 own = put_together([*map(cloned, leaves)], nest)
                 self._forward(*own[0], **own[1])
-                self._put_back_numbers()
-            numbers = self._before.numbers()
+                self._before.draw_from(numbers)
+                self._put_back_torchs()
             own = put_together(given, nest)
             result = self._forward(*own[0], **own[1])
             after, _ = take_apart(own)
@@ -615,12 +615,11 @@ class _Trial:
             self._draws_of_its_own |= any(drawn[2:])
         return _Run(results, result_nest, left, [*bases.values()], given, after)
 
-    def _put_back_numbers(self) -> None:
+    def _put_back_torchs(self) -> None:
+        """Put back the random states of torch; those of Python and NumPy are in `_before`."""
         torch.set_rng_state(self._random[0])
         for state in self._random[1:]:
             torch.cuda.set_rng_state(state)
-        random.setstate(self._numbers[0])
-        np.random.set_state(self._numbers[1])
 
     def _left(self) -> dict[str, list[Any]]:
         return {
