@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -540,7 +541,8 @@ class _Trial:
         """Why a sample depends on others, given a run in which the others hold no numbers."""
         if _are_other(_at(where, whole.results), _at(where, alone.results)):
             return "its samples depend on each other"
-        weights = [one if one is None else _only(where.start, one) for one in self._weights]
+        kept = partial(_all_but, where.start, _no_numbers)
+        weights = [one if one is None else kept(one) for one in self._weights]
         count = len(whole.leaves)
         mine = [_row_of(where, self._count, one) for one in gradients[:count]]
         others = self._gradients(alone, weights)[:count]
@@ -550,9 +552,7 @@ class _Trial:
         return ""
 
     def _is_divisible(self, result: Any) -> bool:
-        return isinstance(result, _CONSTANTS) or (
-            has_samples(result) and len(result) == self._count
-        )
+        return isinstance(result, _CONSTANTS) or _has_rows(result, self._count)
 
     def _changed(self, kept: int, change: Callable[[Tensor], Tensor]) -> Any:
         """The arguments with all samples but one changed."""
@@ -719,12 +719,6 @@ def _turned(weights: Tensor | None) -> Tensor | None:
     shape = weights.shape
     # A single sample may be in both layouts at once, by strides that tell them apart.
     return torch.cat([weights, weights]).contiguous(memory_format=layout)[: shape[0]]
-
-
-def _only(kept: int, weights: Tensor) -> Tensor:
-    others = torch.full_like(weights, float("nan"))
-    others[kept] = weights[kept]
-    return others
 
 
 def _memory(tensor: Tensor) -> int:
