@@ -366,6 +366,23 @@ def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_ways(monkeypatch):
         assert 0 < sum(times.kernels_ns.values()) < times.step_ns
 
 
+def test_steps_of_an_inference_build_no_graph():
+    seen = []
+
+    class Watched(nn.Conv2d):
+        def forward(self, x):
+            seen.append(super().forward(x).requires_grad)
+            return super().forward(x)
+
+    model, x = Watched(2, 4, 3), torch.ones(2, 2, 9, 9)
+    plan = in_chunks(open_backend("torch_cpu"), [("", ucudnn.trace(model, x)[0])], 1)
+    assert seen.pop()
+    found = Judge(model, x, Config(ops=("fprop",))).judge(plan)
+    assert found.step_race.rounds
+    assert found.layout_race.rounds
+    assert not any(seen)
+
+
 def wide(size, layout="nchw"):
     return kernel(size, batch=8, width=3, layout=layout)
 

@@ -43,7 +43,7 @@ from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.steps.foresee import Foreseer, foreseer_of, largest_batch
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.race import race, tells, timed
-from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_bytes
@@ -322,8 +322,7 @@ class _Trials:
     def _elapsed_ns(self, layout: str, division: StepDivision = WHOLE) -> int:
         steps = self._copy(layout)
         steps.divide(division)
-        with gradient_mode(self.is_training):
-            return self.backend.elapsed_ns(steps)
+        return self.backend.elapsed_ns(steps)
 
     def _add(self, name: str, way: Way) -> None:
         if all(one.division != way.division and one.name != name for one in self.ways):

@@ -41,7 +41,7 @@ from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import NO_TIME
 from ucudnn.steps.profile import StepProfile
-from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced
 from ucudnn.units import format_bytes, format_sizes
@@ -154,8 +154,7 @@ class DividedStep:
         peaks, times = list[int](), list[int]()
         for one in _followed(plan, foreseer.torchs):
             runner = Runner(one, replace(one.config, unplanned="torch"))
-            mode = gradient_mode(foreseer.is_training)
-            with Installation(plan.device.type, runner), mode, _told_at_the_end():
+            with Installation(plan.device.type, runner), _told_at_the_end():
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
                 gc.collect()  # what it left in cycles must not be freed in the next one

@@ -45,7 +45,7 @@ from ucudnn.steps.race import (
     tells,
     timed,
 )
-from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.units import format_bytes
 from ucudnn.verdict import CONFIDENCE, LEAST_ROUNDS, TOLERATED, is_faster
 
@@ -177,16 +177,15 @@ class Judge:
         return replace(plan, step_race=replace(raced, dropped=dropped))
 
     def _race_divided(self, plan: Plan, backend: AbstractBackend) -> StepRace:
-        with gradient_mode(self.is_training):
-            own = self._steps()
-            step_ns = backend.elapsed_ns(own)
-            meter = StepMeter(backend, [plan], self.deadline, step_ns, self._held_bytes)
-            if meter.is_over(_LEAST_STEPS):
-                return StepRace(reason=_NO_ROOM)
-            runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
-            # With a memory budget the peaks are known from the steps that checked the budget.
-            peaks = [0, 0] if plan.memory else [meter.peak_bytes(*run) for run in runs]
-            samples = steps_ns(meter.race(runs, lambda times: tells(*steps_ns(times))))
+        own = self._steps()
+        step_ns = backend.elapsed_ns(own)
+        meter = StepMeter(backend, [plan], self.deadline, step_ns, self._held_bytes)
+        if meter.is_over(_LEAST_STEPS):
+            return StepRace(reason=_NO_ROOM)
+        runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
+        # With a memory budget the peaks are known from the steps that checked the budget.
+        peaks = [0, 0] if plan.memory else [meter.peak_bytes(*run) for run in runs]
+        samples = steps_ns(meter.race(runs, lambda times: tells(*steps_ns(times))))
         return raced_of(*samples).with_peaks(*peaks).race
 
     def judge_in_layouts(self, plans: Mapping[str, Plan]) -> Plan:

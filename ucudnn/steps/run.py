@@ -126,7 +126,7 @@ class Steps:
     Attributes:
         model: the copy of the model.
         inputs: the copies of the examples.
-        backward: True: a step is forward and backward.
+        backward: True: a step is forward and backward; False: forward, without a graph.
         division: how steps are divided.
         compilation: how they were compiled; None if that was not tried.
     """
@@ -155,7 +155,7 @@ class Steps:
 
     def __call__(self) -> None:
         """Run one step for each example."""
-        with uncompiled(self._is_held_back):
+        with uncompiled(self._is_held_back), gradient_mode(self.backward):
             for inputs in self.inputs:
                 for part in parts_of(inputs, self.division.micro_batch):
                     run_step(self._run, part, self.backward)

@@ -451,9 +451,7 @@ class SegmentSearch:
 
     def elapsed_ns(self, division: StepDivision) -> int:
         """Time in ns of a step by a division."""
-        steps = self.steps(division)
-        with gradient_mode(self._is_training):
-            return self._backend.elapsed_ns(steps)
+        return self._backend.elapsed_ns(self.steps(division))
 
     def examine(self, sizes: Mapping[str, int]) -> None:
         """Find out which modules may run in micro-batches; `sizes` has a size for each module."""
@@ -577,9 +575,8 @@ class SegmentSearch:
         try:
             steps = self.steps(way.division)
             gc.collect()  # what earlier steps left in cycles must not be freed in this one
-            with gradient_mode(self._is_training):
-                span = self._backend.span(steps)
-                root, times = _timed(steps, segments_apart(way.division), self._backend)
+            span = self._backend.span(steps)
+            root, times = _timed(steps, segments_apart(way.division), self._backend)
         except STEP_ERRORS as error:
             self._failed.add(way.division)
             del self._ways[way.division]
