@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import cut_up, has_samples, located, modes_of, reason_of_hooks
@@ -38,7 +39,6 @@ _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
 _POWER = 0.25
 # Values of these types are compared as they are.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # If parts of one sample compute something else, parts of at least so many may not.
 _LEAST = 2
 # Reasons against micro-batches.
@@ -711,7 +711,7 @@ def _weights(result: Any) -> Tensor | None:
 
 def _turned(weights: Tensor | None) -> Tensor | None:
     """The same numbers in the other of torch's two layouts."""
-    layout = None if weights is None else CHANNELS_LAST.get(weights.dim())
+    layout = None if weights is None else CHANNELS_LAST_BY_RANK.get(weights.dim() - 2)
     if weights is None or layout is None:
         return weights
     if weights.is_contiguous(memory_format=layout):
