@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -28,7 +28,7 @@ from ucudnn.errors import (
     UnplannedWarning,
     first_line,
 )
-from ucudnn.execution.compiling import is_compiled, original_of
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.micro_batching import modes_of
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
@@ -143,7 +143,7 @@ class DividedStep:
         with _told_at_the_end():
             profiles = [
                 self.foreseer.step(self.division, one.memory_format, one)
-                for one in _followed(plan, self.foreseer.torchs)
+                for one in _followed(plan, self.foreseer)
             ]
         return max(profiles, key=lambda one: one.peak_bytes)
 
@@ -152,7 +152,7 @@ class DividedStep:
         foreseer = self.foreseer
         backend, steps = foreseer.backend, self.steps(plan.memory_format)
         peaks, times = list[int](), list[int]()
-        for one in _followed(plan, foreseer.torchs):
+        for one in _followed(plan, foreseer):
             runner = Runner(one, replace(one.config, unplanned="torch"))
             with Installation(plan.device.type, runner), _told_at_the_end():
                 # The first step looks up each call in the plan and fills torch's caches.
@@ -171,8 +171,9 @@ def _told_at_the_end() -> Iterator[None]:
         yield
 
 
-def _followed(plan: Plan, torchs: frozenset[Layer]) -> list[Plan]:
+def _followed(plan: Plan, foreseer: Foreseer) -> list[Plan]:
     """The plan as `installed` follows it, and as a converted model does, if that differs."""
+    torchs = {layer for _, layer in foreseer.torchs()}
     swapped = tuple(one for one in plan.kernels if Layer.of(one.problem) not in torchs)
     if len(swapped) == len(plan.kernels):
         return [plan]
@@ -214,19 +215,17 @@ def fit(
     backend = open_backend(config.backend)
     _require_steps(model, inputs, backend)
     inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
-    foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",))
+    is_training = config.ops != ("fprop",)
+    foreseer = Foreseer(model, inputs, backend, is_training, swappable=_SWAPPABLE)
     try:
         with undisturbed(model):
-            torchs, unswappable = _unswappable(model, foreseer.step().layers)
-            if torchs:
-                foreseer = foreseer.leaving(torchs)
             own = foreseer.step()
             config = config.with_budget_of(own.peak_bytes, foreseer.free_bytes, own.held.total)
             assert config.budget_bytes is not None
             _require_room(foreseer, own, config.budget_bytes)
             fitting = _Fitting(
-                *(foreseer, config, own.memory(config.budget_bytes, foreseer.is_training)),
-                *(unswappable, make_plan, compare, begin(own.time_ns)),
+                *(foreseer, config, own.memory(config.budget_bytes, is_training)),
+                *(make_plan, compare, begin(own.time_ns)),
             )
             return (None if remeasure else fitting.known_plan()) or fitting.plan()
     except (ConfigError, PlanError, TuningInterruptedError):
@@ -244,7 +243,6 @@ class _Fitting:
     foreseer: Foreseer
     config: Config  # with the budget in bytes
     memory: StepMemory  # of torch's step
-    unswappable: Sequence[str]
     make_plan: Callable[[DividedStep], Plan]
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]]
     end: Deadline
@@ -413,7 +411,8 @@ class _Fitting:
             )
         elif self.foreseer.batch <= 1:
             remedy = ", or use smaller inputs: a single sample exceeds it by every way tried"
-        names = shorten(", ".join(self.unswappable), 80, placeholder=" ...")
+        unswappable = dict.fromkeys(name for name, _ in self.foreseer.torchs())
+        names = shorten(", ".join(unswappable), 80, placeholder=" ...")
         torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
         rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
         if reasons:
@@ -585,19 +584,6 @@ def _named(memory: StepMemory) -> list[tuple[str, str]]:
     causes = [(what, size) for what, size in memory.causes if size]
     sizes = format_sizes(*(size for _, size in causes))
     return [(what, text) for (what, _), text in zip(causes, sizes, strict=True)]
-
-
-def _unswappable(
-    model: nn.Module, layers: Iterable[tuple[str, Problem]]
-) -> tuple[frozenset[Layer], tuple[str, ...]]:
-    """Layers that some modules compute which `convert_` cannot swap, and the names of these."""
-    modules = dict(original_of(model).named_modules())
-    found = [
-        (name or "the model itself", Layer.of(problem))
-        for name, problem in layers
-        if type(modules[name]) not in _SWAPPABLE
-    ]
-    return frozenset(layer for _, layer in found), tuple(dict.fromkeys(name for name, _ in found))
 
 
 def _lost(plan: Plan) -> float:
