@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from math import ceil
+from math import ceil, inf
 from operator import itemgetter
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -279,7 +279,7 @@ class _Fitting:
                 return self._noted(plan, choice.way, ways)
             if plan is not None:
                 errors.append(plan)
-                spared += max(0, _smallest(plan) - budget)
+                spared += max(0, (plan.smallest_bytes or 0) - budget)
             self._known.pop(choice.way.division, None)
             if has_segments:
                 self._search.leave_out(choice.way.division)
@@ -291,7 +291,8 @@ class _Fitting:
             peak, time_ns = smallest.foreseen_bytes, smallest.foreseen_ns
             took = replace(smallest, peak_bytes=peak, time_ns=time_ns)
             self._known[smallest.division] = _Known(took, round(_ROUNDED * peak))
-        raise min(errors, key=_by_size, default=self._refusal(ways))
+        # The smallest budget that suffices is told, if any is known.
+        raise min(errors, key=lambda one: one.smallest_bytes or inf, default=self._refusal(ways))
 
     def _noted(self, plan: Plan, way: Way, ways: Sequence[Way]) -> Plan:
         """The plan with what is told of it; by which way it is, is known from now on."""
@@ -317,10 +318,8 @@ class _Fitting:
             return error
         if plan is not None and step.division != WHOLE:
             plan, causes = self.compare(plan, self._search.is_unaligned(step.division))
-            for one, reason in causes.items():
-                self._search.exclude(one, reason)
             if causes:
-                self._search.forget(causes)
+                self._search.reject(causes)
                 return None
         return None if plan is None else self._measured(step, plan)
 
@@ -486,15 +485,6 @@ def _excess(peak: int, budget: int) -> PlanError:
         f"budget to it",
         peak,
     )
-
-
-def _smallest(error: PlanError) -> int:
-    return error.smallest_bytes or 0
-
-
-def _by_size(error: PlanError) -> tuple[bool, int]:
-    """Sort key of errors: the smallest budget that suffices comes first, unknown ones last."""
-    return not error.smallest_bytes, _smallest(error)
 
 
 def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> None:
