@@ -278,8 +278,8 @@ def test_less_than_three_rounds_give_back_only_what_clearly_loses(saved_ns, stay
 def test_no_step_is_run_where_not_even_the_convolutions_fit(monkeypatch):
     monkeypatch.setattr("ucudnn.steps.judge.Steps", None)
     slow = replace(kernel(4), default=Timing(2 * 10**9, 0, 0, 5))
-    plan, config = plan_of(slow), Config(time_budget_s=9)
-    judged_plan = Judge(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), config).judge(plan)
+    judge = Judge(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), Config(), Deadline.within(9))
+    judged_plan = judge.judge(plan_of(slow))
     assert judged_plan.step_race.reason == "the time budget has no room for them"
     assert judged_plan.layout_race.reason == "the time budget was used up"
 
@@ -364,6 +364,23 @@ def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_ways(monkeypatch):
     for times in (*by_torch, *by_plan):
         assert set(times.kernels_ns) == {one.problem for one in changed}
         assert 0 < sum(times.kernels_ns.values()) < times.step_ns
+
+
+def test_steps_of_an_inference_build_no_graph():
+    seen = []
+
+    class Watched(nn.Conv2d):
+        def forward(self, x):
+            seen.append(super().forward(x).requires_grad)
+            return super().forward(x)
+
+    model, x = Watched(2, 4, 3), torch.ones(2, 2, 9, 9)
+    plan = in_chunks(open_backend("torch_cpu"), [("", ucudnn.trace(model, x)[0])], 1)
+    assert seen.pop()
+    found = Judge(model, x, Config(ops=("fprop",))).judge(plan)
+    assert found.step_race.rounds
+    assert found.layout_race.rounds
+    assert not any(seen)
 
 
 def wide(size, layout="nchw"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -45,13 +45,10 @@ class InputsFollow:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs, in channels_last."""
+        """The inputs, in channels_last if their `dim` is one of `axes`."""
         del module
-        return self.laid_out(args), self.laid_out(kwargs)
-
-    def laid_out(self, tree: Any) -> Any:
-        """Convert plain tensors in a tree to channels_last, if their `dim` is one of `axes`."""
-        return tree_map_only(Tensor, self._laid_out, tree)
+        args, kwargs = tree_map_only(Tensor, self._laid_out, (args, kwargs))
+        return args, kwargs
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         is_image = tensor.dim() in self.axes and tensor.layout is torch.strided
@@ -74,7 +71,7 @@ def why_not_channels_last(model: nn.Module) -> str | None:
     >>> why_not_channels_last(model)
     'another tensor uses the memory of 0.weight'
     """
-    return _why_not(model, _changes(model, _last_strides))
+    return _why_not(model, _changes(model))
 
 
 def lay_out_(model: nn.Module, parameters: bool = True) -> None:
@@ -89,7 +86,7 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     something else uses the memory of a parameter or buffer.
     """
     is_kept = not (parameters and all(type(one) in PLAIN for one in model.parameters()))
-    changes = [] if is_kept else _changes(model, _last_strides)
+    changes = [] if is_kept else _changes(model)
     reason = _why_not(model, changes)
     if reason is not None:
         warn(
@@ -140,7 +137,7 @@ def restore_layout_(model: nn.Module) -> None:
     If by now something else uses the memory of a tensor, the strides of all tensors stay as they
     are, and a warning says why.
     """
-    changes = _changes(model, _first_strides)
+    changes = _changes(model, is_back=True)
     reason = _why_not(model, changes)
     if reason is None:
         _change(changes)
@@ -193,11 +190,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _last_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
-    del module, name
-    return strides_of(tensor.shape, is_channels_last=True)
-
-
 def _first_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
     """A tensor's strides before `lay_out_`; its present ones if none are recorded for its shape."""
     shape, strides = vars(module).get(_STRIDES, {}).get(name, (None, ()))
@@ -226,14 +218,14 @@ class _Change(NamedTuple):
         return new.copy_(old)
 
 
-def _changes(
-    model: nn.Module, strides_for: Callable[[nn.Module, str, Tensor], tuple[int, ...]]
-) -> list[_Change]:
-    """The changes that give new strides to tensors, their gradients and optimisers' state."""
+def _changes(model: nn.Module, *, is_back: bool = False) -> list[_Change]:
+    """The changes to channels_last, or back, of tensors, their gradients and optimisers' state."""
     found: dict[int, _Change] = {}
     for path, module in model.named_modules():
         for name, tensor in _own(module):
-            strides = strides_for(module, name, tensor)
+            strides = strides_of(tensor.shape, is_channels_last=True)
+            if is_back:
+                strides = _first_strides(module, name, tensor)
             if strides != tensor.stride():
                 full = f"{path}.{name}" if path else name
                 found.setdefault(id(tensor), _Change(full, tensor, strides))

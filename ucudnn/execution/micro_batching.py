@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
-from ucudnn.execution.remembering import Again, Remembered
+from ucudnn.execution.remembering import Remembered
 from ucudnn.execution.selective import Selective
 from ucudnn.segment import Segment, Stretch, stretch_of
 
@@ -79,19 +79,22 @@ class SegmentForward:
             if not is_graph or is_kept or not segment.recompute:
                 return self._once(segment, whole)
             name = _named(segment)
-            with _sealed(Remembered(self.module, name, updates=True, arguments=leaves)) as before:
-                return self._once(segment, whole, before)
+            before = Remembered(self.module, name, updates=True, arguments=leaves)
+            result = self._once(segment, whole, before)
+            before.seal()
+            return result
         parts = cut_up(whole, sizes, cut, segment.shared)
         if not is_graph:
             runs = (self._part(segment, part) for part in parts)
             return _written(segment, runs, sizes, leaves)
         recomputed = len(sizes) - segment.kept if segment.recompute else 0
         remembered = Remembered(self.module, _named(segment), updates=False) if recomputed else None
-        with _sealed(remembered):
-            results = [
-                self._part(segment, part, remembered if place < recomputed else None)
-                for place, part in enumerate(parts)
-            ]
+        results = [
+            self._part(segment, part, remembered if place < recomputed else None)
+            for place, part in enumerate(parts)
+        ]
+        if remembered is not None:
+            remembered.seal()
         return _joined(segment, results, sizes, leaves)
 
     # If the model is compiled with `fullgraph=True`, torch raises an error, to which it adds this
@@ -242,9 +245,10 @@ class SegmentForward:
         repeatable.fills = self._fills.get(is_training)
         # Without `_as_compiled`, torch would compile nothing of what a checkpoint calls.
         call = partial(_as_compiled, eval_frame.get_eval_frame_callback(), repeatable)
-        contexts = Again(remembered).contexts
         versions = [*map(_version, tensors.values())]
-        result = checkpoint(call, *tensors.values(), use_reentrant=False, context_fn=contexts)
+        result = checkpoint(
+            call, *tensors.values(), use_reentrant=False, context_fn=remembered.contexts
+        )
         self._fills[is_training] = bool(repeatable.fills)
         if versions != [*map(_version, tensors.values())]:
             raise PlanError(
@@ -314,13 +318,6 @@ def _fills(result: Any) -> bool:
 @untraced
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-@contextmanager
-def _sealed(remembered: Remembered | None) -> Iterator[Any]:
-    yield remembered
-    if remembered is not None:
-        remembered.seal()
 
 
 @contextmanager

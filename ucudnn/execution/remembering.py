@@ -7,6 +7,7 @@ attribute that another module sets before each call, a global, the generators of
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import dis
 import random
@@ -400,7 +401,8 @@ class Remembered:
         self._read: list[list[Any]] = [[one, one._version] for one in read]
         some = read[:: max(1, len(read) // _SAMPLES)]
         self._samples = [(one, _sample(one)) for one in some]
-        self._task = -1
+        # The backward passes in which these were compared: a pass changes no parameter.
+        self._compared = set[int]()
         generators |= {id(one): one for one in arguments if type(one) in _STATES}
         self._generators = [(one, _STATES[type(one)]) for one in generators.values()]
         self._drawn = self.numbers()
@@ -425,6 +427,17 @@ class Remembered:
             state.write(one, drawn)
 
     @untraced
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The context for a forward that begins now, and the context for each one that repeats it.
+
+        In the second one, all generators but torch's draw what they draw from now on. Those of
+        torch are put back by `torch.utils.checkpoint`.
+        """
+        again = copy.copy(self)
+        again._drawn = self.numbers()
+        return nullcontext(), again
+
+    @untraced
     def seal(self) -> None:
         """Note that the forward is over: what changes from now on, changes before a repetition."""
         for entry in self._read:
@@ -433,11 +446,11 @@ class Remembered:
     @untraced
     def __enter__(self) -> None:
         changed: list[Tensor] = [one for one, version in self._read if one._version > version]
-        # One backward pass changes no parameter, so it looks at elements once.
         task = torch._C._current_graph_task_id()
-        if task == -1 or task != self._task:
+        if task not in self._compared:
             changed += [one for one, sample in self._samples if _sample(one) != sample]
-        self._task = task
+        if task != -1:
+            self._compared.add(task)
         if changed:
             raise RuntimeError(
                 f"{self._name} is computed again in backward, and a parameter or another tensor of "
@@ -497,30 +510,3 @@ def _sample(tensor: Tensor) -> bytes:
     steps = [max(1, -(-size // _ELEMENTS)) for size in tensor.shape]
     some = tensor.detach()[tuple(slice(None, None, step) for step in steps)]
     return repr(some.flatten()[:: max(1, some.numel() // _ELEMENTS)].tolist()).encode()
-
-
-class Again:
-    """The context in which one forward is repeated: what it read, and its random numbers.
-
-    The random numbers of torch are put back by `torch.utils.checkpoint`, those of Python, NumPy and
-    generators of the module's own here.
-    """
-
-    @untraced
-    def __init__(self, remembered: Remembered) -> None:
-        self._remembered = remembered
-        self._numbers = remembered.numbers()
-
-    @untraced
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """The context for the first forward, and the context for each forward that repeats it."""
-        return nullcontext(), self
-
-    @untraced
-    def __enter__(self) -> None:
-        self._remembered.__enter__()
-        self._remembered.draw_from(self._numbers)
-
-    @untraced
-    def __exit__(self, *error: object) -> None:
-        self._remembered.__exit__(*error)

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from statistics import mean
 from time import monotonic
@@ -43,7 +43,7 @@ from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.steps.foresee import Foreseer, foreseer_of, largest_batch
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.race import race, tells, timed
-from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
 from ucudnn.units import format_bytes
@@ -173,13 +173,14 @@ class _Trials:
     loads: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
     search: SegmentSearch | None = None
-    copies: dict[str, Steps] = field(default_factory=dict)
     spread: float = 0.0
     float32: Way | None = None
     is_emulated: bool = False
 
     def __post_init__(self) -> None:
         self.is_training = self.config.ops != ("fprop",)
+        # Steps on the copy of the model in a layout.
+        self._copy = cache(partial(Steps, self.model, self.inputs, self.is_training))
         several = self.inputs if isinstance(self.inputs, list) else [self.inputs]
         self.is_single = len(several) == 1
         self.example = several[0]
@@ -294,7 +295,7 @@ class _Trials:
         self.profile = own = self.foreseer.step()
         self.own_ns = own.time_ns
         if self.is_single:
-            self.search = SegmentSearch(self.foreseer)
+            self.search = SegmentSearch(self.foreseer, copy=partial(self._copy, "keep"))
         else:
             self.left_out.append("segments and micro-batches (one example at a time)")
         fits = self.foreseer.can_run(own.peak_bytes)
@@ -315,13 +316,13 @@ class _Trials:
 
     def _run(self, layout: str) -> int:
         """Time of a second step in a layout, or of the first one if steps are very long."""
-        self.copies[layout] = Steps(self.model, self.inputs, self.is_training, layout)
         first = self._elapsed_ns(layout)
         return first if 3 * first > 1e10 else self._elapsed_ns(layout)
 
-    def _elapsed_ns(self, layout: str) -> int:
-        with gradient_mode(self.is_training):
-            return self.backend.elapsed_ns(self.copies[layout])
+    def _elapsed_ns(self, layout: str, division: StepDivision = WHOLE) -> int:
+        steps = self._copy(layout)
+        steps.divide(division)
+        return self.backend.elapsed_ns(steps)
 
     def _add(self, name: str, way: Way) -> None:
         if all(one.division != way.division and one.name != name for one in self.ways):
@@ -441,11 +442,8 @@ class _Trials:
 
         def run(way: Way) -> int:
             before = _faults()
-            if self.search is not None and way.division != WHOLE:
-                time_ns = self.search.elapsed_ns(way.division)
-            else:
-                with self._context(way.name):
-                    time_ns = self._elapsed_ns(way.memory_format)
+            with self._context(way.name):
+                time_ns = self._elapsed_ns(way.memory_format, way.division)
             faults.extend([_faults() - before] * (way is own))
             return time_ns
 

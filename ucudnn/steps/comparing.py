@@ -7,6 +7,7 @@ variables and hooks; in another layout, results and gradients of parameters.
 
 from __future__ import annotations
 
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import UcudnnWarning, first_line
+from ucudnn.execution.compiling import is_compiled, uncompiled
 from ucudnn.execution.micro_batching import batch_of, hooks_of
 from ucudnn.execution.nesting import take_apart
 from ucudnn.execution.override import Installation
@@ -241,6 +243,7 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
     outcome, numbers = _Outcome(), SameForSamples(state)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
+        stack.enter_context(uncompiled(is_compiled(model)))
         stack.enter_context(warnings.catch_warnings())
         # The user did not run these steps.
         warnings.simplefilter("ignore", UcudnnWarning)
@@ -248,15 +251,14 @@ def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True
         stack.enter_context(Remembered(model, "the model", updates=False))
         received = stack.enter_context(_received(model))
         torch.manual_seed(state), random.seed(state), np.random.seed(state)
-        before = random.getstate(), np.random.get_state(legacy=False)
+        before = _numbers()
         with numbers if same else nullcontext():
             for part in parts_of(own, steps.division.micro_batch):
-                outputs, leaves = run_with_leaves(model, part, is_training)
+                outputs, leaves = run_with_leaves(model, part, is_training, is_smooth=True)
                 outcome.results.append([cloned(one) for one in take_apart(outputs)[0]])
                 outcome.inputs.append([one.grad for one in leaves])
                 del outputs
-        now = random.getstate(), np.random.get_state(legacy=False)
-        outcome.draws = not same or bool(numbers.drawn) or not _are_equal(before, now)
+        outcome.draws = not same or bool(numbers.drawn) or _numbers() != before
         outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
         outcome.buffers = {name: [cloned(one)] for name, one in model.named_buffers()}
         for name, module in model.named_modules():
@@ -349,11 +351,9 @@ def _received(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
         yield received
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """True if the states of Python's and NumPy's generators are the same."""
-    numpys = one[1]["state"], other[1]["state"]
-    is_same = numpys[0]["pos"] == numpys[1]["pos"]
-    return one[0] == other[0] and is_same and np.array_equal(numpys[0]["key"], numpys[1]["key"])
+def _numbers() -> bytes:
+    """The states of Python's and NumPy's generators."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def _between(truth: _Outcome, found: _Outcome) -> Difference:

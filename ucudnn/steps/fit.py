@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from math import ceil
+from functools import cache, cached_property, partial
+from math import ceil, inf
 from operator import itemgetter
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from ucudnn.errors import (
     UnplannedWarning,
     first_line,
 )
-from ucudnn.execution.compiling import is_compiled, original_of
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.micro_batching import modes_of
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
@@ -41,7 +41,7 @@ from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import NO_TIME
 from ucudnn.steps.profile import StepProfile
-from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced
 from ucudnn.units import format_bytes, format_sizes
@@ -143,7 +143,7 @@ class DividedStep:
         with _told_at_the_end():
             profiles = [
                 self.foreseer.step(self.division, one.memory_format, one)
-                for one in _followed(plan, self.foreseer.torchs)
+                for one in _followed(plan, self.foreseer)
             ]
         return max(profiles, key=lambda one: one.peak_bytes)
 
@@ -152,10 +152,9 @@ class DividedStep:
         foreseer = self.foreseer
         backend, steps = foreseer.backend, self.steps(plan.memory_format)
         peaks, times = list[int](), list[int]()
-        for one in _followed(plan, foreseer.torchs):
+        for one in _followed(plan, foreseer):
             runner = Runner(one, replace(one.config, unplanned="torch"))
-            mode = gradient_mode(foreseer.is_training)
-            with Installation(plan.device.type, runner), mode, _told_at_the_end():
+            with Installation(plan.device.type, runner), _told_at_the_end():
                 # The first step looks up each call in the plan and fills torch's caches.
                 steps()
                 gc.collect()  # what it left in cycles must not be freed in the next one
@@ -172,8 +171,9 @@ def _told_at_the_end() -> Iterator[None]:
         yield
 
 
-def _followed(plan: Plan, torchs: frozenset[Layer]) -> list[Plan]:
+def _followed(plan: Plan, foreseer: Foreseer) -> list[Plan]:
     """The plan as `installed` follows it, and as a converted model does, if that differs."""
+    torchs = {layer for _, layer in foreseer.torchs()}
     swapped = tuple(one for one in plan.kernels if Layer.of(one.problem) not in torchs)
     if len(swapped) == len(plan.kernels):
         return [plan]
@@ -215,14 +215,19 @@ def fit(
     backend = open_backend(config.backend)
     _require_steps(model, inputs, backend)
     inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
-    foreseer = Foreseer(model, inputs, backend, config.ops != ("fprop",))
+    is_training = config.ops != ("fprop",)
+    foreseer = Foreseer(model, inputs, backend, is_training, swappable=_SWAPPABLE)
     try:
         with undisturbed(model):
-            torchs, unswappable = _unswappable(model, foreseer.step().layers)
-            if torchs:
-                foreseer = foreseer.leaving(torchs)
-            make = partial(_tried, make_plan=make_plan, compare=compare, begin=begin)
-            return _fitted(foreseer, config, unswappable, make, remeasure=remeasure)
+            own = foreseer.step()
+            config = config.with_budget_of(own.peak_bytes, foreseer.free_bytes, own.held.total)
+            assert config.budget_bytes is not None
+            _require_room(foreseer, own, config.budget_bytes)
+            fitting = _Fitting(
+                *(foreseer, config, own.memory(config.budget_bytes, is_training)),
+                *(make_plan, compare, begin(own.time_ns)),
+            )
+            return (None if remeasure else fitting.known_plan()) or fitting.plan()
     except (ConfigError, PlanError, TuningInterruptedError):
         raise
     except STEP_ERRORS as error:
@@ -231,88 +236,218 @@ def fit(
         ) from error
 
 
-def _fitted(
-    foreseer: Foreseer,
-    config: Config,
-    unswappable: Sequence[str],
-    make: Callable[..., Plan],
-    *,
-    remeasure: bool,
-) -> Plan:
-    own = foreseer.step()
-    config = config.with_budget_of(own.peak_bytes, foreseer.free_bytes, own.held.total)
-    budget = config.budget_bytes
-    assert budget is not None
-    memory = own.memory(budget, foreseer.is_training)
-    refusal = partial(_refusal, memory, config, unswappable, foreseer)
-    needed = _needed_bytes(foreseer, own)
-    if needed > budget:
-        raise refusal((), (), needed)
-    known = _known_ways(foreseer, config)
-    found = None if remeasure else _known_plan(known, budget, config)
-    return found or make(foreseer, config, memory, refusal, known)
+@dataclass
+class _Fitting:
+    """Makes plans for one division of a step after another, until one stays within the budget."""
 
+    foreseer: Foreseer
+    config: Config  # with the budget in bytes
+    memory: StepMemory  # of torch's step
+    make_plan: Callable[[DividedStep], Plan]
+    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]]
+    end: Deadline
 
-def _tried(
-    foreseer: Foreseer,
-    config: Config,
-    memory: StepMemory,
-    refusal: Callable[[Sequence[Way], Sequence[tuple[str, str]]], PlanError],
-    known: _KnownWays,
-    make_plan: Callable[[DividedStep], Plan],
-    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
-    begin: Callable[[int], Deadline],
-) -> Plan:
-    """A plan within the budget, by a way that is known or that a search finds."""
-    own, budget = foreseer.step(), memory.budget_bytes
-    copy = cache(partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training))
-    end = begin(own.time_ns)
-    search = cache(partial(SegmentSearch, foreseer, end, copy))
-    has_segments, errors = not isinstance(foreseer.inputs, list), list[PlanError]()
-    # First come what was found for another budget, and the undivided step: without its workspace it
-    # may be within the budget, and then limits for the workspace may suffice.
-    choices = _known_choices(known, budget)
-    torchs = Way("torch", "torch", own.peak_bytes, own.time_ns, own_bytes=own.own_peak_bytes)
-    choices += [_Choice(torchs)] * (torchs.own_bytes <= budget and not config.loop)
-    ways: list[Way] = []  # that a search has found
-    spared = 0  # bytes that kernels needed beyond the budget in earlier passes
-    for _ in range(_MOST_DIVISIONS):
-        if not choices and has_segments:
-            choices = _chosen(search(), end, budget - spared, loop=config.loop)
-            ways = search().ways
-        if not choices or len(errors) == _MOST_PASSES:
-            break
-        choice = choices.pop(0)
-        division, limit = choice.way.division, min(budget, choice.most_bytes)
+    def __post_init__(self) -> None:
+        one = self.foreseer
+        self._copy = cache(partial(Steps, one.model, one.inputs, one.is_training))
+        self._known = _known_ways(one, self.config)
+
+    @cached_property
+    def _search(self) -> SegmentSearch:
+        return SegmentSearch(self.foreseer, self.end, self._copy)
+
+    def plan(self) -> Plan:
+        """A plan within the budget, by a way that is known or that a search finds."""
+        own, config, budget = self.foreseer.step(), self.config, self.memory.budget_bytes
+        has_segments, errors = not isinstance(self.foreseer.inputs, list), list[PlanError]()
+        # First come what was found for another budget, and the undivided step: without its
+        # workspace it may be within the budget, and then limits for the workspace may suffice.
+        choices = self._known_choices()
+        torchs = Way("torch", "torch", own.peak_bytes, own.time_ns, own_bytes=own.own_peak_bytes)
+        choices += [_Choice(torchs)] * (torchs.own_bytes <= budget and not config.loop)
+        ways: list[Way] = []  # that a search has found
+        spared = 0  # bytes that kernels needed beyond the budget in earlier passes
+        for _ in range(_MOST_DIVISIONS):
+            if not choices and has_segments:
+                choices = _chosen(self._search, self.end, budget - spared, loop=config.loop)
+                ways = self._search.ways
+            if not choices or len(errors) == _MOST_PASSES:
+                break
+            choice = choices.pop(0)
+            plan = self._planned(choice, ways)
+            if isinstance(plan, Plan):
+                return self._noted(plan, choice.way, ways)
+            if plan is not None:
+                errors.append(plan)
+                spared += max(0, (plan.smallest_bytes or 0) - budget)
+            self._known.pop(choice.way.division, None)
+            if has_segments:
+                self._search.leave_out(choice.way.division)
+        if ways and not errors:
+            if not config.loop:
+                self._search.foresee_loops()  # by which the budget may be kept
+            # The smallest way is accepted when its peak is asked for.
+            smallest, ways = self._search.smallest(loop=config.loop), self._search.ways
+            peak, time_ns = smallest.foreseen_bytes, smallest.foreseen_ns
+            took = replace(smallest, peak_bytes=peak, time_ns=time_ns)
+            self._known[smallest.division] = _Known(took, round(_ROUNDED * peak))
+        # The smallest budget that suffices is told, if any is known.
+        raise min(errors, key=lambda one: one.smallest_bytes or inf, default=self._refusal(ways))
+
+    def _noted(self, plan: Plan, way: Way, ways: Sequence[Way]) -> Plan:
+        """The plan with what is told of it; by which way it is, is known from now on."""
+        assert plan.memory is not None
+        budget = self.memory.budget_bytes
+        reasons = tuple(dict(self._search.reasons()).items()) if ways else ()
+        memory = replace(plan.memory, budget_bytes=budget)
+        plan = replace(plan, memory=memory, reasons=reasons)
+        peak = max(memory.plan_peak_bytes, memory.plan_foreseen_bytes)
+        took = replace(way, peak_bytes=peak, time_ns=memory.plan_ns)
+        self._known[way.division] = _Known(took, budget, plan)
+        return plan
+
+    def _planned(self, choice: _Choice, ways: Sequence[Way]) -> Plan | PlanError | None:
+        """The plan of a divided step, measured, or the error; None: another division is better."""
         told = tuple(replace(one, division=WHOLE) for one in ways)
-        noted = replace(memory, ways=told, budget_bytes=limit)
-        step = DividedStep(foreseer, division, config, noted, copy)
-        plan = _planned(step, choice, search, make_plan, compare)
-        if isinstance(plan, Plan):
-            assert plan.memory is not None
-            reasons = tuple(dict(search().reasons()).items()) if ways else ()
-            noted = replace(plan.memory, budget_bytes=budget)
-            plan = replace(plan, memory=noted, reasons=reasons)
-            peak = max(noted.plan_peak_bytes, noted.plan_foreseen_bytes)
-            took = replace(choice.way, peak_bytes=peak, time_ns=noted.plan_ns)
-            known[division] = _Known(took, budget, plan)
-            return plan
-        if plan is not None:
-            errors.append(plan)
-            spared += max(0, _smallest(plan) - budget)
-        known.pop(division, None)
-        if has_segments:
-            search().leave_out(division)
-    if ways and not errors:
-        if not config.loop:
-            search().foresee_loops()  # by which the budget may be kept
-        # The smallest way is accepted when its peak is asked for.
-        smallest, ways = search().smallest(loop=config.loop), search().ways
-        peak, time_ns = smallest.foreseen_bytes, smallest.foreseen_ns
-        took = replace(smallest, peak_bytes=peak, time_ns=time_ns)
-        known[smallest.division] = _Known(took, round(_ROUNDED * peak))
-    reasons = search().reasons() if ways else ()
-    raise min(errors, key=_by_size, default=refusal(ways, reasons))
+        limit = min(self.memory.budget_bytes, choice.most_bytes)
+        memory = replace(self.memory, ways=told, budget_bytes=limit)
+        step = DividedStep(self.foreseer, choice.way.division, self.config, memory, self._copy)
+        try:
+            plan = self._checked(step, choice)
+        except PlanError as error:
+            return error
+        if plan is not None and step.division != WHOLE:
+            plan, causes = self.compare(plan, self._search.is_unaligned(step.division))
+            if causes:
+                self._search.reject(causes)
+                return None
+        return None if plan is None else self._measured(step, plan)
+
+    def _checked(self, step: DividedStep, choice: _Choice) -> Plan | None:
+        """A plan whose step is foreseen to keep the budget; None if another division is better.
+
+        Raises:
+            PlanError: kernels lack workspace, or the step exceeds the budget with them.
+        """
+        budget = step.memory.budget_bytes
+        for _ in range(2):
+            plan = self.make_plan(step)
+            if choice.fitting is not None:
+                factor = CLEARLY[plan.device.type]
+                slowed_ns = choice.way.step_ns * (1 + _lost(plan))
+                if slowed_ns >= factor * choice.fitting.step_ns:
+                    return None
+            profile = step.foreseen(plan)
+            if profile.peak_bytes <= budget:
+                assert plan.memory is not None
+                noted = replace(
+                    plan.memory,
+                    plan_foreseen_bytes=profile.peak_bytes,
+                    plan_foreseen_ns=profile.time_ns,
+                    calls=_calls(plan, profile),
+                )
+                return replace(plan, memory=noted)
+            planned = {kernel.problem for kernel in plan.kernels}
+            for problem, peak in profile.call_peaks.items():
+                if peak > budget and problem not in planned:
+                    raise PlanError(
+                        f"{problem} has no plan and exceeds memory_budget={format_bytes(budget)} "
+                        f"by {format_bytes(peak - budget)}; raise the budget, or time_budget_s if "
+                        f"the time was over"
+                    )
+                if peak > budget:
+                    key = plan.memory_format, problem
+                    step.excess[key] = step.excess.get(key, 0) + peak - budget
+        raise _excess(profile.peak_bytes, budget)
+
+    def _measured(self, step: DividedStep, plan: Plan) -> Plan | PlanError | None:
+        """The plan with what real steps by it take, or the error if that is too much.
+
+        None if a real step fails; then the segments that are the cause are excluded.
+        """
+        assert plan.memory is not None
+        try:
+            measured, time_ns = step.measured(plan)
+        except STEP_ERRORS as error:
+            if not is_out_of_memory(error):
+                if step.division == WHOLE:
+                    raise
+                self._search.exclude_the_cause(step.division, error)
+                return None
+            free_after(error)
+            needed = plan.memory.plan_foreseen_bytes
+            return PlanError(
+                f"there is no memory here for a step by the plan, which needs "
+                f"{format_bytes(needed)}; lower the budget below it"
+            )
+        noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
+        if measured > noted.budget_bytes:
+            return _excess(measured, noted.budget_bytes)
+        return replace(plan, memory=noted)
+
+    def _refusal(self, ways: Sequence[Way]) -> PlanError:
+        """The error for a budget that is too small; it lists the ways to run a step, with peaks."""
+        memory, config, budget = self.memory, self.config, self.memory.budget_bytes
+        reasons = self._search.reasons() if ways else ()
+        ways = ways or [Way("torch", "torch", memory.torch_peak_bytes, memory.torch_foreseen_ns)]
+        listed = {(one.name, one.most_bytes): one for one in ways}
+        by_peak = sorted(listed.values(), key=lambda one: one.most_bytes)
+        allowed = [one for one in by_peak if config.loop or one.kind != "loop"]
+        smallest_way = allowed[0]
+        ways = by_peak[:_LISTED]
+        enough = ceil(_MARGIN * smallest_way.most_bytes)
+        limit, smallest, *peaks = format_sizes(budget, enough, *(one.most_bytes for one in ways))
+        loops = [one for one in by_peak if one.kind == "loop" and one.most_bytes <= budget]
+        remedy = ", or lower the batch"
+        if any(why == NO_TIME for _, why in reasons):
+            remedy = ", or raise time_budget_s"
+        if loops and not config.loop:
+            remedy = ", or set loop=True, by which it is kept"
+        elif isinstance(self.foreseer.inputs, list):
+            remedy = (
+                ", or tune the largest input size alone: with several sizes no segments are looked "
+                "for, and the segments of a plan run at every size"
+            )
+        elif self.foreseer.batch <= 1:
+            remedy = ", or use smaller inputs: a single sample exceeds it by every way tried"
+        unswappable = dict.fromkeys(name for name, _ in self.foreseer.torchs())
+        names = shorten(", ".join(unswappable), 80, placeholder=" ...")
+        torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
+        rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
+        if reasons:
+            told = [*dict(reasons).items()]
+            rows += "\nModules that are not divided or not recomputed:"
+            rows += "".join(f"\n  {name or 'the model'}: {why}" for name, why in told[:_LISTED])
+            rows += f"\n  and {len(told) - _LISTED} others" * (len(told) > _LISTED)
+        fills = shorten(", ".join(f"{what} {size}" for what, size in _named(memory)), 200)
+        return PlanError(
+            f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
+            f"{smallest}; raise the budget to it{remedy}. torch's step takes {fills}."
+            f"{torchs if names else ''} Peaks:{rows}",
+            enough,
+        )
+
+    def known_plan(self) -> Plan | None:
+        """The fastest plan, by the same settings, for a larger budget that keeps this one, too."""
+        budget, config, found = self.memory.budget_bytes, self.config, list[tuple[int, Plan]]()
+        for way, most, plan in self._known.values():
+            if plan is None or plan.memory is None or not way.peak_bytes <= budget < most:
+                continue
+            if config == replace(plan.config, memory_budget=budget):
+                memory = replace(plan.memory, budget_bytes=budget)
+                found.append((way.time_ns, replace(plan, config=config, memory=memory)))
+        return min(found, key=itemgetter(0))[1] if found else None
+
+    def _known_choices(self) -> list[_Choice]:
+        """The fastest way within a budget, within the peak that it had, or else within the budget.
+
+        Empty if none is known. For a larger budget than that of a way, a faster one may be found.
+        """
+        budget, known = self.memory.budget_bytes, self._known.values()
+        within = [way for way, most, _ in known if way.peak_bytes <= budget <= most]
+        best = sorted(within, key=lambda one: one.time_ns)[:1]
+        tight = [_Choice(one, most_bytes=one.peak_bytes) for one in best]
+        return tight + [_Choice(one) for one in best]
 
 
 class _Known(NamedTuple):
@@ -329,29 +464,6 @@ _KnownWays = dict[StepDivision, _Known]
 _KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, _KnownWays]] = WeakKeyDictionary()
 
 
-def _known_plan(known: _KnownWays, budget: int, config: Config) -> Plan | None:
-    """The fastest plan, by the same settings, for a larger budget that keeps this one, too."""
-    found = list[tuple[int, Plan]]()
-    for way, most, plan in known.values():
-        if plan is None or plan.memory is None or not way.peak_bytes <= budget < most:
-            continue
-        if config == replace(plan.config, memory_budget=budget):
-            memory = replace(plan.memory, budget_bytes=budget)
-            found.append((way.time_ns, replace(plan, config=config, memory=memory)))
-    return min(found, key=itemgetter(0))[1] if found else None
-
-
-def _known_choices(known: _KnownWays, budget: int) -> list[_Choice]:
-    """The fastest way within a budget, within the peak that it had, or else within the budget.
-
-    Empty if none is known. For a larger budget than that of a way, a faster one may be found.
-    """
-    within = [way for way, most, _ in known.values() if way.peak_bytes <= budget <= most]
-    best = sorted(within, key=lambda one: one.time_ns)[:1]
-    tight = [_Choice(one, most_bytes=one.peak_bytes) for one in best]
-    return tight + [_Choice(one) for one in best]
-
-
 def _known_ways(foreseer: Foreseer, config: Config) -> _KnownWays:
     """The ways that are known of a model in its present state, for these inputs and settings."""
     model = foreseer.model
@@ -365,56 +477,6 @@ def _known_ways(foreseer: Foreseer, config: Config) -> _KnownWays:
     return _KNOWN.setdefault(model, {}).setdefault(key, {})
 
 
-def _planned(
-    step: DividedStep,
-    choice: _Choice,
-    search: Callable[[], SegmentSearch],
-    make_plan: Callable[[DividedStep], Plan],
-    compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
-) -> Plan | PlanError | None:
-    """The plan of a divided step, measured, or the error; None: another division is better."""
-    try:
-        plan = _checked(step, make_plan, choice)
-    except PlanError as error:
-        return error
-    if plan is not None and step.division != WHOLE:
-        plan, causes = compare(plan, search().is_unaligned(step.division))
-        for one, reason in causes.items():
-            search().exclude(one, reason)
-        if causes:
-            search().forget(causes)
-            return None
-    return None if plan is None else _measured(step, plan, search)
-
-
-def _measured(
-    step: DividedStep, plan: Plan, search: Callable[[], SegmentSearch]
-) -> Plan | PlanError | None:
-    """The plan with what real steps by it take, or the error if that is too much.
-
-    None if a real step fails; then the segments that are the cause are excluded.
-    """
-    assert plan.memory is not None
-    try:
-        measured, time_ns = step.measured(plan)
-    except STEP_ERRORS as error:
-        if not is_out_of_memory(error):
-            if step.division == WHOLE:
-                raise
-            search().exclude_the_cause(step.division, error)
-            return None
-        free_after(error)
-        needed = plan.memory.plan_foreseen_bytes
-        return PlanError(
-            f"there is no memory here for a step by the plan, which needs {format_bytes(needed)}; "
-            f"lower the budget below it"
-        )
-    noted = replace(plan.memory, plan_peak_bytes=measured, plan_ns=time_ns)
-    if measured > noted.budget_bytes:
-        return _excess(measured, noted.budget_bytes)
-    return replace(plan, memory=noted)
-
-
 def _excess(peak: int, budget: int) -> PlanError:
     """The error for steps by a plan that exceed the budget."""
     found, limit = format_sizes(peak, budget)
@@ -423,15 +485,6 @@ def _excess(peak: int, budget: int) -> PlanError:
         f"budget to it",
         peak,
     )
-
-
-def _smallest(error: PlanError) -> int:
-    return error.smallest_bytes or 0
-
-
-def _by_size(error: PlanError) -> tuple[bool, int]:
-    """Sort key of errors: the smallest budget that suffices comes first, unknown ones last."""
-    return not error.smallest_bytes, _smallest(error)
 
 
 def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> None:
@@ -451,12 +504,19 @@ def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> N
         )
 
 
-def _needed_bytes(foreseer: Foreseer, own: StepProfile) -> int:
-    """Bytes that a step needs however it is divided: what is held, and gradients."""
-    held = own.held
+def _require_room(foreseer: Foreseer, own: StepProfile, budget: int) -> None:
+    """Raise an error if what is held and gradients, in a step however divided, exceed a budget."""
     trained = [one for one in foreseer.model.parameters() if one.requires_grad]
     new = sum(one.numel() * one.element_size() for one in trained if one.grad is None)
-    return held.total + (new if foreseer.is_training else 0)
+    needed = own.held.total + (new if foreseer.is_training else 0)
+    if needed > budget:
+        limit, least = format_sizes(budget, needed)
+        raise PlanError(
+            f"memory_budget={limit} is too small for any step: parameters, gradients, inputs and "
+            f"the state of optimisers alone take {least}; raise the budget, or use a smaller model "
+            f"or batch",
+            needed,
+        )
 
 
 class _Choice(NamedTuple):
@@ -509,121 +569,11 @@ def _chosen(search: SegmentSearch, end: Deadline, limit: int, *, loop: bool) -> 
     return [_Choice(one) for one in by_peak if one.own_bytes <= limit][:1]
 
 
-def _checked(
-    step: DividedStep, make_plan: Callable[[DividedStep], Plan], choice: _Choice
-) -> Plan | None:
-    """A plan whose step is foreseen to keep the budget; None if another division is better.
-
-    Raises:
-        PlanError: kernels lack workspace, or the step exceeds the budget with them.
-    """
-    budget = step.memory.budget_bytes
-    for _ in range(2):
-        plan = make_plan(step)
-        if choice.fitting is not None:
-            factor = CLEARLY[plan.device.type]
-            slowed_ns = choice.way.step_ns * (1 + _lost(plan))
-            if slowed_ns >= factor * choice.fitting.step_ns:
-                return None
-        profile = step.foreseen(plan)
-        if profile.peak_bytes <= budget:
-            assert plan.memory is not None
-            noted = replace(
-                plan.memory,
-                plan_foreseen_bytes=profile.peak_bytes,
-                plan_foreseen_ns=profile.time_ns,
-                calls=_calls(plan, profile),
-            )
-            return replace(plan, memory=noted)
-        planned = {kernel.problem for kernel in plan.kernels}
-        for problem, peak in profile.call_peaks.items():
-            if peak > budget and problem not in planned:
-                raise PlanError(
-                    f"{problem} has no plan and exceeds memory_budget={format_bytes(budget)} by "
-                    f"{format_bytes(peak - budget)}; raise the budget, or time_budget_s if the "
-                    f"time was over"
-                )
-            if peak > budget:
-                key = plan.memory_format, problem
-                step.excess[key] = step.excess.get(key, 0) + peak - budget
-    raise _excess(profile.peak_bytes, budget)
-
-
-def _refusal(
-    memory: StepMemory,
-    config: Config,
-    unswappable: Sequence[str],
-    foreseer: Foreseer,
-    ways: Sequence[Way],
-    reasons: Sequence[tuple[str, str]],
-    needed: int = 0,
-) -> PlanError:
-    """The error for a budget that is too small; it lists the ways to run a step, with peaks."""
-    budget = memory.budget_bytes
-    if needed:
-        limit, least = format_sizes(budget, needed)
-        return PlanError(
-            f"memory_budget={limit} is too small for any step: parameters, gradients, inputs and "
-            f"the state of optimisers alone take {least}; raise the budget, or use a smaller model "
-            f"or batch",
-            needed,
-        )
-    ways = ways or [Way("torch", "torch", memory.torch_peak_bytes, memory.torch_foreseen_ns)]
-    listed = {(one.name, one.most_bytes): one for one in ways}
-    by_peak = sorted(listed.values(), key=lambda one: one.most_bytes)
-    allowed = [one for one in by_peak if config.loop or one.kind != "loop"]
-    smallest_way = allowed[0]
-    ways = by_peak[:_LISTED]
-    enough = ceil(_MARGIN * smallest_way.most_bytes)
-    limit, smallest, *peaks = format_sizes(budget, enough, *(one.most_bytes for one in ways))
-    loops = [one for one in by_peak if one.kind == "loop" and one.most_bytes <= budget]
-    remedy = ", or lower the batch"
-    if any(why == NO_TIME for _, why in reasons):
-        remedy = ", or raise time_budget_s"
-    if loops and not config.loop:
-        remedy = ", or set loop=True, by which it is kept"
-    elif isinstance(foreseer.inputs, list):
-        remedy = (
-            ", or tune the largest input size alone: with several sizes no segments are looked "
-            "for, and the segments of a plan run at every size"
-        )
-    elif foreseer.batch <= 1:
-        remedy = ", or use smaller inputs: a single sample exceeds it by every way tried"
-    names = shorten(", ".join(unswappable), 80, placeholder=" ...")
-    torchs = f" These count torch's workspace in {names}, which convert_ cannot swap."
-    rows = "".join(f"\n  {way.name}: {peak}" for way, peak in zip(ways, peaks, strict=True))
-    if reasons:
-        told = [*dict(reasons).items()]
-        rows += "\nModules that are not divided or not recomputed:"
-        rows += "".join(f"\n  {name or 'the model'}: {why}" for name, why in told[:_LISTED])
-        rows += f"\n  and {len(told) - _LISTED} others" * (len(told) > _LISTED)
-    fills = shorten(", ".join(f"{what} {size}" for what, size in _named(memory)), 200)
-    return PlanError(
-        f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
-        f"{smallest}; raise the budget to it{remedy}. torch's step takes {fills}."
-        f"{torchs if names else ''} Peaks:{rows}",
-        enough,
-    )
-
-
 def _named(memory: StepMemory) -> list[tuple[str, str]]:
     """What fills the peak of torch's step, with its size in words."""
     causes = [(what, size) for what, size in memory.causes if size]
     sizes = format_sizes(*(size for _, size in causes))
     return [(what, text) for (what, _), text in zip(causes, sizes, strict=True)]
-
-
-def _unswappable(
-    model: nn.Module, layers: Iterable[tuple[str, Problem]]
-) -> tuple[frozenset[Layer], tuple[str, ...]]:
-    """Layers that some modules compute which `convert_` cannot swap, and the names of these."""
-    modules = dict(original_of(model).named_modules())
-    found = [
-        (name or "the model itself", Layer.of(problem))
-        for name, problem in layers
-        if type(modules[name]) not in _SWAPPABLE
-    ]
-    return frozenset(layer for _, layer in found), tuple(dict.fromkeys(name for name, _ in found))
 
 
 def _lost(plan: Plan) -> float:

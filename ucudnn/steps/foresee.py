@@ -310,7 +310,7 @@ class Foreseer:
         inputs: an example input, or a list of these.
         backend: backend of the model's device.
         is_training: True: a step is forward and backward; False: forward without a graph.
-        torchs: layers that torch computes, whatever a plan says.
+        swappable: classes of the modules on which a plan acts; None: it acts on any.
         operators: whether operators are called alone on all samples, on some of them, from which
             what they need is extrapolated, or not at all.
     """
@@ -319,7 +319,7 @@ class Foreseer:
     inputs: Any
     backend: AbstractBackend
     is_training: bool = True
-    torchs: frozenset[Layer] = frozenset()
+    swappable: Collection[type[nn.Module]] | None = None
     operators: Operators = "whole"
 
     def __post_init__(self) -> None:
@@ -367,11 +367,20 @@ class Foreseer:
         found.batch = batch
         return found
 
-    def leaving(self, torchs: frozenset[Layer]) -> Foreseer:
-        """A foreseer of steps in which torch computes these layers, whatever a plan says."""
-        found = copy.copy(self)
-        found.torchs, found._steps = torchs, {}
-        return found
+    def torchs(self, calls: Sequence[tuple[str, Problem]] | None = None) -> list[tuple[str, Layer]]:
+        """(Name of the module, layer) of each call that torch computes, whatever a plan says.
+
+        Args:
+            calls: as `StepProfile.layers`; None: those of the undivided step.
+        """
+        if self.swappable is None:
+            return []
+        calls = self.step().layers if calls is None else calls
+        return [
+            (name or "the model itself", Layer.of(problem))
+            for name, problem in calls
+            if type(self.modules[name]) not in self.swappable
+        ]
 
     def step(
         self,
@@ -504,7 +513,9 @@ class Foreseer:
             )
         if len(self.writers) > known:
             return self._foreseen(division, memory_format, plan, names)
-        found = _profile(log, roots[0], held, self.torchs)
+        # Of a forward that is repeated in backward, the names of modules are not known.
+        torchs = self.torchs(log.layers if division == WHOLE else None)
+        found = _profile(log, roots[0], held, {layer for _, layer in torchs})
         return replace(found, layers=tuple(log.layers), biased=frozenset(log.biased))
 
 

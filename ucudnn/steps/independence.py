@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import cut_up, has_samples, located, modes_of, reason_of_hooks
@@ -37,7 +39,6 @@ _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
 _POWER = 0.25
 # Values of these types are compared as they are.
 _CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # If parts of one sample compute something else, parts of at least so many may not.
 _LEAST = 2
 # Reasons against micro-batches.
@@ -314,7 +315,6 @@ class _Trial:
         self._parameters = [one for one in module.parameters() if one.requires_grad]
         self._before = Remembered(module, "it", updates=True, arguments=self._leaves)
         self._random = _random_states()
-        self._numbers = (random.getstate(), np.random.get_state())
         self._count = next((len(leaf) for leaf in self._leaves if has_samples(leaf)), 0)
         shared = [
             n for n, one in enumerate(self._leaves) if has_samples(one) and len(one) != self._count
@@ -541,7 +541,8 @@ class _Trial:
         """Why a sample depends on others, given a run in which the others hold no numbers."""
         if _are_other(_at(where, whole.results), _at(where, alone.results)):
             return "its samples depend on each other"
-        weights = [one if one is None else _only(where.start, one) for one in self._weights]
+        kept = partial(_all_but, where.start, _no_numbers)
+        weights = [one if one is None else kept(one) for one in self._weights]
         count = len(whole.leaves)
         mine = [_row_of(where, self._count, one) for one in gradients[:count]]
         others = self._gradients(alone, weights)[:count]
@@ -551,9 +552,7 @@ class _Trial:
         return ""
 
     def _is_divisible(self, result: Any) -> bool:
-        return isinstance(result, _CONSTANTS) or (
-            has_samples(result) and len(result) == self._count
-        )
+        return isinstance(result, _CONSTANTS) or _has_rows(result, self._count)
 
     def _changed(self, kept: int, change: Callable[[Tensor], Tensor]) -> Any:
         """The arguments with all samples but one changed."""
@@ -591,16 +590,17 @@ class _Trial:
         bases: dict[int, Tensor] = {}
         given = [self._copied(one, bases, is_copy) for one in leaves]
         with self._before:
-            self._put_back_numbers()
+            self._put_back_torchs()
             if outside is not None:
                 seed_extremes(outside - 1)
             if seed is not None:
                 torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+            numbers = self._before.numbers()
             if is_second:
                 own = put_together([*map(cloned, leaves)], nest)
                 self._forward(*own[0], **own[1])
-                self._put_back_numbers()
-            numbers = self._before.numbers()
+                self._before.draw_from(numbers)
+                self._put_back_torchs()
             own = put_together(given, nest)
             result = self._forward(*own[0], **own[1])
             after, _ = take_apart(own)
@@ -615,12 +615,11 @@ class _Trial:
             self._draws_of_its_own |= any(drawn[2:])
         return _Run(results, result_nest, left, [*bases.values()], given, after)
 
-    def _put_back_numbers(self) -> None:
+    def _put_back_torchs(self) -> None:
+        """Put back the random states of torch; those of Python and NumPy are in `_before`."""
         torch.set_rng_state(self._random[0])
         for state in self._random[1:]:
             torch.cuda.set_rng_state(state)
-        random.setstate(self._numbers[0])
-        np.random.set_state(self._numbers[1])
 
     def _left(self) -> dict[str, list[Any]]:
         return {
@@ -712,7 +711,7 @@ def _weights(result: Any) -> Tensor | None:
 
 def _turned(weights: Tensor | None) -> Tensor | None:
     """The same numbers in the other of torch's two layouts."""
-    layout = None if weights is None else CHANNELS_LAST.get(weights.dim())
+    layout = None if weights is None else CHANNELS_LAST_BY_RANK.get(weights.dim() - 2)
     if weights is None or layout is None:
         return weights
     if weights.is_contiguous(memory_format=layout):
@@ -720,12 +719,6 @@ def _turned(weights: Tensor | None) -> Tensor | None:
     shape = weights.shape
     # A single sample may be in both layouts at once, by strides that tell them apart.
     return torch.cat([weights, weights]).contiguous(memory_format=layout)[: shape[0]]
-
-
-def _only(kept: int, weights: Tensor) -> Tensor:
-    others = torch.full_like(weights, float("nan"))
-    others[kept] = weights[kept]
-    return others
 
 
 def _memory(tensor: Tensor) -> int:

@@ -26,7 +26,7 @@ from ucudnn.errors import TuningInterruptedError, UnplannedWarning, first_line
 from ucudnn.execution.compiling import is_compiled, replays_graphs
 from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
-from ucudnn.kernels.deadline import EFFORTS, LEAST_RACE_STEPS, Deadline
+from ucudnn.kernels.deadline import LEAST_RACE_STEPS, Deadline
 from ucudnn.kernels.tune import device_type
 from ucudnn.outcomes import Compilation, LayoutRace, StepMemory, StepRace, Way
 from ucudnn.plan import KernelPlan, Plan
@@ -45,7 +45,7 @@ from ucudnn.steps.race import (
     tells,
     timed,
 )
-from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.units import format_bytes
 from ucudnn.verdict import CONFIDENCE, LEAST_ROUNDS, TOLERATED, is_faster
 
@@ -86,15 +86,14 @@ class Judge:
         model: any module; if it is compiled, compiled steps are raced.
         inputs: an example, or a list of several.
         config: the settings.
-        deadline: when races must end; None: it follows from the settings, and counts from the
-            first step.
+        deadline: when races must end.
         copies: the copies on which steps run.
     """
 
     model: nn.Module
     inputs: Any
     config: Config
-    deadline: Deadline | None = None
+    deadline: Deadline = field(default_factory=Deadline.never)
     copies: Copies = field(default_factory=dict)
 
     def step_ns(self) -> int:
@@ -127,7 +126,7 @@ class Judge:
         if reason or not (changes or hints):
             return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
         # A budget may be too short even for the convolutions of a race.
-        if changes and not self._end(0).has_time(LEAST_RACE_STEPS, 1e9 * _convolutions_s(plan)):
+        if changes and not self.deadline.has_time(LEAST_RACE_STEPS, 1e9 * _convolutions_s(plan)):
             hint = LayoutRace(reason=_USED_UP, is_fixed=True) if hints else plan.layout_race
             return replace(plan, step_race=StepRace(reason=_NO_ROOM), layout_race=hint)
         found = self._attempt(plan, partial(self._race, plan, changes, hints))
@@ -137,10 +136,9 @@ class Judge:
         backend, step = open_backend(plan.backend), self._steps(plan.division)
         compilation = compile_steps(self.model, step, plan.device.type)
         plan = with_relaid(replace(plan, compilation=compilation), step)
-        # This step warms up, and the default budget is computed from its time.
-        step_ns = backend.elapsed_ns(step)
+        step_ns = backend.elapsed_ns(step)  # this step also warms up
         # The time of compiling counts towards no budget, so the race ends later by it.
-        end = self._end(step_ns).later(0 if compilation is None else compilation.seconds)
+        end = self.deadline.later(0 if compilation is None else compilation.seconds)
         meter = StepMeter(backend, [plan], end, step_ns, self._held_bytes)
         if changes:
             plan = StepJudge(step, meter).judge(plan)
@@ -179,16 +177,15 @@ class Judge:
         return replace(plan, step_race=replace(raced, dropped=dropped))
 
     def _race_divided(self, plan: Plan, backend: AbstractBackend) -> StepRace:
-        with gradient_mode(self.is_training):
-            own = self._steps()
-            step_ns = backend.elapsed_ns(own)
-            meter = StepMeter(backend, [plan], self._end(step_ns), step_ns, self._held_bytes)
-            if meter.is_over(_LEAST_STEPS):
-                return StepRace(reason=_NO_ROOM)
-            runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
-            # With a memory budget the peaks are known from the steps that checked the budget.
-            peaks = [0, 0] if plan.memory else [meter.peak_bytes(*run) for run in runs]
-            samples = steps_ns(meter.race(runs, lambda times: tells(*steps_ns(times))))
+        own = self._steps()
+        step_ns = backend.elapsed_ns(own)
+        meter = StepMeter(backend, [plan], self.deadline, step_ns, self._held_bytes)
+        if meter.is_over(_LEAST_STEPS):
+            return StepRace(reason=_NO_ROOM)
+        runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
+        # With a memory budget the peaks are known from the steps that checked the budget.
+        peaks = [0, 0] if plan.memory else [meter.peak_bytes(*run) for run in runs]
+        samples = steps_ns(meter.race(runs, lambda times: tells(*steps_ns(times))))
         return raced_of(*samples).with_peaks(*peaks).race
 
     def judge_in_layouts(self, plans: Mapping[str, Plan]) -> Plan:
@@ -216,8 +213,7 @@ class Judge:
         backend = open_backend(own.backend)
         steps = {which: self._steps(one.division, which) for which, one in plans.items()}
         step_ns = backend.elapsed_ns(steps["keep"])
-        end = self._end(step_ns)
-        if not end.has_time(_LEAST_LAYOUT_STEPS, step_ns):
+        if not self.deadline.has_time(_LEAST_LAYOUT_STEPS, step_ns):
             return "the time budget has no room for steps in both layouts"
         reason = reason_against_layout(self.model, self.inputs, own, self.is_training)
         if reason:
@@ -232,7 +228,7 @@ class Judge:
             if not last.is_compiled:
                 return f"in channels_last {last.reason}"
         # The time of compiling counts towards no budget, so the race ends later by it.
-        end = end.later(0 if compilation is None else compilation.seconds)
+        end = self.deadline.later(0 if compilation is None else compilation.seconds)
         meter = StepMeter(backend, plans.values(), end, step_ns, self._held_bytes)
         plan = judge_layouts(plans, steps, meter)
         return with_relaid(replace(plan, compilation=compilation), steps[plan.memory_format])
@@ -266,13 +262,6 @@ class Judge:
 
     def _reason(self, device: str) -> str:
         return reason_against_race(self.model, self.inputs, self.config, device)
-
-    def _end(self, step_ns: int) -> Deadline:
-        """When a race must end: at the deadline, or else by the settings, from now on."""
-        if self.deadline is not None:
-            return self.deadline
-        seconds = self.config.time_budget_s or EFFORTS[self.config.effort].budget_s(step_ns)
-        return Deadline.never() if seconds is None else Deadline.within(seconds)
 
 
 @contextmanager

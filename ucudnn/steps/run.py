@@ -44,33 +44,34 @@ MODEL_ERRORS = (
 STEP_ERRORS = (*MODEL_ERRORS, MemoryError, UcudnnError)
 
 
-def run_step(
-    model: Callable[..., Any], inputs: Any, backward: bool = True, is_smooth: bool = False
-) -> Any:
+def run_step(model: Callable[..., Any], inputs: Any, backward: bool = True) -> Any:
     """Run forward and backward, and return the outputs; parameters' gradients are added to `grad`.
 
     Inputs are a tensor, a tuple of positional inputs or a dict of keyword inputs. The loss is the
-    sum of the absolute values of all outputs; with `is_smooth`, the sum of their squares.
+    sum of the absolute values of all outputs.
 
     >>> layer = nn.Linear(2, 1)
     >>> run_step(layer, torch.ones(3, 2)).shape, layer.bias.grad.abs()
     (torch.Size([3, 1]), tensor([3.]))
     """
+    return run_with_leaves(model, inputs, backward)[0]
+
+
+def run_with_leaves(
+    model: Callable[..., Any], inputs: Any, backward: bool, is_smooth: bool = False
+) -> tuple[Any, list[Tensor]]:
+    """Run as `run_step`, or with the sum of squares as the loss; return the inputs' leaves, too."""
     # The inputs become new leaves: their gradients are computed, but not added to the `grad` of the
     # caller's tensors.
-    return _run_step(model, tree_map_only(Tensor, _leaf, inputs), backward, is_smooth)
-
-
-def _run_step(model: Callable[..., Any], inputs: Any, backward: bool, is_smooth: bool) -> Any:
-    """Run forward and backward on leaves, which get gradients."""
-    args, kwargs = _arguments(inputs)
+    own = tree_map_only(Tensor, _leaf, inputs)
+    args, kwargs = _arguments(own)
     outputs = model(*args, **kwargs)
     # `abs` makes complex outputs real, as the loss of a backward pass must be.
     wanted = (tensor.abs() for tensor in tensors_of(outputs) if tensor.requires_grad)
     losses = [(tensor.square() if is_smooth else tensor).sum() for tensor in wanted]
     if losses and backward:
         torch.autograd.backward(losses)
-    return outputs
+    return outputs, [one for one in tree_leaves(own) if isinstance(one, Tensor)]
 
 
 def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
@@ -125,7 +126,7 @@ class Steps:
     Attributes:
         model: the copy of the model.
         inputs: the copies of the examples.
-        backward: True: a step is forward and backward.
+        backward: True: a step is forward and backward; False: forward, without a graph.
         division: how steps are divided.
         compilation: how they were compiled; None if that was not tried.
     """
@@ -154,7 +155,7 @@ class Steps:
 
     def __call__(self) -> None:
         """Run one step for each example."""
-        with uncompiled(self._is_held_back):
+        with uncompiled(self._is_held_back), gradient_mode(self.backward):
             for inputs in self.inputs:
                 for part in parts_of(inputs, self.division.micro_batch):
                     run_step(self._run, part, self.backward)
@@ -194,14 +195,6 @@ class Steps:
         except BaseException:
             self._is_held_back, self._run = self._has_compiled, self.model
             raise
-
-
-def run_with_leaves(model: nn.Module, inputs: Any, backward: bool) -> tuple[Any, list[Tensor]]:
-    """Run forward and backward of a smooth loss; return the outputs, and the inputs as leaves."""
-    own = tree_map_only(Tensor, _leaf, inputs)
-    with uncompiled(is_compiled(model)):
-        outputs = _run_step(model, own, backward, is_smooth=True)
-    return outputs, [one for one in tree_leaves(own) if isinstance(one, Tensor)]
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -148,7 +148,7 @@ class SegmentSearch:
         found += [(name, _OF_ONE) for name, one in self.findings.items() if one.least > 1]
         return (*found, *self._unselective.items())
 
-    def exclude(self, one: Segment, reason: str) -> None:
+    def _exclude(self, one: Segment, reason: str) -> None:
         """Let no further division run a module as this segment does."""
         if one.selective and not one.recompute:
             self._unselective[one.module] = reason
@@ -157,10 +157,12 @@ class SegmentSearch:
         repeats = found.repeats and one.micro_batch is not None
         self.findings[one.module] = replace(found, reason=found.reason or reason, repeats=repeats)
 
-    def forget(self, causes: Collection[Segment]) -> None:
-        """Leave out the steps that were foreseen with any of these segments."""
+    def reject(self, causes: Mapping[Segment, str]) -> None:
+        """Exclude segments for a reason, and forget the steps that were foreseen with any."""
+        for one, reason in causes.items():
+            self._exclude(one, reason)
         for division in [*self._ways]:
-            if set(causes) & {*division.segments}:
+            if causes.keys() & {*division.segments}:
                 del self._ways[division]
 
     def leave_out(self, division: StepDivision) -> None:
@@ -451,9 +453,7 @@ class SegmentSearch:
 
     def elapsed_ns(self, division: StepDivision) -> int:
         """Time in ns of a step by a division."""
-        steps = self.steps(division)
-        with gradient_mode(self._is_training):
-            return self._backend.elapsed_ns(steps)
+        return self._backend.elapsed_ns(self.steps(division))
 
     def examine(self, sizes: Mapping[str, int]) -> None:
         """Find out which modules may run in micro-batches; `sizes` has a size for each module."""
@@ -577,9 +577,8 @@ class SegmentSearch:
         try:
             steps = self.steps(way.division)
             gc.collect()  # what earlier steps left in cycles must not be freed in this one
-            with gradient_mode(self._is_training):
-                span = self._backend.span(steps)
-                root, times = _timed(steps, segments_apart(way.division), self._backend)
+            span = self._backend.span(steps)
+            root, times = _timed(steps, segments_apart(way.division), self._backend)
         except STEP_ERRORS as error:
             self._failed.add(way.division)
             del self._ways[way.division]
@@ -608,7 +607,7 @@ class SegmentSearch:
             ]
             causes = {innermost[0]: error}
         for one, cause in causes.items():
-            self.exclude(one, f"a step with it fails ({first_line(cause)})")
+            self._exclude(one, f"a step with it fails ({first_line(cause)})")
 
     def try_sizes(self, loop: bool = False) -> None:
         """Run steps of the whole model in micro-batches of each size, while there is time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from time import monotonic
 from typing import Any
@@ -119,10 +120,9 @@ class _Tuning:
     step_ns: int = 0
     # Copies of the model on which the judge runs steps.
     copies: Copies = field(default_factory=dict)
-    # Progress before the layout that is tuned, and now; and the kernels of the layout after it.
+    # Progress before the layout that is tuned, and now.
     before: Progress = _NOTHING
     latest: Progress = _NOTHING
-    more: int = 0
 
     def run(self) -> Plan:
         """Tune the model, judge the plan, and compare divided steps with torch's."""
@@ -150,7 +150,8 @@ class _Tuning:
         if plan.division != WHOLE:
             if self.step is not None:
                 self.copies.clear()  # rivals need copies of their own
-            plan = replace(self._judge, deadline=self.end).judge_divided(plan)
+            end = self.end or Deadline.never()
+            plan = replace(self._judge, deadline=end).judge_divided(plan)
         return self._described(plan)
 
     def _within(self, step: DividedStep) -> Plan:
@@ -250,7 +251,8 @@ class _Tuning:
 
     @property
     def _judge(self) -> Judge:
-        return Judge(self.model, self.inputs, self.config, self._end_of_races, self.copies)
+        end = self._end_of_races or Deadline.never()
+        return Judge(self.model, self.inputs, self.config, end, self.copies)
 
     @property
     def _end_of_races(self) -> Deadline | None:
@@ -262,16 +264,10 @@ class _Tuning:
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         # The progress of both tunings is reported as that of one.
         self.before = self.latest = _NOTHING
-        self.more = len(set(_problems(traced["channels_last"])))
+        more = len(set(_problems(traced["channels_last"])))
         # A time budget that the user set is for both layouts together, a default one for each.
-        try:
-            own = self._tuned(traced["keep"], self._part(0.5), "keep")
-        except PlanError:
-            self.more = 0
-            if not self._keeps_worker():
-                self.worker.close()
-            raise
-        self.before, self.more = self.latest, 0
+        own = self._tuned(traced["keep"], self._part(0.5), "keep", more)
+        self.before = self.latest
         deadline = self._end_of_kernels(LAYOUT_RACE_STEPS)
         try:
             last = self._tuned(traced["channels_last"], deadline, "channels_last")
@@ -293,13 +289,13 @@ class _Tuning:
         race_s = min(left_s / 2, max(left_s / 4, race_steps * self.step_ns / 1e9))
         return end.at_most(left_s - race_s)
 
-    def _report(self, event: Progress) -> None:
+    def _report(self, more: int, event: Progress) -> None:
         """Report with what was done before, and with the budget of all of tuning."""
         before = self.before
         self.latest = replace(
             event,
             done=before.done + event.done,
-            total=before.done + event.total + self.more,
+            total=before.done + event.total + more,
             measured=before.measured + event.measured,
             reused=before.reused + event.reused,
         )
@@ -309,13 +305,15 @@ class _Tuning:
         if self.on_progress is not None:
             self.on_progress(self.latest)
 
-    def _tuned(self, traced: Traced, deadline: Deadline | None, memory_format: str) -> Plan:
-        """A plan for one layout, before it is judged."""
+    def _tuned(
+        self, traced: Traced, deadline: Deadline | None, memory_format: str, more: int = 0
+    ) -> Plan:
+        """A plan for one layout, before it is judged; `more` kernels of the other one follow."""
         try:
             plan = tune_problems(
                 traced.layers,
                 self.config,
-                self._report if self.on_progress is not None else None,
+                partial(self._report, more) if self.on_progress is not None else None,
                 biased=traced.biased,
                 remeasure=self.remeasure,
                 limits=None if self.step is None else self.step.limits(memory_format),
@@ -323,8 +321,12 @@ class _Tuning:
                 last=self._end_of_races,
                 worker=self.worker,
             )
+        except PlanError:
+            more = 0  # the other layout is not tuned
+            raise
         finally:
-            if not self._keeps_worker():
+            # The other layout is tuned before any step is run.
+            if not (more or self._keeps_worker()):
                 self.worker.close()
         segments, micro_batch = self.division
         plan = replace(
@@ -337,8 +339,6 @@ class _Tuning:
 
         On a GPU, the context of a process takes memory even if the process has no operands.
         """
-        if self.more:
-            return True  # the other layout is tuned before any step is run
         if self.step is None:
             return False
         memory = self.step.memory
