@@ -74,7 +74,7 @@ def scripted(rank: int, pause_s: float = 0.0, **identity: Any) -> Any:
     backend.elapsed_ns = elapsed_ns
     for name, value in identity.items():
         setattr(backend, name, lambda value=value: value)
-    for module_name in ("backends", "tuning.tuner", "distributed.tuning"):
+    for module_name in ("backends", "kernels.tune", "distributed.tuning"):
         importlib.import_module(f"ucudnn.{module_name}").open_backend = lambda *_: backend
     agreement = importlib.import_module("ucudnn.distributed.agreement")
     agreement.identify = lambda *_: (backend.device(), backend.software())
