@@ -127,7 +127,7 @@ def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted
     def of_side(problem):
         return costs[problem.input_size[-1]]
 
-    backend.candidates = lambda one: tuple(Candidate(one, name) for name in of_side(one))
+    backend.candidates = lambda one, _=False: tuple(Candidate(one, name) for name in of_side(one))
     backend.refusal = lambda one, name: None if name in of_side(one) else "there is none"
     backend.charged = lambda name, one: of_side(one)[name](one.batch)
     layers = [("a", NARROW), ("b", WIDE)]
@@ -302,9 +302,9 @@ def test_a_kernel_lists_its_candidates_once_however_often_the_pool_is_divided(sc
     backend = scripted(torch_default=linear(4, 0.5), fast=linear(1, 2), faster=linear(0.5, 3))
     candidates, listed = backend.candidates, Counter[Problem]()
 
-    def count(problem):
+    def count(problem, adds_bias=False):
         listed[problem] += 1
-        return candidates(problem)
+        return candidates(problem, adds_bias)
 
     backend.candidates = count
     tune_problems(LAYERS, Config(total_workspace="21MiB"))

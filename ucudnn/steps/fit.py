@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from math import ceil, inf
 from operator import itemgetter
 from textwrap import shorten
@@ -44,6 +44,7 @@ from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced
+from ucudnn.system.processes import cached_property
 from ucudnn.units import format_bytes, format_sizes
 from ucudnn.verdict import CLEARLY
 
