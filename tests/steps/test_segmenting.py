@@ -172,7 +172,7 @@ def searching(model: nn.Module, x: Tensor) -> SegmentSearch:
 
 @pytest.mark.slow
 def test_micro_batches_are_kept_where_there_is_memory():
-    search = searching(blocks(groups), torch.randn(4, 3, 24, 24))
+    search = searching(blocks(groups, depth=4), torch.randn(IMAGES))
     found = search.within(search.ways[0].foreseen_bytes // 2)
     assert found.foreseen_bytes <= search.ways[0].foreseen_bytes // 2
     assert any(one.kept for one in found.division.segments)
