@@ -131,7 +131,7 @@ simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 # Every case of what has no end, and 10,000 damaged plan files.
 nightly: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 	$(SIMULATED); $(call outside,.venv-test,$(PARALLEL) -m nightly --complete --mutations 10000)
-	$(call outside,.venv-test,$(PYTEST) $(addprefix "$(ROOT)/tests/,steps" layers" pure") \
+	$(call outside,.venv-test,$(PYTEST) "$(ROOT)"/tests/{steps,layers,pure} \
 	--complete -n $(WORKERS) -m "not nightly" $(STEPS:%=--cov ucudnn.%) --cov-branch \
 	--cov-fail-under $(COVERAGE_OF_STEPS))
 	$(MAKE) cudnn CUDNNS="$(ALL_CUDNNS)"
