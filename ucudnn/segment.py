@@ -1,4 +1,4 @@
-"""Segments: modules that run in micro-batches, and the micro-batches of a training loop."""
+"""Segments: modules that run in micro-batches or slabs, and the micro-batches of a loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,29 @@ from ucudnn.errors import ConfigError, PlanError, quoted
 from ucudnn.units import Count, Positive
 
 
+class SlabRows(NamedTuple):
+    """Rows of one slab, counted in the first argument that is cut.
+
+    Attributes:
+        first: the first row that belongs to the slab.
+        last: the row after the last one that belongs to it.
+        low: the first row that is read, with the halo.
+        high: the row after the last one that is read.
+        is_last: True: no slab follows.
+    """
+
+    first: int
+    last: int
+    low: int
+    high: int
+    is_last: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A module that runs in micro-batches or is recomputed, and what it keeps for its backward.
+    """A module that runs in parts or is recomputed, and what it keeps for its backward.
+
+    Its parts are micro-batches, slabs of rows, or slabs of micro-batches.
 
     >>> print(Segment("layers.0", 4))
     layers.0 in micro-batches of 4, recomputed
@@ -22,6 +42,8 @@ class Segment:
     layers.0 in micro-batches of 4, recomputed but for the last
     >>> print(Segment("layers.0", None, recompute=False, selective=True))
     layers.0 whole, selectively recomputed
+    >>> print(Segment("layers.0", rows=64, halo=(4, 4)))
+    layers.0 in slabs of 64 rows, recomputed
 
     Args:
         module: the name of the module in the model; "" is the model itself. "layers[2:5]" is a
@@ -36,8 +58,8 @@ class Segment:
             those modules, this one ("") and those inside it, that are in training mode, and of
             their own attributes that are True. In another mode it runs as torch runs it. None: it
             runs so in every mode.
-        kept: number of micro-batches that are not recomputed, but keep all that backward needs;
-            these are the last ones, because backward begins with them.
+        kept: number of parts that are not recomputed, but keep all that backward needs; these are
+            the ones that run last, because backward begins with them.
         selective: compute only the results of normalisations and activation functions again in
             backward, each when it is needed (selective recomputation). With `recompute`, this is
             done in the recomputed forward, so that less is allocated beside it.
@@ -47,14 +69,25 @@ class Segment:
         inference: further modes, in which it runs in micro-batches where gradients are disabled.
         least: the least samples of a micro-batch, where there are as many. A last micro-batch of
             fewer samples is joined to the one before.
+        rows: the most rows of a slab; None: all rows at once. A row is one index of `axis`, such as
+            a row of an image, a plane of a volume, or a token of a sequence. Rows are counted in
+            the first argument that has any.
+        axis: the axis of the arguments and results that has the rows.
+        halo: the rows before and after a slab that the results of its own rows depend on. They are
+            computed, too, and what they give is cut away.
+        unit: slabs begin at multiples of this; larger than 1 for modules with strides.
+        rates: of each tensor among the flattened arguments, the rows that belong to `unit` rows of
+            the first one that has any; 0 for what is not cut; then the same of each result. None:
+            in proportion to their lengths.
 
     Raises:
-        PlanError: `micro_batch` is neither None nor an int of at least 1, `recompute` and
-            `offload` are both true, or `kept` is given without micro-batches that are recomputed.
+        PlanError: `micro_batch` or `rows` is neither None nor an int of at least 1, `axis` or
+            `halo` are no axis and halo, `recompute` and `offload` are both true, or `kept` is given
+            without parts that are recomputed.
     """
 
     module: str
-    micro_batch: int | None
+    micro_batch: int | None = None
     recompute: bool = True
     offload: bool = False
     shared: tuple[Count, ...] = ()
@@ -64,6 +97,11 @@ class Segment:
     lists: tuple[tuple[str, bool], ...] | None = None
     inference: tuple[tuple[str, ...], ...] = ()
     least: Positive = 1
+    rows: int | None = None
+    axis: Positive = 2
+    halo: tuple[Count, Count] = (0, 0)
+    unit: Positive = 1
+    rates: tuple[tuple[Count, ...], tuple[Count, ...]] | None = None
 
     def __post_init__(self) -> None:
         size = self.micro_batch
@@ -72,6 +110,23 @@ class Segment:
                 f"micro_batch of segment {self.module!r} must be an int of at least 1, or None for "
                 f"all samples, got {quoted(size)}"
             )
+        if self.rows is not None and not is_size(self.rows):
+            raise PlanError(
+                f"rows of segment {self.module!r} must be an int of at least 1, or None for all "
+                f"rows at once, got {quoted(self.rows)}"
+            )
+        counts = self.halo if type(self.halo) is tuple else ()
+        if len(counts) != 2 or any(type(one) is not int or one < 0 for one in counts):
+            raise PlanError(
+                f"halo of segment {self.module!r} must be a tuple of two ints of at least 0, the "
+                f"rows before and after a slab, got {quoted(self.halo)}"
+            )
+        for name, value in (("axis", self.axis), ("unit", self.unit)):
+            if not is_size(value):
+                raise PlanError(
+                    f"{name} of segment {self.module!r} must be an int of at least 1, got "
+                    f"{quoted(value)}"
+                )
         if self.recompute and self.offload:
             raise PlanError(
                 f"segment {self.module!r} recomputes, which leaves nothing to offload; choose one"
@@ -81,9 +136,9 @@ class Segment:
                 f"kept of segment {self.module!r} must be an int of at least 0, got "
                 f"{quoted(self.kept)}"
             )
-        if self.kept and (size is None or not self.recompute):
+        if self.kept and not (self.is_cut and self.recompute):
             raise PlanError(
-                f"segment {self.module!r} keeps {self.kept} micro-batches, and has none that are "
+                f"segment {self.module!r} keeps {self.kept} parts, and has none that are "
                 f"recomputed; leave out kept"
             )
 
@@ -105,10 +160,35 @@ class Segment:
             sizes.append(rest) if rest >= self.least else sizes.append(sizes.pop() + rest)
         return sizes
 
+    def slabs(self, count: int) -> list[SlabRows]:
+        """The slabs of so many rows.
+
+        >>> [one[:4] for one in Segment("", rows=4, halo=(1, 2)).slabs(9)]
+        [(0, 4, 0, 6), (4, 8, 3, 9), (8, 9, 7, 9)]
+        >>> [one[:2] for one in Segment("", rows=5, unit=2).slabs(9)]
+        [(0, 4), (4, 9)]
+        """
+        unit, (before, after) = self.unit, (-(-one // self.unit) * self.unit for one in self.halo)
+        size = max(unit, (self.rows or count) // unit * unit)
+        # Fewer rows than a unit may have no result of their own.
+        firsts = [*range(0, count - unit + 1, size)] or [0]
+        return [
+            SlabRows(first, last, max(0, first - before), min(count, last + after), last == count)
+            for first, last in zip(firsts, [*firsts[1:], count], strict=True)
+        ]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the module runs in parts."""
+        return self.micro_batch is not None or self.rows is not None
+
     @property
     def manner(self) -> str:
         """How the module runs, in words."""
-        how = "whole" if self.micro_batch is None else f"in micro-batches of {self.micro_batch}"
+        size, rows = self.micro_batch, self.rows
+        ways = [f"in micro-batches of {size}"] * (size is not None)
+        ways += [f"in slabs of {rows} rows"] * (rows is not None)
+        how = ", ".join(ways) or "whole"
         if self.recompute:
             last = "the last" if self.kept == 1 else f"the last {self.kept}"
             how += f", recomputed{f' but for {last}' if self.kept else ''}"

@@ -1,4 +1,4 @@
-"""Run modules in micro-batches, by a forward that takes the place of a module's own."""
+"""Run modules in micro-batches and slabs, by a forward that takes the place of a module's own."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered
 from ucudnn.execution.selective import Selective
+from ucudnn.execution.slabs import (
+    CONSTANTS,
+    PartResults,
+    axes_by_stride,
+    cut_into_slabs,
+    of_kind,
+    room,
+    rows_of,
+)
 from ucudnn.segment import Segment, Stretch, stretch_of
 
 _Run = Callable[..., Any]
-# A module that runs in micro-batches may return values of these types, if they are equal in all
-# micro-batches.
-_CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device)
 # Hooks that torch calls for every module.
 _GLOBAL_HOOKS = (
     *(every_module._global_forward_hooks, every_module._global_forward_pre_hooks),
@@ -73,9 +79,12 @@ class SegmentForward:
         sizes = segment.sizes(count)
         cut = self._lists(segment, whole, count) if len(sizes) > 1 else {}
         is_graph = torch.is_grad_enabled()
+        slabs = segment.slabs(rows_of(segment, leaves)) if segment.rows is not None else []
+        if cut is not None and len(slabs) > 1:
+            return self._in_slabs(segment, whole, sizes, cut, len(slabs))
         if cut is None or len(sizes) == 1:
-            size = segment.micro_batch
-            is_kept = segment.kept > 0 and size is not None and 0 < count <= size
+            size, is_cut = segment.micro_batch, segment.is_cut
+            is_kept = segment.kept > 0 and is_cut and 0 < count <= (size or count)
             if not is_graph or is_kept or not segment.recompute:
                 return self._once(segment, whole)
             name = _named(segment)
@@ -96,6 +105,26 @@ class SegmentForward:
         if remembered is not None:
             remembered.seal()
         return _joined(segment, results, sizes, leaves)
+
+    @untraced_alone
+    def _in_slabs(
+        self, segment: Segment, whole: Any, sizes: Sequence[int], cut: Any, slabs: int
+    ) -> Any:
+        """Run the module on each slab of each micro-batch."""
+        given, _ = take_apart(whole)
+        count = len(sizes) * slabs
+        recomputed = count - segment.kept if segment.recompute and torch.is_grad_enabled() else 0
+        remembered = Remembered(self.module, _named(segment), updates=False) if recomputed else None
+        results, start = PartResults(segment, sum(sizes)), 0
+        parts = cut_up(whole, sizes, cut, segment.shared) if len(sizes) > 1 else [whole]
+        for size, part in zip(sizes, parts, strict=True):
+            for own, slab in cut_into_slabs(segment, part):
+                before, recomputed = remembered if recomputed > 0 else None, recomputed - 1
+                results.write(self._part(segment, own, before), slab, start, size)
+            start += size
+        if remembered is not None:
+            remembered.seal()
+        return results.whole(given)
 
     # If the model is compiled with `fullgraph=True`, torch raises an error, to which it adds this
     # message.
@@ -173,7 +202,7 @@ class SegmentForward:
     @untraced
     def _is_as_planned(self, segment: Segment) -> bool:
         """False, with a warning, if the segment would not compute here what torch computes."""
-        if not segment.recompute and segment.micro_batch is None:
+        if not (segment.recompute or segment.is_cut):
             return True  # it runs once, on all samples
         reason = reason_of_hooks(self.module) or _reason_of_modes(self.module, segment)
         if reason:
@@ -540,7 +569,7 @@ def _joined(segment: Segment, parts: Sequence[Any], sizes: Sequence[int], given:
             if isinstance(one, Tensor) and one.requires_grad and not one.is_leaf:
                 one.register_hook(partial(laid_out_as, one.stride()))
     joined = [
-        _of_kind(_cat(column), column[0], given) if row else column[0]
+        of_kind(_cat(column), column[0], given) if row else column[0]
         for column, row in zip(zip(*leaves, strict=True), is_row, strict=True)
     ]
     return put_together(joined, nests[0])
@@ -562,32 +591,12 @@ def laid_out_as(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
 
 
 @untraced_alone
-def _of_kind(joined: Tensor, part: Tensor, given: Sequence[Any]) -> Tensor:
-    """A joined result as the subclass of Tensor that its parts were, such as MONAI's MetaTensor.
-
-    What the subclass knows of a batch is made as for any function of torch: it gets the arguments
-    of the whole batch, and the result.
-    """
-    kind = type(part)
-    override = kind.__torch_function__
-    source = next((one for one in given if type(one) is kind), None)
-    if kind is Tensor or override is torch._C._disabled_torch_function_impl or source is None:
-        return joined
-    plain = joined.as_subclass(Tensor)
-
-    def segment(_: Tensor) -> Tensor:
-        return plain
-
-    found: Tensor = override(segment, (kind,), (source,), {})
-    return found
-
-
-@untraced_alone
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    order, back = _orders(parts[0])
+    order = axes_by_stride(parts[0])
     if order == sorted(order):  # usually the axes lie in memory in the order of their numbers
         return torch.cat([*parts])
-    return torch.cat([one.permute(order) for one in parts], order.index(0)).permute(back)
+    joined = torch.cat([one.permute(order) for one in parts], order.index(0))
+    return joined.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 @untraced_alone
@@ -602,7 +611,8 @@ def _written(segment: Segment, parts: Iterable[Any], sizes: Sequence[int], given
         if not start:
             is_row, count = _rows(size, leaves), sum(sizes)
             results = [
-                _room(one, count) if r else one for one, r in zip(leaves, is_row, strict=True)
+                room(one, (count, *one.shape[1:]), axes_by_stride(one)) if row else one
+                for one, row in zip(leaves, is_row, strict=True)
             ]
             # A copy without rows stands for the kind of a result, because it takes no memory.
             kinds = [one[:0].clone() if r else one for one, r in zip(leaves, is_row, strict=True)]
@@ -615,22 +625,7 @@ def _written(segment: Segment, parts: Iterable[Any], sizes: Sequence[int], given
         # The next result is computed before these names are bound anew.
         del part, leaves
     columns = zip(results, kinds, is_row, strict=True)
-    return put_together([_of_kind(a, b, given) if row else a for a, b, row in columns], first[1])
-
-
-@untraced_alone
-def _room(leaf: Tensor, count: int) -> Tensor:
-    """Allocate a result for all samples, in the memory layout of a micro-batch's result."""
-    order, back = _orders(leaf)
-    shape = (count, *leaf.shape[1:])
-    return leaf.as_subclass(Tensor).new_empty([shape[axis] for axis in order]).permute(back)
-
-
-@untraced_alone
-def _orders(leaf: Tensor) -> tuple[list[int], list[int]]:
-    """The axes of a tensor by falling strides, and each axis's place in this order."""
-    order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
-    return order, sorted(range(leaf.dim()), key=order.__getitem__)
+    return put_together([of_kind(a, b, given) if row else a for a, b, row in columns], first[1])
 
 
 @untraced_alone
@@ -651,7 +646,7 @@ def _require_alike(
     (leaves, nest), (found, own) = first, other
     odd = "other results for each micro-batch" if own != nest else ""
     for a, b, row in zip(leaves, found, is_row, strict=False):
-        is_same = a is b or (isinstance(a, _CONSTANTS) and a == b)
+        is_same = a is b or (isinstance(a, CONSTANTS) and a == b)
         if not (is_same or (row and has_samples(b) and b.shape == (samples, *a.shape[1:]))):
             odd = f"a {type(a).__name__}"
     if odd:
