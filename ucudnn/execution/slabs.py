@@ -168,7 +168,7 @@ def cut_into_slabs(segment: Segment, arguments: Any) -> Iterator[tuple[Any, Slab
             low, high = slab.low * rate // unit, slab.high * rate // unit
             length = (whole.shape[axis] if slab.high == count else high) - low
             if torch.is_grad_enabled() and whole.requires_grad:
-                parts[key], rest = _Slab.apply(whole, axis, low, length)  # type: ignore[no-untyped-call]
+                parts[key], rest = _Slab.apply(whole, axis, low, length)
                 wholes[key] = rest, rate
             else:
                 parts[key] = whole.narrow(axis, low, length)
@@ -251,7 +251,7 @@ class PartResults:
         kept = (slice(None), *others, slice(begin - offset, end - offset))
         plain = part.as_subclass(Tensor)
         if part.requires_grad:
-            self._wholes[n] = _Written.apply(whole, plain, place, kept)  # type: ignore[no-untyped-call]
+            self._wholes[n] = _Written.apply(whole, plain, place, kept)
         else:
             whole[place] = plain[kept]
 

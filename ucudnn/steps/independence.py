@@ -6,16 +6,13 @@ which all samples but one hold no numbers. No list of module types is consulted.
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,21 +21,26 @@ from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import first_line
 from ucudnn.execution.micro_batching import cut_up, has_samples, located, modes_of, reason_of_hooks
-from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
-from ucudnn.execution.remembering import Remembered, left_by, values_in
+from ucudnn.execution.nesting import lists_in, put_together, take_apart
+from ucudnn.execution.remembering import Remembered, values_in
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment, Stretch
 from ucudnn.steps.run import STEP_ERRORS, cloned, same_random_states, tensors_of
-from ucudnn.steps.same_numbers import SameForSamples, seed_extremes
+from ucudnn.steps.same_numbers import SameForSamples
+from ucudnn.steps.trial import (
+    CONSTANTS,
+    Run,
+    Trial,
+    are_other,
+    are_other_gradients,
+    at,
+    differ,
+    is_real,
+    name_of_change,
+    random_states,
+    weights_of,
+)
 
-# Differences of two results up to these fractions of their largest value are tolerated, because
-# sums in another order are rounded differently. The keys are bytes per element.
-_TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
-# Gradients differ by more: rounding may move the input of a ReLU across zero, or change the maximum
-# of a pool. So they are compared by their norm, up to this power of the coarsest relative rounding.
-_POWER = 0.25
-# Values of these types are compared as they are.
-_CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
 # If parts of one sample compute something else, parts of at least so many may not.
 _LEAST = 2
 # Reasons against micro-batches.
@@ -240,7 +242,7 @@ class _Probe:
         is_inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         apart = saved_tensors_hooks(Tensor.detach, _same) if is_inside else nullcontext()
         with torch.set_grad_enabled(is_training), same_random_states(), apart:
-            trial = _Trial(self.module, self.forward, arguments, is_training)
+            trial = _Samples(Trial(self.module, self.forward, arguments, is_training))
             try:
                 found = trial.finding(self.size, self.deadline)
             except STEP_ERRORS as error:
@@ -283,116 +285,84 @@ def _united(
     return tuple(dict.fromkeys(modes + others))
 
 
-class _Run(NamedTuple):
-    """What one call of a module computed, and what it left."""
+class _Samples:
+    """Finds out whether samples of a module depend on each other, by trials of one call."""
 
-    results: list[Any]
-    nest: Nest
-    left: dict[str, list[Any]]
-    # For each tensor among the arguments, the leaf to which its gradient belongs.
-    leaves: list[Tensor]
-    # The copies of the arguments that were given, and what they hold after the call.
-    given: list[Any]
-    after: list[Any]
-
-
-class _Trial:
-    """Repeats one call of a module, with the state and the random numbers of that call."""
-
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], arguments: Any, is_training: bool
-    ) -> None:
-        self._module, self._forward, self._arguments = module, forward, arguments
-        self._is_training = is_training
-        self._leaves, _ = take_apart(arguments)
-        self._modules = [*module.named_modules()]
-        self._buffers = [
-            (one._buffers, name, buffer)
-            for _, one in self._modules
-            for name, buffer in one._buffers.items()
-            if buffer is not None
-        ]
-        self._parameters = [one for one in module.parameters() if one.requires_grad]
-        self._before = Remembered(module, "it", updates=True, arguments=self._leaves)
-        self._random = _random_states()
-        self._count = next((len(leaf) for leaf in self._leaves if has_samples(leaf)), 0)
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._count = next((len(leaf) for leaf in trial.leaves if has_samples(leaf)), 0)
         shared = [
-            n for n, one in enumerate(self._leaves) if has_samples(one) and len(one) != self._count
+            n for n, one in enumerate(trial.leaves) if has_samples(one) and len(one) != self._count
         ]
         self._shared = tuple(shared)
         # Lists that are cut with the samples, by id.
         self._cut: dict[int, Any] = {}
-        self._weights: list[Tensor | None] = []
-        self._is_updating = self._draws_outside = self._is_unaligned = False
-        self._draws_of_its_own = False
-        # True: gradients are computed of arguments that have none, too, to see more.
-        self._forces = True
-        self._initial = self._left()
+        self._is_unaligned = False
         # True once it is known that a repeated call gives the same results.
         self.repeats = False
 
     def finding(self, size: int, deadline: Deadline) -> Independence:
         """Find out whether the module may run in micro-batches of this size."""
-        if reason := reason_of_hooks(self._module):
+        if reason := reason_of_hooks(self._trial.module):
             return Independence(reason)
         began = deadline.clock()
         with torch.no_grad():
-            once = self._run(self._arguments)
+            once = self._trial.run(self._trial.arguments)
         if not deadline.has_time(_FORWARDS, (deadline.clock() - began) * 1e9):
             return Independence(NO_TIME)
-        is_random = any(map(_differ, self._random, _random_states()))
-        if any(map(_is_written, self._leaves, once.given)):
+        is_random = any(map(differ, self._trial.random, random_states()))
+        if any(map(_is_written, self._trial.leaves, once.given)):
             return Independence("it writes to its arguments")
         if not tensors_of(once.results):
             return Independence("its results are no tensors")
         try:
-            whole = self._run(self._arguments)
+            whole = self._trial.run(self._trial.arguments)
         # Some models set `requires_grad` of what they compute from arguments without gradients.
         except STEP_ERRORS:
-            self._forces = False
-            whole = self._run(self._arguments)
-        if _are_other(once.results, whole.results):
+            self._trial.forces = False
+            whole = self._trial.run(self._trial.arguments)
+        if are_other(once.results, whole.results):
             return Independence("it computes something else again")
         del once
         self.repeats = True
         least, lists = 1, dict[str, bool]()
         reason = self._reason_of_state(whole) or self._reason_of_containers(whole)
         if not reason:
-            self._weights = [_weights(one) for one in whole.results]
-            whole, gradients = self._with_gradients(whole)
+            self._trial.weights = [weights_of(one) for one in whole.results]
+            whole, gradients = self._trial.with_gradients(whole)
             reason = self._reason_of_samples(whole, gradients)
         if not reason:
             lists = self._lists(size, whole, is_random)
             reason, least = self._reason_of_parts(size, whole, gradients, is_random)
-        if not reason and (is_random or self._draws_outside):
+        if not reason and (is_random or self._trial.draws_outside):
             reason = self._reason_of_numbers()
         return Independence(
             reason, True, self._count, self._shared, tuple(lists.items()), least, self._is_unaligned
         )
 
-    def _reason_of_state(self, whole: _Run) -> str:
+    def _reason_of_state(self, whole: Run) -> str:
         """Why what a call reads and leaves forbids micro-batches."""
-        if self._is_updating:
+        if self._trial.is_updating:
             return UPDATES
-        if self._draws_of_its_own:
+        if self._trial.draws_of_its_own:
             return "it draws from a generator of its own"
         with torch.no_grad():
-            after = self._run(self._arguments, is_second=True)
-        if changed := _changed(whole.left, after.left):
+            after = self._trial.run(self._trial.arguments, is_second=True)
+        if changed := name_of_change(whole.left, after.left):
             return f"it changes {changed} each time"
-        return "it depends on earlier calls" if _are_other(whole.results, after.results) else ""
+        return "it depends on earlier calls" if are_other(whole.results, after.results) else ""
 
-    def _reason_of_containers(self, whole: _Run) -> str:
+    def _reason_of_containers(self, whole: Run) -> str:
         """Why arguments or results forbid micro-batches."""
         is_same = len(whole.given) == len(whole.after) and all(
             a is b for a, b in zip(whole.given, whole.after, strict=True)
         )
         if not is_same:
             return "it writes to a list or dict that it is called with"
-        for one in self._leaves:
-            if not isinstance(one, (Tensor, *_CONSTANTS)) and values_in(one):
+        for one in self._trial.leaves:
+            if not isinstance(one, (Tensor, *CONSTANTS)) and values_in(one):
                 return f"it is called with a {type(one).__name__}, which cannot be divided"
-        held = {_memory(one) for one in self._leaves if isinstance(one, Tensor)}
+        held = {_memory(one) for one in self._trial.leaves if isinstance(one, Tensor)}
         held |= {_memory(one) for one in whole.given if isinstance(one, Tensor)}
         if any(_memory(one) in held for one in whole.results if isinstance(one, Tensor)):
             return "its results are views of its arguments"
@@ -402,28 +372,28 @@ class _Trial:
             return "its results are not one for each sample"
         return ""
 
-    def _reason_of_samples(self, whole: _Run, gradients: list[Any]) -> str:
+    def _reason_of_samples(self, whole: Run, gradients: list[Any]) -> str:
         """Why samples depend on each other, in forward or in backward."""
         # All samples but one are replaced by NaN, or negated: the result of the unchanged sample
         # must stay the same, and so must its gradient if those of the others are NaN.
         kept = self._count // 2
-        alone = self._run(self._changed(kept, _no_numbers))
+        alone = self._trial.run(self._changed(kept, _no_numbers))
         if reason := self._reason_of_one(slice(kept, kept + 1), whole, gradients, alone):
             return reason
         with torch.no_grad():
-            negated = self._run(self._changed(0, torch.neg))
-        if _are_other(_at(slice(1), whole.results), _at(slice(1), negated.results)):
+            negated = self._trial.run(self._changed(0, torch.neg))
+        if are_other(at(slice(1), whole.results), at(slice(1), negated.results)):
             return "its samples depend on each other"
         return ""
 
-    def _lists(self, size: int, whole: _Run, is_random: bool) -> dict[str, bool]:
+    def _lists(self, size: int, whole: Run, is_random: bool) -> dict[str, bool]:
         """The lists as long as the batch, and whether they are cut with the samples."""
-        found = [*lists_in(self._arguments, self._count)]
+        found = [*lists_in(self._trial.arguments, self._count)]
         if not found:
             return {}
         if is_random:
             with SameForSamples(), torch.no_grad():
-                whole = self._run(self._arguments)
+                whole = self._trial.run(self._trial.arguments)
         ways = [(True,) * len(found), (False,) * len(found)]
         if len(found) <= _MOST_LISTS:
             ways = [*product((True, False), repeat=len(found))]
@@ -437,26 +407,26 @@ class _Trial:
                     part = next(self._runs([size, self._count - size]))
             except STEP_ERRORS:
                 continue
-            if not _are_other(_at(slice(0, size), whole.results), part.results):
+            if not are_other(at(slice(0, size), whole.results), part.results):
                 return dict(zip((place for place, _ in found), way, strict=True))
         self._cut = {}
         return dict.fromkeys((place for place, _ in found), False)
 
     def _reason_of_parts(
-        self, size: int, whole: _Run, gradients: list[Any], is_random: bool
+        self, size: int, whole: Run, gradients: list[Any], is_random: bool
     ) -> tuple[str, int]:
         """Why parts compute something else, and the least samples of a part."""
         # The first part is a single sample, as the last one of a batch may be.
         sizes, same, truth = [1, *_sizes(size, self._count - 1)], is_random, (whole, gradients)
         if same:
             with SameForSamples():
-                truth = self._with_gradients(self._run(self._arguments))
+                truth = self._trial.with_gradients(self._trial.run(self._trial.arguments))
         reason = self._other_in_parts(sizes, *truth, same)
         if reason == _OTHER and same:
             # Numbers that are drawn with the samples elsewhere than in the first axis differ. Then
             # only sizes can be compared, and what a call leaves cannot be compared at all.
             self._is_unaligned, same, truth = True, False, (whole, gradients)
-            if changed := _changed(self._initial, whole.left):
+            if changed := name_of_change(self._trial.initial, whole.left):
                 return f"{changed} is that of the batch", 1
             reason = self._other_in_parts(sizes, *truth, same)
         if not reason or self._count < 2 * _LEAST:
@@ -466,7 +436,7 @@ class _Trial:
         return self._other_in_parts(again, *truth, same), _LEAST
 
     def _other_in_parts(
-        self, sizes: Sequence[int], whole: _Run, gradients: list[Any], same_numbers: bool
+        self, sizes: Sequence[int], whole: Run, gradients: list[Any], same_numbers: bool
     ) -> str:
         """Why parts of these sizes are not as the whole; "" if they are."""
         only_sizes = self._is_unaligned
@@ -476,25 +446,29 @@ class _Trial:
             for size, part in zip(sizes, self._runs(sizes), strict=True):
                 where = slice(start, start + size)
                 start += size
-                if part.nest != whole.nest or _are_other(
-                    _at(where, whole.results), part.results, only_sizes=only_sizes
+                if part.nest != whole.nest or are_other(
+                    at(where, whole.results), part.results, only_sizes=only_sizes
                 ):
                     return _OTHER
-                if not only_sizes and (changed := _changed(whole.left, part.left)):
+                if not only_sizes and (changed := name_of_change(whole.left, part.left)):
                     return f"{changed} is that of the batch"
-                if only_sizes or not self._is_training:
+                if only_sizes or not self._trial.is_training:
                     continue
-                weights = [one if one is None else one[where] for one in self._weights]
-                found.append(self._gradients(part, weights))
+                weights = [one if one is None else one[where] for one in self._trial.weights]
+                found.append(self._trial.gradients(part, weights))
                 # In a loop, the gradient of a result may have any layout.
-                turned = self._gradients(part, [*map(_turned, weights)]) if size == 1 else found[-1]
-                if _are_other_gradients(found[-1], turned, self._eps(whole)):
+                turned = (
+                    self._trial.gradients(part, [*map(_turned, weights)])
+                    if size == 1
+                    else found[-1]
+                )
+                if are_other_gradients(found[-1], turned, self._trial.eps(whole)):
                     return "part of a batch gives other gradients"
         total = self._added(found, whole) if found else gradients
-        is_other = _are_other_gradients(gradients, total, self._eps(whole))
+        is_other = are_other_gradients(gradients, total, self._trial.eps(whole))
         return "part of a batch gives other gradients" if is_other else ""
 
-    def _added(self, parts: Sequence[Sequence[Any]], whole: _Run) -> list[Any]:
+    def _added(self, parts: Sequence[Sequence[Any]], whole: Run) -> list[Any]:
         """Gradients of the batch from those of its parts."""
         total = []
         for n, column in enumerate(zip(*parts, strict=True)):
@@ -508,7 +482,7 @@ class _Trial:
     def _reason_of_numbers(self) -> str:
         """Why random numbers forbid micro-batches: samples share them, or mix by chance."""
         with SameForSamples() as of_whole, torch.no_grad():
-            whole = self._run(self._arguments)
+            whole = self._trial.run(self._trial.arguments)
         with SameForSamples() as of_part, torch.no_grad():
             next(self._runs([1, self._count - 1]))
         # What is drawn in the same shape for a part belongs to the batch, not to samples.
@@ -517,171 +491,63 @@ class _Trial:
         }
         for state in (1, 2):
             with SameForSamples(state, common), torch.no_grad():
-                other = self._run(self._arguments, state if self._draws_outside else None)
-            if _are_other(whole.results, other.results):
+                other = self._trial.run(
+                    self._trial.arguments, state if self._trial.draws_outside else None
+                )
+            if are_other(whole.results, other.results):
                 return "its samples share random numbers"
         # Mixing in some steps only: other random numbers than those of this step.
         kept = self._count // 2
         where = slice(kept, kept + 1)
         ends = []
         others: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 3}]
-        others += [{"outside": 1}, {"outside": 2}] if self._draws_outside else []
+        others += [{"outside": 1}, {"outside": 2}] if self._trial.draws_outside else []
         for how in others:
-            found, gradients = self._with_gradients(self._run(self._arguments, **how))
+            found, gradients = self._trial.with_gradients(
+                self._trial.run(self._trial.arguments, **how)
+            )
             ends += [torch.get_rng_state()] if "seed" in how else []
             # No name keeps the graph of this run while the next one is computed.
             changed = self._changed(kept, _no_numbers)
-            if reason := self._reason_of_one(where, found, gradients, self._run(changed, **how)):
+            if reason := self._reason_of_one(
+                where, found, gradients, self._trial.run(changed, **how)
+            ):
                 return f"{reason} in some steps"
         if any(map(torch.equal, ends[1:], ends)):
             return "it seeds the random numbers"
         return ""
 
-    def _reason_of_one(self, where: slice, whole: _Run, gradients: list[Any], alone: _Run) -> str:
+    def _reason_of_one(self, where: slice, whole: Run, gradients: list[Any], alone: Run) -> str:
         """Why a sample depends on others, given a run in which the others hold no numbers."""
-        if _are_other(_at(where, whole.results), _at(where, alone.results)):
+        if are_other(at(where, whole.results), at(where, alone.results)):
             return "its samples depend on each other"
         kept = partial(_all_but, where.start, _no_numbers)
-        weights = [one if one is None else kept(one) for one in self._weights]
+        weights = [one if one is None else kept(one) for one in self._trial.weights]
         count = len(whole.leaves)
         mine = [_row_of(where, self._count, one) for one in gradients[:count]]
-        others = self._gradients(alone, weights)[:count]
+        others = self._trial.gradients(alone, weights)[:count]
         others = [_row_of(where, self._count, one) for one in others]
-        if _are_other_gradients(mine, others, self._eps(whole)):
+        if are_other_gradients(mine, others, self._trial.eps(whole)):
             return "its samples depend on each other in backward"
         return ""
 
     def _is_divisible(self, result: Any) -> bool:
-        return isinstance(result, _CONSTANTS) or _has_rows(result, self._count)
+        return isinstance(result, CONSTANTS) or _has_rows(result, self._count)
 
     def _changed(self, kept: int, change: Callable[[Tensor], Tensor]) -> Any:
         """The arguments with all samples but one changed."""
-        leaves, nest = take_apart(self._arguments)
+        leaves, nest = take_apart(self._trial.arguments)
         return put_together(
             [_all_but(kept, change, one) if _has_rows(one, self._count) else one for one in leaves],
             nest,
         )
 
-    def _runs(self, sizes: Sequence[int]) -> Iterator[_Run]:
+    def _runs(self, sizes: Sequence[int]) -> Iterator[Run]:
         # As in a segment, parts are views of the batch, whose strides a copy may not have.
-        leaves, nest = take_apart(self._arguments, lambda one: id(one) in self._cut)
+        leaves, nest = take_apart(self._trial.arguments, lambda one: id(one) in self._cut)
         whole = put_together([*map(cloned, leaves)], nest)
         for part in cut_up(whole, sizes, self._cut, self._shared):
-            yield self._run(part, is_copy=True)
-
-    def _run(
-        self,
-        arguments: Any,
-        outside: int | None = None,
-        seed: int | None = None,
-        is_second: bool = False,
-        is_copy: bool = False,
-    ) -> _Run:
-        """One more call, with the state and random numbers of the original call.
-
-        Args:
-            arguments: of the call, as (args, kwargs).
-            is_second: True: call twice, and return what the second call computes.
-            is_copy: True: the arguments are a copy already.
-            outside: 1 or 2: other numbers of Python and NumPy, small or large ones.
-            seed: other random numbers of torch, Python and NumPy.
-        """
-        leaves, nest = take_apart(arguments)
-        bases: dict[int, Tensor] = {}
-        given = [self._copied(one, bases, is_copy) for one in leaves]
-        with self._before:
-            self._put_back_torchs()
-            if outside is not None:
-                seed_extremes(outside - 1)
-            if seed is not None:
-                torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
-            numbers = self._before.numbers()
-            if is_second:
-                own = put_together([*map(cloned, leaves)], nest)
-                self._forward(*own[0], **own[1])
-                self._before.draw_from(numbers)
-                self._put_back_torchs()
-            own = put_together(given, nest)
-            result = self._forward(*own[0], **own[1])
-            after, _ = take_apart(own)
-            results, result_nest = take_apart(result)
-            self._is_updating |= any(
-                _differ(was, buffers.get(name)) for buffers, name, was in self._buffers
-            )
-            left = self._left()
-            pairs = zip(numbers, self._before.numbers(), strict=True)
-            drawn = [pickle.dumps(a) != pickle.dumps(b) for a, b in pairs]
-            self._draws_outside |= any(drawn[:2])
-            self._draws_of_its_own |= any(drawn[2:])
-        return _Run(results, result_nest, left, [*bases.values()], given, after)
-
-    def _put_back_torchs(self) -> None:
-        """Put back the random states of torch; those of Python and NumPy are in `_before`."""
-        torch.set_rng_state(self._random[0])
-        for state in self._random[1:]:
-            torch.cuda.set_rng_state(state)
-
-    def _left(self) -> dict[str, list[Any]]:
-        return {
-            what: values
-            for name, module in self._modules
-            for what, values in left_by(module, name).items()
-        }
-
-    def _copied(self, leaf: Any, bases: dict[int, Tensor], is_copy: bool) -> Any:
-        """A copy of an argument, whose gradient is that of a new leaf in `bases`."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        base = bases.get(id(leaf))
-        if base is None:
-            base = leaf.detach()
-            base = bases[id(leaf)] = base if is_copy else base.clone()
-            if self._is_training and torch.is_grad_enabled() and _is_real(base):
-                base.requires_grad_(self._forces or leaf.requires_grad)
-        # What is no leaf for the module, stays none.
-        return base if leaf.is_leaf or not base.requires_grad else base.clone()
-
-    def _with_gradients(self, run: _Run) -> tuple[_Run, list[Any]]:
-        """A run without its graph, which takes memory, and its gradients."""
-        gradients = self._gradients(run)
-        results = [one.detach() if isinstance(one, Tensor) else one for one in run.results]
-        return run._replace(results=results), gradients
-
-    def _gradients(self, run: _Run, weights: Sequence[Tensor | None] | None = None) -> list[Any]:
-        """Gradients of the arguments and parameters of a run; None where there is none."""
-        wanted = [*run.leaves, *self._parameters]
-        if not self._is_training:
-            return [None] * len(wanted)
-        weights = self._weights if weights is None else weights
-        pairs = [
-            (one, weight)
-            for one, weight in zip(run.results, weights, strict=True)
-            if isinstance(one, Tensor) and one.requires_grad and weight is not None
-        ]
-        needed = [n for n, one in enumerate(wanted) if one.requires_grad]
-        gradients: list[Any] = [None] * len(wanted)
-        if pairs and needed:
-            found = torch.autograd.grad(
-                [one for one, _ in pairs],
-                [wanted[n] for n in needed],
-                [weight for _, weight in pairs],
-                # A tensor that is no argument may belong to the graph of the step.
-                retain_graph=True,
-                allow_unused=True,
-            )
-            for n, one in zip(needed, found, strict=True):
-                gradients[n] = one
-        return gradients
-
-    def _eps(self, run: _Run) -> float:
-        """The coarsest relative rounding in a run."""
-        dtypes = {one.dtype for one in run.results if isinstance(one, Tensor)}
-        dtypes |= {one.dtype for one in self._parameters}
-        kinds = {one.device.type for one in run.results if isinstance(one, Tensor)}
-        dtypes |= {torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
-        return max(
-            torch.finfo(one).eps for one in dtypes if one.is_floating_point or one.is_complex
-        )
+            yield self._trial.run(part, is_copy=True)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -694,19 +560,6 @@ def _sizes(size: int, count: int) -> list[int]:
 
 def _has_rows(leaf: Any, count: int) -> bool:
     return has_samples(leaf) and len(leaf) == count
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _weights(result: Any) -> Tensor | None:
-    """Gradients of a result, for a backward pass: a number for each element."""
-    if not isinstance(result, Tensor) or not _is_real(result):
-        return None
-    chance = torch.Generator(result.device).manual_seed(0)
-    drawn = torch.randn(result.shape, generator=chance, dtype=result.dtype, device=result.device)
-    return torch.empty_like(result).copy_(drawn)
 
 
 def _turned(weights: Tensor | None) -> Tensor | None:
@@ -730,17 +583,13 @@ def _row_of(where: slice, count: int, gradient: Any) -> Any:
     return gradient[where] if _has_rows(gradient, count) else None
 
 
-def _at(where: slice, results: Sequence[Any]) -> list[Any]:
-    return [one[where] if isinstance(one, Tensor) else one for one in results]
-
-
 def _no_numbers(leaf: Tensor) -> Tensor:
     return torch.full_like(leaf, float("nan"))
 
 
 def _all_but(kept: int, change: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
     """A batch in which all samples but `kept` are changed: integers to copies of that sample."""
-    if _is_real(leaf):
+    if is_real(leaf):
         others = change(leaf.detach())
         others[kept] = leaf.detach()[kept]
         return others.requires_grad_(leaf.requires_grad)
@@ -751,70 +600,4 @@ def _is_written(before: Any, after: Any) -> bool:
     """True if a copy of an argument was written to, even if its values stayed the same."""
     if not isinstance(after, Tensor):
         return False
-    return bool(not after.is_inference() and after._version) or _differ(before, after)
-
-
-def _differ(a: Any, b: Any) -> bool:
-    """True if a tensor differs from another value in any element; NaN counts as 0."""
-    if not isinstance(a, Tensor):
-        return False
-    if not isinstance(b, Tensor) or a.dtype != b.dtype:
-        return True
-    return not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-
-
-def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> str:
-    """Name of what has another value now than before; "" if there is nothing."""
-    names = (name for name, one in now.items() if _are_other(before.get(name, []), one))
-    return next(names, "")
-
-
-def _are_other(a: Sequence[Any], b: Sequence[Any], *, only_sizes: bool = False) -> bool:
-    """True if values differ by more than rounding."""
-    return len(a) != len(b) or any(_is_other(x, y, only_sizes) for x, y in zip(a, b, strict=True))
-
-
-def _is_other(a: Any, b: Any, only_sizes: bool) -> bool:
-    if isinstance(a, _CONSTANTS):
-        return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - NaN
-    if not isinstance(a, Tensor):
-        # Objects may hold tensors, which are compared.
-        held, others = tensors_of(a), tensors_of(b)
-        return _are_other(held, others, only_sizes=only_sizes)
-    if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return True
-    if only_sizes or not a.numel():
-        return False
-    if not _is_real(a):
-        return not torch.equal(a, b)
-    largest = a.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    most = largest * _TOLERATED.get(a.abs().element_size(), 0.0)
-    return not torch.allclose(a, b, rtol=0.0, atol=most, equal_nan=True)
-
-
-def _are_other_gradients(a: Sequence[Any], b: Sequence[Any], eps: float) -> bool:
-    """True if gradients differ by more than rounding."""
-    scale = max((_size(one) for one in a if one is not None), default=0.0)
-    for one, other in zip(a, b, strict=True):
-        if one is None and other is None:
-            continue
-        zero = torch.zeros(())
-        size = 0.0 if one is None else _size(one)
-        difference = _size((zero if one is None else one) - (zero if other is None else other))
-        # A gradient that is 0 but for rounding has no size of its own.
-        if not difference <= eps**_POWER * max(size, scale * eps**_POWER):
-            return True
-    return False
-
-
-def _size(gradient: Tensor) -> float:
-    """Root of the mean square of a gradient."""
-    found = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient
-    return float(found.abs().double().square().mean().sqrt()) if found.numel() else 0.0
-
-
-def _random_states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
+    return bool(not after.is_inference() and after._version) or differ(before, after)
