@@ -9,7 +9,7 @@ arXiv 1911.04432) computes images in tiles by the same idea.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -82,8 +82,11 @@ def axes_by_stride(tensor: Tensor) -> list[int]:
 @untraced
 def room(like: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
     """An empty tensor of a shape, whose axes lie in memory in an order."""
-    found = like.as_subclass(Tensor).new_empty([shape[axis] for axis in order])
-    return found.permute(sorted(range(len(order)), key=order.__getitem__))
+    strides, step = [0] * len(order), 1
+    for axis in reversed(order):
+        strides[axis], step = step, step * max(1, shape[axis])
+    # Not a view of a permuted tensor: autograd copies the gradient of a view that is written to.
+    return like.as_subclass(Tensor).new_empty_strided([*shape], strides)
 
 
 @untraced_alone
@@ -115,7 +118,7 @@ def rates_of(segment: Segment, leaves: Sequence[Any]) -> Sequence[int]:
         PlanError: no argument can be cut, or they are others than those of the plan.
     """
     axis, unit = segment.axis, segment.unit
-    counts = [one.shape[axis] if _has_axis(one, axis) else 0 for one in leaves]
+    counts = [one.shape[axis] if has_axis(one, axis) else 0 for one in leaves]
     first = next(filter(None, counts), 0)
     if segment.rates is None:
         rates = [0 if not one or one * unit % first else one * unit // first for one in counts]
@@ -145,7 +148,8 @@ def rows_of(segment: Segment, leaves: Sequence[Any]) -> int:
 
 
 @untraced
-def _has_axis(leaf: Any, axis: int) -> bool:
+def has_axis(leaf: Any, axis: int) -> TypeGuard[Tensor]:
+    """True for a tensor that can be cut along an axis."""
     is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
     return is_plain and leaf.dim() > axis
 
@@ -215,7 +219,7 @@ class PartResults:
 
     def _begin(self, leaves: Sequence[Any], nest: Nest, slab: SlabRows, size: int) -> None:
         axis, unit = self._segment.axis, self._segment.unit
-        counts = [one.shape[axis] if _has_axis(one, axis) else 0 for one in leaves]
+        counts = [one.shape[axis] if has_axis(one, axis) else 0 for one in leaves]
         if self._segment.rates is None:
             self._rates = [round(one * unit / (slab.high - slab.low)) for one in counts]
         else:
@@ -242,7 +246,7 @@ class PartResults:
         end = whole.shape[axis] if slab.is_last else slab.last * rate // unit
         shape = [*whole.shape]
         shape[0] += samples[1] - self._samples
-        is_alike = _has_axis(part, axis) and part.dim() == whole.dim()
+        is_alike = has_axis(part, axis) and part.dim() == whole.dim()
         shape[axis] = part.shape[axis] if is_alike else 0
         if not is_alike or [*part.shape] != shape or end - offset > shape[axis]:
             raise self._error(f"others for rows {slab.first} to {slab.last}")
@@ -288,7 +292,7 @@ def in_slabs(segment: Segment, run: Callable[[Any], Any], arguments: Any) -> Any
         PlanError: the arguments or the results have no such rows.
     """
     leaves, _ = take_apart(arguments)
-    count = next(len(one) for one in leaves if _has_axis(one, segment.axis))
+    count = next(len(one) for one in leaves if has_axis(one, segment.axis))
     results = PartResults(segment, count)
     for part, slab in cut_into_slabs(segment, arguments):
         results.write(run(part), slab, 0, count)

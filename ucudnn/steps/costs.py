@@ -31,6 +31,8 @@ _RESOLUTION = 1 / 4096
 # If micro-batches are half as large, the whole batch is assumed to take 2 ** _HALVED_COST times as
 # long, until such micro-batches are foreseen. So of sizes that fit, the largest comes first.
 _HALVED_COST = 0.05
+# Slabs have at least so many rows, and at most so many sizes are considered.
+_LEAST_ROWS, _MOST_SIZES = 4, 7
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
 # Stretches of a sequence that are considered have so many children.
@@ -44,12 +46,14 @@ class SegmentCosts:
     Attributes:
         root: the undivided step as a call, which contains the calls that may be segments.
         samples: for each module or stretch that may be a segment, the samples of its calls.
+        shapes: for each of these, the shape of its first argument.
 
     Args:
         foreseer: foresees steps of the model.
         own: the undivided step, foreseen.
         selective: the step in which everything is selectively recomputed; None: it fails.
         may_be: tells whether a segment may be chosen.
+        halo_of: tells the rows of the halo of a segment in slabs, as far as they are known.
     """
 
     def __init__(
@@ -58,7 +62,9 @@ class SegmentCosts:
         own: StepProfile,
         selective: StepProfile | None,
         may_be: Callable[[Segment], bool],
+        halo_of: Callable[[Segment], int],
     ) -> None:
+        self._halo_of = halo_of
         self._modules: Mapping[str, nn.Module] = foreseer.modules
         self._is_training, self._own, self._may_be = foreseer.is_training, own, may_be
         self._offloads = self._is_training and foreseer.backend.device().type == "cuda"
@@ -71,6 +77,7 @@ class SegmentCosts:
         # Ratios of measured to foreseen times, by the keys of `_alike`.
         self._ratios: dict[Any, list[float]] = {}
         self.samples: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.root = self._tree(own.root)
 
     def table(self) -> SegmentTable:
@@ -102,9 +109,9 @@ class SegmentCosts:
         segments = segments_apart(division)
         for call in root.walk():
             if call.name is not None:
-                one = replace(
-                    segments[call.name], shared=(), training=None, lists=None, inference=(), least=1
-                )
+                own = segments[call.name]
+                one = replace(own, shared=(), training=None, lists=None, inference=(), least=1)
+                one = replace(one, halo=(0, 0), unit=1, rates=None)
                 if (one, call.number) in self._estimated:
                     yield (one, call.number), call
 
@@ -164,6 +171,7 @@ class SegmentCosts:
                             last.result_bytes,
                             first.argument_bytes,
                             call.number,
+                            shape=first.shape,
                         )
                     )
         return found
@@ -181,7 +189,7 @@ class SegmentCosts:
         """Note each segment that this call could be run as, with its estimated cost."""
         assert call.name is not None
         cost, name = self._own.cost(call), call.name
-        self.samples[name] = call.samples
+        self.samples[name], self.shapes[name] = call.samples, call.shape
         gradients = sum(
             one.numel() * one.element_size()
             for one in self._parameters_of(name)
@@ -194,21 +202,19 @@ class SegmentCosts:
         if gains:
             one = Segment(name, None, recompute=False, selective=True)
             options.append(selective.option(one))
-        for size in halved(call.samples):
-            part = size / call.samples
+        for one, part, count in [*_in_micro_batches(call), *_in_slabs(call)]:
             if self._is_training:
-                count = -(-call.samples // size)
                 for kept in _kept_of(count):
-                    one = Segment(name, size if count > 1 else None, kept=kept)
-                    options.append(_recomputed(call, cost, part, gradients, one))
+                    each = replace(one, kept=kept)
+                    options.append(_recomputed(call, cost, part, gradients, each, count))
                     if gains:
-                        one = replace(one, selective=True)
-                        options.append(_recomputed(call, selective, part, gradients, one))
-            elif part < 1:
-                one = Segment(name, size, recompute=False)
+                        each = replace(each, selective=True)
+                        options.append(_recomputed(call, selective, part, gradients, each, count))
+            elif count > 1:
+                each = replace(one, recompute=False)
                 peak = call.result_bytes + round(part * cost.forward_bytes)
                 time_ns = round(cost.forward_ns * part**-_HALVED_COST)
-                options.append(Option(cost.kept_bytes, peak, time_ns, one))
+                options.append(Option(cost.kept_bytes, peak, time_ns, each))
         if self._offloads:
             one = Segment(name, None, recompute=False, offload=True)
             moved = cost.kept_bytes - call.result_bytes
@@ -242,10 +248,23 @@ class SegmentCosts:
 
     def _options(self, call: ModuleCall) -> list[Option]:
         return [
-            self._corrected(self._foreseen.get((one, number), option))
+            self._corrected(self._foreseen.get((one, number)) or self._with_halo(option))
             for (one, number), option in self._estimated.items()
             if one.module == call.name and number == call.number and self._may_be(one)
         ]
+
+    def _with_halo(self, option: Option) -> Option:
+        """An estimated option with the rows of the halo, which are computed, too."""
+        one = option.choice
+        if one.rows is None:
+            return option
+        factor = 1 + self._halo_of(one) / one.rows
+        inside = round((option.peak_bytes - option.kept_bytes) * factor)
+        return replace(
+            option,
+            peak_bytes=max(0, option.kept_bytes + inside),
+            time_ns=round(option.time_ns * factor),
+        )
 
     def _outer_options(self, call: ModuleCall, inside: Node) -> tuple[OuterOption, ...]:
         """A call recomputed as a whole, around a division of its inside."""
@@ -268,9 +287,11 @@ class SegmentCosts:
 
     def _alike(self, one: Segment) -> tuple[Any, ...]:
         """Whose ratios to trust for a segment: those of the same module, then of the same kind."""
-        size = one.micro_batch
+        size, rows = one.micro_batch, one.rows
         count = 1 if size is None else -(-self.samples[one.module] // size)
-        return (one.module, size, one.selective), (count, one.recompute, one.selective)
+        slabs = 0 if rows is None else -(-self.shapes[one.module][one.axis] // rows)
+        how = one.recompute, one.selective
+        return (one.module, size, rows, one.axis, one.selective), (count, slabs, *how)
 
 
 def segments_apart(division: StepDivision) -> dict[str, Segment]:
@@ -294,36 +315,65 @@ def halved(samples: int) -> list[int]:
     return [samples >> n for n in range(_MOST_HALVINGS) if samples >> n]
 
 
+def axes_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The axes of a tensor that may have rows for slabs: the first spatial one, or both of two.
+
+    >>> axes_of((1, 3, 64, 64)), axes_of((1, 50, 768)), axes_of((8, 3))
+    ((2,), (1, 2), ())
+    """
+    axes = (2,) if len(shape) > 3 else (1, 2) if len(shape) == 3 else ()
+    return tuple(one for one in axes if shape[one] >= 2 * _LEAST_ROWS)
+
+
+def _in_micro_batches(call: ModuleCall) -> Iterator[tuple[Segment, float, int]]:
+    """The call whole and in micro-batches: each, the part of it that runs at once, and how many."""
+    for size in halved(call.samples):
+        count = -(-call.samples // size)
+        yield Segment(call.name or "", size if count > 1 else None), size / call.samples, count
+
+
+def _in_slabs(call: ModuleCall) -> Iterator[tuple[Segment, float, int]]:
+    """The call in slabs of one sample each, in the same way."""
+    for axis in axes_of(call.shape):
+        length = call.shape[axis]
+        sizes = [2**n for n in range(length.bit_length()) if _LEAST_ROWS <= 2**n < length]
+        for rows in sizes[-_MOST_SIZES:]:
+            size = 1 if call.samples > 1 else None
+            part = rows / length / call.samples
+            one = Segment(call.name or "", size, rows=rows, axis=axis)
+            yield one, part, -(-length // rows) * call.samples
+
+
 def _kept_of(count: int) -> list[int]:
     """Out of `count` micro-batches, the numbers that segments may keep and not recompute."""
     return sorted({0, 1, count // 4, count // 2, 3 * count // 4}) if count > 1 else [0]
 
 
 def _recomputed(
-    call: ModuleCall, cost: ModuleCost, part: float, gradients: int, one: Segment
+    call: ModuleCall, cost: ModuleCost, part: float, gradients: int, one: Segment, count: int
 ) -> Option:
-    """The estimated cost of a call as a segment that recomputes the micro-batches it does not keep.
+    """The estimated cost of a call as a segment that recomputes the parts that it does not keep.
 
-    `cost` is that of the call in the undivided step, `part` the fraction of the batch that a
-    micro-batch has, and `gradients` the bytes of the gradients of the module's parameters.
+    `cost` is that of the call in the undivided step, `part` the fraction of the call that runs at
+    once, `gradients` the bytes of the gradients of the module's parameters, and `count` the number
+    of parts.
     """
     result = call.result_bytes
     inside = round(part * (cost.kept_bytes - result))
-    # The last micro-batch, which is kept first of all, may be smaller than the others.
-    size = one.micro_batch or call.samples
-    recomputed = (-(-call.samples // size) - one.kept) * size
-    kept_part = (call.samples - recomputed) / call.samples if one.kept else 0
+    # The last part, which is kept first of all, may be smaller than the others.
+    kept_part = max(0.0, 1 - (count - one.kept) * part) if one.kept else 0.0
     kept = round(kept_part * (cost.kept_bytes - result))
     beside = min(cost.beside_bytes + gradients, cost.backward_bytes)
     transient = max(0, cost.backward_bytes - cost.kept_bytes - beside)
     # In forward, the results of all micro-batches and the whole result that they are copied into
-    # are in memory at once.
-    forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
+    # are in memory at once; those of slabs are written into it one by one.
+    is_joined = part < 1 and one.rows is None
+    forward = (2 if is_joined else 1) * result + round(part * cost.forward_bytes)
     forward += max(0, kept - inside)
     # In backward, the kept micro-batches come first; the others use the memory that these free. At
     # its end, the gradients of all micro-batches are copied into the gradient of the argument.
     backward = max(kept, inside) + round(part * transient + (1 - part) * call.argument_bytes)
-    if part < 1:
+    if is_joined:
         backward = max(backward, 2 * call.argument_bytes)
     backward += result + beside
     forward_ns = (2 - kept_part) * cost.forward_ns

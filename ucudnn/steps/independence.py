@@ -1,4 +1,4 @@
-"""Find out whether a module may run in micro-batches, by runs on its real arguments.
+"""Find out whether a module may run in micro-batches and in slabs, by runs on its real arguments.
 
 Forward and backward of the module are run on the whole batch, on parts of it, and on a batch in
 which all samples but one hold no numbers. No list of module types is consulted.
@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from ucudnn.execution.nesting import lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, values_in
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment, Stretch
+from ucudnn.steps.locality import Locality, locality
 from ucudnn.steps.run import STEP_ERRORS, cloned, same_random_states, tensors_of
 from ucudnn.steps.same_numbers import SameForSamples
 from ucudnn.steps.trial import (
@@ -53,9 +54,29 @@ _FORWARDS = 20
 _MOST_LISTS = 3
 
 
+class Slabs(NamedTuple):
+    """Whether a module may run in slabs of the rows of one axis.
+
+    Attributes:
+        locality: what was found out.
+        training: modes in which it may, as `Segment.training`.
+        inference: modes in which it may without gradients.
+    """
+
+    locality: Locality
+    training: tuple[tuple[str, ...], ...] = ()
+    inference: tuple[tuple[str, ...], ...] = ()
+
+    def united(self, other: Slabs) -> Slabs:
+        """What holds for two calls, or in several modes."""
+        both = self.locality.united(other.locality)
+        modes = zip(self[1:], other[1:], strict=True)
+        return Slabs(both, *(() if both.reason else _united(*each) for each in modes))
+
+
 @dataclass(frozen=True, slots=True)
 class Independence:
-    """Whether a module may run in micro-batches, and whether its forward may be repeated.
+    """Whether a module may run in micro-batches or slabs, and whether its forward may be repeated.
 
     Args:
         reason: why its samples must stay together; "" if it may run in micro-batches.
@@ -69,6 +90,7 @@ class Independence:
         divides_in: modes in which it may run in micro-batches, as `Segment.training`.
         repeats_in: modes in which its forward may be repeated.
         infers_in: modes in which it may run in micro-batches without gradients.
+        slabs: for each axis that was examined, whether it may run in slabs of its rows.
     """
 
     reason: str = ""
@@ -81,25 +103,44 @@ class Independence:
     divides_in: tuple[tuple[str, ...], ...] = ()
     repeats_in: tuple[tuple[str, ...], ...] = ()
     infers_in: tuple[tuple[str, ...], ...] = ()
+    slabs: Mapping[int, Slabs] = field(default_factory=dict)
 
     def allows(self, segment: Segment) -> bool:
-        """True if the module may run as a segment says."""
+        """True if the module may run as a segment says, as far as it is known."""
         if segment.micro_batch is not None and (self.reason or segment.micro_batch < self.least):
             return False
+        if segment.rows is not None and segment.axis in self.slabs:
+            found = self.slabs[segment.axis].locality
+            if found.reason or segment.rows < found.unit:
+                return False
         return self.repeats or not segment.recompute
 
     def described(self, segment: Segment) -> Segment:
         """The segment with what was found out about its module filled in."""
-        if segment.micro_batch is None and not segment.recompute:
+        if not (segment.is_cut or segment.recompute):
             return segment
+        training = self.repeats_in if segment.micro_batch is None else self.divides_in
+        inference = self.infers_in
+        if segment.rows is not None:
+            slabs = self.slabs[segment.axis]
+            segment = slabs.locality.described(segment)
+            training, inference = slabs.training, slabs.inference
+            if segment.micro_batch is not None:
+                training = tuple(one for one in training if one in self.divides_in)
+                inference = tuple(one for one in inference if one in self.infers_in)
         return replace(
             segment,
             shared=self.shared,
             lists=self.lists,
             least=self.least,
-            training=self.repeats_in if segment.micro_batch is None else self.divides_in,
-            inference=self.infers_in,
+            training=training,
+            inference=inference,
         )
+
+
+def unknown(reason: str, axes: Sequence[int]) -> Independence:
+    """What holds of a module that was not examined, for a reason."""
+    return Independence(reason, slabs=dict.fromkeys(axes, Slabs(Locality(reason))))
 
 
 def examined(
@@ -107,8 +148,9 @@ def examined(
     step: Callable[[], object],
     sizes: Mapping[str, int],
     deadline: Deadline | None = None,
+    axes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Independence]:
-    """Run a step, and find out which modules may run in micro-batches.
+    """Run a step, and find out which modules may run in micro-batches or slabs.
 
     If gradients are enabled, the backward of each module is run, too. If the model is in training
     mode, forward is run in evaluation mode, too, because a trained model is evaluated in between.
@@ -118,12 +160,14 @@ def examined(
         step: a function that runs the step.
         sizes: for each module or stretch to try, by name, the size of the micro-batch.
         deadline: after it, no module is tried, and what was not tried does not run in parts.
+        axes: for those that may run in slabs, too, the axes that may have the rows.
 
     Raises:
         PlanError: the model has no such module or stretch.
     """
     deadline = deadline or Deadline.never()
-    found = _examined(model, step, sizes, deadline, torch.is_grad_enabled())
+    how = deadline, axes or {}
+    found = _examined(model, step, sizes, *how, with_backward=torch.is_grad_enabled())
     modules = [*model.modules()]
     again = {name: sizes[name] for name, one in found.items() if one.repeats}
     if again and any(one.training for one in modules):
@@ -132,14 +176,21 @@ def examined(
             with Remembered(model, "the model", updates=True), same_random_states():
                 for one in modules:
                     one.training = False
-                in_evaluation = _examined(model, step, again, deadline, with_backward=False)
+                in_evaluation = _examined(model, step, again, *how, with_backward=False)
         except STEP_ERRORS:  # a model that cannot be evaluated on these inputs
             pass
         for name, other in in_evaluation.items():
             own = found[name]
             is_alike = (own.shared, own.lists) == (other.shared, other.lists)
             if is_alike:
-                found[name] = replace(own, infers_in=own.infers_in + other.infers_in)
+                slabs = {
+                    axis: one
+                    if other.slabs[axis].locality.reason
+                    else one.united(other.slabs[axis])
+                    for axis, one in own.slabs.items()
+                }
+                infers_in = own.infers_in + other.infers_in
+                found[name] = replace(own, infers_in=infers_in, slabs=slabs)
     return found
 
 
@@ -148,6 +199,8 @@ def _examined(
     step: Callable[[], object],
     sizes: Mapping[str, int],
     deadline: Deadline,
+    axes: Mapping[str, Sequence[int]],
+    *,
     with_backward: bool,
 ) -> dict[str, Independence]:
     found: dict[str, Independence] = {}
@@ -159,7 +212,7 @@ def _examined(
             _hide(one.module, one, stack)
         for name, (module, stretch) in places.items():
             own = nn.Sequential() if stretch else module
-            how = sizes[name], deadline, with_backward, found, busy
+            how = sizes[name], axes.get(name, ()), deadline, with_backward, found, busy
             probe = _Probe(own, own.forward, name, *how)
             if stretch:
                 sequences[id(module)].stretches.append((stretch, probe))
@@ -187,6 +240,7 @@ class _Probe:
     forward: Callable[..., Any]
     name: str
     size: int
+    axes: Sequence[int]
     deadline: Deadline
     with_backward: bool
     found: dict[str, Independence]
@@ -203,10 +257,11 @@ class _Probe:
         # A module is not tried while a module around it is being tried. It is tried again in each
         # later call, until one shows a reason against micro-batches.
         before = self.found.get(self.name, Independence())
-        if self.busy or before.reason:
+        is_whole = before.reason and all(one.locality.reason for one in before.slabs.values())
+        if self.busy or is_whole:
             return
         if self.deadline.is_over:
-            self.found[self.name] = Independence(NO_TIME)
+            self.found[self.name] = unknown(NO_TIME, self.axes)
         else:
             self.busy.append(self)
             try:
@@ -222,7 +277,8 @@ class _Probe:
         shared = tuple(sorted({*before.shared, *found.shared}))
         lists = dict(before.lists) | dict(found.lists)
         is_alike = self.rows.isdisjoint(shared) and lists == dict(found.lists) | dict(before.lists)
-        reason = found.reason or ("" if is_alike else "its calls do not divide the same arguments")
+        other = "" if is_alike else "its calls do not divide the same arguments"
+        reason = before.reason or found.reason or other
         return replace(
             found,
             reason=reason,
@@ -233,6 +289,10 @@ class _Probe:
             divides_in=() if reason else _united(before.divides_in, found.divides_in),
             repeats_in=_united(before.repeats_in, found.repeats_in) if found.repeats else (),
             infers_in=() if reason else _united(before.infers_in, found.infers_in),
+            slabs={
+                axis: before.slabs[axis].united(one) if axis in before.slabs else one
+                for axis, one in found.slabs.items()
+            },
         )
 
     def _finding(self, arguments: Any) -> Independence:
@@ -243,19 +303,30 @@ class _Probe:
         apart = saved_tensors_hooks(Tensor.detach, _same) if is_inside else nullcontext()
         with torch.set_grad_enabled(is_training), same_random_states(), apart:
             trial = _Samples(Trial(self.module, self.forward, arguments, is_training))
+            slabs = dict[int, Locality]()
             try:
                 found = trial.finding(self.size, self.deadline)
+                slabs = {axis: trial.locality(axis, self.deadline) for axis in self.axes}
             except STEP_ERRORS as error:
                 if is_out_of_memory(error):  # it says nothing of the module
                     raise
                 reason = f"it fails where samples are changed or missing ({first_line(error)})"
                 found = Independence(reason, trial.repeats)
+                slabs = dict.fromkeys(self.axes, Locality(reason)) | slabs
             modes = (modes_of(self.module),)
             return replace(
                 found,
                 divides_in=modes if is_training and not found.reason else (),
                 repeats_in=modes if is_training and found.repeats else (),
                 infers_in=() if found.reason else modes,
+                slabs={
+                    axis: Slabs(
+                        one,
+                        modes if is_training and found.repeats and not one.reason else (),
+                        () if one.reason else modes,
+                    )
+                    for axis, one in slabs.items()
+                },
             )
 
 
@@ -300,11 +371,16 @@ class _Samples:
         self._is_unaligned = False
         # True once it is known that a repeated call gives the same results.
         self.repeats = False
+        self._is_alone = False  # True once it is known that samples do not depend on each other
+        # Why it cannot run in parts, whatever they are.
+        self._reason = "it could not be found out"
 
     def finding(self, size: int, deadline: Deadline) -> Independence:
         """Find out whether the module may run in micro-batches of this size."""
-        if reason := reason_of_hooks(self._trial.module):
+        reason = self._reason = reason_of_hooks(self._trial.module)
+        if reason:
             return Independence(reason)
+        self._reason = "it cannot be computed again"
         began = deadline.clock()
         with torch.no_grad():
             once = self._trial.run(self._trial.arguments)
@@ -327,6 +403,8 @@ class _Samples:
         self.repeats = True
         least, lists = 1, dict[str, bool]()
         reason = self._reason_of_state(whole) or self._reason_of_containers(whole)
+        self._reason = reason or "it draws random numbers" * is_random
+        reason = reason or self._reason_of_counts(whole)
         if not reason:
             self._trial.weights = [weights_of(one) for one in whole.results]
             whole, gradients = self._trial.with_gradients(whole)
@@ -336,9 +414,19 @@ class _Samples:
             reason, least = self._reason_of_parts(size, whole, gradients, is_random)
         if not reason and (is_random or self._trial.draws_outside):
             reason = self._reason_of_numbers()
+        self._is_alone = not reason
         return Independence(
             reason, True, self._count, self._shared, tuple(lists.items()), least, self._is_unaligned
         )
+
+    def locality(self, axis: int, deadline: Deadline) -> Locality:
+        """Find out whether the module may run in slabs, once `finding` has run."""
+        if self._reason:
+            return Locality(self._reason)
+        arguments = self._trial.arguments
+        if self._is_alone and self._count > 1:
+            arguments = next(cut_up(arguments, [1, self._count - 1], self._cut, self._shared))
+        return locality(self._trial, arguments, axis, deadline)
 
     def _reason_of_state(self, whole: Run) -> str:
         """Why what a call reads and leaves forbids micro-batches."""
@@ -366,6 +454,10 @@ class _Samples:
         held |= {_memory(one) for one in whole.given if isinstance(one, Tensor)}
         if any(_memory(one) in held for one in whole.results if isinstance(one, Tensor)):
             return "its results are views of its arguments"
+        return ""
+
+    def _reason_of_counts(self, whole: Run) -> str:
+        """Why arguments or results have no samples to divide."""
         if self._count < 2:
             return "its arguments have one sample" if self._count else "it has no samples"
         if not all(map(self._is_divisible, whole.results)):

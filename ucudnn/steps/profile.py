@@ -37,6 +37,7 @@ class ModuleCall:
         argument_bytes: bytes of its arguments that have gradients.
         number: number of this call among those of its module.
         rows: length of each of its arguments, taken apart; -1 for what has no samples.
+        shape: of the first of its arguments that has axes.
     """
 
     name: str | None
@@ -48,6 +49,7 @@ class ModuleCall:
     argument_bytes: int = 0
     number: int = 0
     rows: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str | None, int]:
@@ -136,7 +138,10 @@ class ModuleWatcher:
             del module
             leaves, _ = take_apart((args, kwargs))
             rows = [len(leaf) if has_samples(leaf) else -1 for leaf in leaves]
-            call = ModuleCall(name, [], samples=batch_of((args, kwargs)), rows=tuple(rows))
+            shape = next((tuple(leaf.shape) for leaf in leaves if has_samples(leaf)), ())
+            call = ModuleCall(
+                name, [], samples=batch_of((args, kwargs)), rows=(*rows,), shape=shape
+            )
             self._stack[-1].children.append(call)
             self._stack.append(call)
             path = self._stack[1:]

@@ -21,9 +21,11 @@ from ucudnn.kernels.deadline import Deadline
 from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Segment, StepDivision, is_inside, stretch_of
 from ucudnn.solvers import Option, OuterOption
-from ucudnn.steps.costs import SegmentCosts, halved, segments_apart
+from ucudnn.steps.costs import SegmentCosts, axes_of, halved, segments_apart
 from ucudnn.steps.foresee import Foreseer
-from ucudnn.steps.independence import NO_TIME, UPDATES, Independence, examined
+from ucudnn.steps.independence import NO_TIME, UPDATES, Independence, Slabs, examined, unknown
+from ucudnn.steps.locality import NO_TIME as NO_TIME_FOR_SLABS
+from ucudnn.steps.locality import Locality
 from ucudnn.steps.profile import ModuleCall, ModuleWatcher, StepProfile
 from ucudnn.steps.race import race, raced_of, tells
 from ucudnn.steps.run import STEP_ERRORS, Steps, gradient_mode
@@ -34,7 +36,7 @@ from ucudnn.verdict import CLEARLY
 _LEAST_STEPS = 6
 # Largest number of divisions into segments that are foreseen for one limit, and of those that are
 # foreseen even if there is no time.
-_MOST_TRIALS, _LEAST_TRIALS = 12, 3
+_MOST_TRIALS, _LEAST_TRIALS = 16, 3
 # The reason against micro-batches of one sample, as by InstanceNorm in channels_last (torch 2.13).
 _OF_ONE = "a micro-batch of one sample has other gradients than in the batch"
 # Of the steps that fit a limit, so many are timed again, in so many rounds.
@@ -91,9 +93,10 @@ class SegmentSearch:
                 # recomputation does not know the results that they are views of.
                 profile = foreseer.step(everywhere, names=foreseer.holders)
                 selective = self._add(everywhere, profile)
-        self._costs = [SegmentCosts(foreseer, self._own, selective, self._may_be)]
+        known = self._may_be, self._halo_of
+        self._costs = [SegmentCosts(foreseer, self._own, selective, *known)]
         split = None if selective is None else selective.split
-        self._costs.append(SegmentCosts(foreseer, self._own.split, split, self._may_be))
+        self._costs.append(SegmentCosts(foreseer, self._own.split, split, *known))
         # True: convolutions count with the workspace that they need if they are divided.
         self.is_split = False
         steps = partial(Steps, foreseer.model, foreseer.inputs, foreseer.is_training)
@@ -102,6 +105,8 @@ class SegmentSearch:
         # samples, the calls of modules in a step of so many.
         self._examined_on: dict[str, int] = {}
         self._parts: dict[int, dict[tuple[str | None, int], ModuleCall]] = {}
+        # True once modules were examined for slabs.
+        self._has_rows = False
         # True: no step is run; what is foreseen decides.
         self.is_dry = False
         # The search by which modules are examined, if it is not this one.
@@ -144,7 +149,13 @@ class SegmentSearch:
 
     def reasons(self) -> tuple[tuple[str, str], ...]:
         """Modules that cannot run in micro-batches or be recomputed, each with the reason."""
-        found = [(name, one.reason) for name, one in self.findings.items() if one.reason]
+        found = []
+        for name, one in self.findings.items():
+            against = [each.locality.reason for each in one.slabs.values()]
+            # One sample is no reason where slabs were looked for.
+            if one.reason and not (self.batch == 1 and against):
+                found.append((name, one.reason))
+            found += [(name, against[0])] if against and all(against) else []
         found += [(name, _OF_ONE) for name, one in self.findings.items() if one.least > 1]
         return (*found, *self._unselective.items())
 
@@ -154,6 +165,10 @@ class SegmentSearch:
             self._unselective[one.module] = reason
             return
         found = self.findings.get(one.module, Independence(repeats=True))
+        if one.rows is not None:
+            slabs = {**found.slabs, one.axis: Slabs(Locality(reason))}
+            self.findings[one.module] = replace(found, slabs=slabs)
+            return
         repeats = found.repeats and one.micro_batch is not None
         self.findings[one.module] = replace(found, reason=found.reason or reason, repeats=repeats)
 
@@ -182,8 +197,35 @@ class SegmentSearch:
         is_cut = one.micro_batch is not None
         if is_cut and any(is_inside(name, one.module) for name in self._updating):
             return False
+        if one.rows is not None and any(
+            each.locality.reason for each in self._slabs_in(one).values()
+        ):
+            return False
         found = self.findings.get(one.module)
         return found is None or found.allows(one)
+
+    def _slabs_in(self, one: Segment) -> dict[str, Slabs]:
+        """What was found out of the rows of modules inside one that runs in slabs."""
+        shapes, axis = self.costs.shapes, one.axis
+        dims = len(shapes.get(one.module, ()))
+        return {
+            name: found.slabs[axis]
+            for name, found in self.findings.items()
+            if axis in found.slabs
+            and len(shapes.get(name, ())) == dims
+            and is_inside(name, one.module)
+        }
+
+    def _halo_of(self, one: Segment) -> int:
+        """Rows of the halo of a module; as far as it was not examined, those of modules inside."""
+        found = self.findings.get(one.module)
+        if found is not None and one.axis in found.slabs:
+            return sum(found.slabs[one.axis].locality.halo)
+        shapes, rows = self.costs.shapes, 0.0
+        for name, slabs in self._slabs_in(one).items():
+            ratio = shapes[one.module][one.axis] / shapes[name][one.axis]
+            rows += sum(slabs.locality.halo) * ratio if name in self.costs.innermost() else 0
+        return round(rows)
 
     @property
     def _updating(self) -> list[str]:
@@ -248,7 +290,16 @@ class SegmentSearch:
                 break
             options = table.choose(max(room, table.smallest_bytes))
             chosen = _one_for_each([option for option in options if option.choice is not None])
-            self.examine({one.module: one.micro_batch or 1 for one in chosen})
+            if any(one.rows is not None for one in chosen) and not self._has_rows:
+                # The halos of all modules and stretches follow from those inside.
+                self._has_rows = True
+                names = self.costs.innermost()
+                self.examine(
+                    dict.fromkeys(names, 1), {n: axes_of(self.costs.shapes[n]) for n in names}
+                )
+                continue
+            axes = {one.module: (one.axis,) for one in chosen if one.rows is not None}
+            self.examine({one.module: one.micro_batch or 1 for one in chosen}, axes)
             if not all(map(self._may_be, chosen)):
                 # What holds for a module holds for all modules and stretches around it.
                 self.examine(dict.fromkeys(self.costs.innermost(), 1))
@@ -455,30 +506,54 @@ class SegmentSearch:
         """Time in ns of a step by a division."""
         return self._backend.elapsed_ns(self.steps(division))
 
-    def examine(self, sizes: Mapping[str, int]) -> None:
-        """Find out which modules may run in micro-batches; `sizes` has a size for each module."""
-        left = {name: size for name, size in sizes.items() if name not in self.findings}
+    def examine(
+        self, sizes: Mapping[str, int], axes: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Find out which modules may run in micro-batches, of these sizes, and in slabs.
+
+        Args:
+            sizes: for each module, the size of a micro-batch.
+            axes: for those that may run in slabs, too, the axes that may have the rows.
+        """
+        found = self.findings
+        axes = {
+            name: [one for one in each if name not in found or one not in found[name].slabs]
+            for name, each in (axes or {}).items()
+        }
+        left = {name: size for name, size in sizes.items() if name not in found or axes.get(name)}
         if self._outer is not None:
-            self._outer.examine(left)
+            self._outer.examine(left, axes)
         elif left:
             samples, is_cropped = self._part_to_examine()
-            while (found := self._examined(left, samples, is_cropped=is_cropped)) is None:
-                if samples <= _LEAST_EXAMINED:
+            while (new := self._examined(left, axes, samples, is_cropped=is_cropped)) is None:
+                if samples <= _LEAST_EXAMINED and is_cropped:
                     break
-                samples //= 2
+                is_cropped = samples <= _LEAST_EXAMINED
+                samples = samples if is_cropped else samples // 2
             # What could not be found out for lack of memory is not assumed.
-            unknown = Independence("there is no memory to find out whether it may run in parts")
-            self.findings.update({**dict.fromkeys(left, unknown), **(found or {})})
+            why = "there is no memory to find out whether it may run in parts"
+            for name in left:
+                one = (new or {}).get(name) or unknown(why, axes.get(name, ()))
+                slabs = found[name].slabs if name in found else {}
+                found[name] = replace(one, slabs={**slabs, **one.slabs})
             self._examined_on.update(dict.fromkeys(left, samples))
 
     def begin(self, deadline: Deadline) -> None:
         """Go on until another deadline: there may be time for what there was none for."""
         self.deadline = deadline
-        for name in [name for name, one in self.findings.items() if one.reason == NO_TIME]:
-            del self.findings[name]
+        for name, one in [*self.findings.items()]:
+            reasons = {one.reason, *(each.locality.reason for each in one.slabs.values())}
+            if reasons & {NO_TIME, NO_TIME_FOR_SLABS}:
+                del self.findings[name]
+                self._has_rows = False
 
     def _examined(
-        self, sizes: Mapping[str, int], samples: int, *, is_cropped: bool
+        self,
+        sizes: Mapping[str, int],
+        axes: Mapping[str, Sequence[int]],
+        samples: int,
+        *,
+        is_cropped: bool,
     ) -> Mapping[str, Independence] | None:
         """What is found out in a step of so many samples; None if there is no memory for it."""
         steps = self.steps()
@@ -488,7 +563,7 @@ class SegmentSearch:
         deadline = self.deadline.part(_OF_TIME) if is_limited else Deadline.never()
         try:
             with gradient_mode(self._is_training):
-                found = examined(steps.model, forward, sizes, deadline)
+                found = examined(steps.model, forward, sizes, deadline, axes)
         except STEP_ERRORS as error:
             if is_out_of_memory(error):
                 free_after(error)
@@ -498,7 +573,7 @@ class SegmentSearch:
             found = {}
         # A model for inputs of one size fails on others, or calls other modules.
         if is_cropped and found.keys() != sizes.keys():
-            return self._examined(sizes, samples, is_cropped=False)
+            return self._examined(sizes, axes, samples, is_cropped=False)
         return found
 
     def _part_to_examine(self) -> tuple[int, bool]:
@@ -514,7 +589,7 @@ class SegmentSearch:
             fits = _OF_PEAK * part * own.own_bytes <= self._foreseer.free_bytes
             has_time = self.deadline.part(_OF_TIME).has_time(_OF_STEP * part, own.time_ns)
             if (fits and has_time) or samples < 2 * _LEAST_EXAMINED:
-                return samples, not has_time
+                return samples, not (fits and has_time)
             samples //= 2
 
     def _described(self, one: Segment) -> Segment:
