@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import UcudnnWarning, first_line
@@ -36,6 +37,7 @@ from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
     cloned,
+    cropped,
     gradient_mode,
     nudge_,
     parts_of,
@@ -101,7 +103,8 @@ class PlanComparer:
         is_training: True: a step is forward and backward; False: forward without a graph.
         is_unaligned: True if the plan divides a module that draws random numbers which cannot be
             made the same for each sample.
-        samples: the most samples of a step, as many as memory suffices for; None: all.
+        share: at most so much of the batch is run, because memory suffices for no more: a part of
+            the samples or, of one or two samples, of their spatial axes.
     """
 
     def __init__(
@@ -112,17 +115,22 @@ class PlanComparer:
         *,
         is_training: bool,
         is_unaligned: bool = False,
-        samples: int | None = None,
+        share: float = 1.0,
     ) -> None:
-        self._model, self._plan = model, plan
-        self._inputs = inputs
-        if samples is not None and samples < batch_of(inputs):
-            self._inputs = self._part(samples)
+        self._model, self._plan, self._whole = model, plan, inputs
+        self._inputs, count = inputs, batch_of(inputs)
         self._is_training, self._is_unaligned = is_training, is_unaligned
         # A step may have shapes that the plan does not cover: torch computes them.
         self._runner = Runner(plan, replace(plan.config, unplanned="torch"))
         dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
         self._eps = max(coarsest_eps(plan), *(torch.finfo(one).eps for one in dtypes))
+        if share < 1 and count > _LEAST:
+            self._inputs = self._part(max(_LEAST, int(count * share)))
+        while count <= _LEAST and _share(self._inputs, inputs) > share:
+            smaller = self._smaller(self._inputs)
+            if smaller is None:
+                break
+            self._inputs = smaller
 
     def compare(self) -> tuple[Comparison, str]:
         """How near steps are, and what differs by more than rounding explains; "" if nothing does.
@@ -136,12 +144,12 @@ class PlanComparer:
             try:
                 difference, most = self._difference(inputs, self._plan.division, 0)
             except STEP_ERRORS as error:
-                size = batch_of(inputs)
                 if not is_out_of_memory(error):
                     return Comparison(0.0, 0.0), f"a step by the plan fails ({first_line(error)})"
-                if size <= _LEAST:
+                smaller = self._smaller(inputs)
+                if smaller is None:
                     raise
-                inputs = self._part(size // 2)
+                inputs = smaller
         found = [(difference, most)]
         if difference.draws and difference.largest <= most:
             found.append(self._difference(self._part(count // 4 + 1), self._plan.division, 1))
@@ -191,11 +199,25 @@ class PlanComparer:
         size = max(_LEAST, size) | 1
         return next(parts_of(self._inputs, min(batch_of(self._inputs), size)))
 
+    def _smaller(self, inputs: Any) -> Any:
+        """Half of the samples, or of the spatial axes of a single one; None if there is no half."""
+        size = batch_of(inputs)
+        if size > _LEAST:
+            return self._part(size // 2)
+        part = tree_map_only(Tensor, cropped, inputs)
+        if _share(part, inputs) == 1:
+            return None
+        try:
+            self._step(part, WHOLE, 0)
+        except STEP_ERRORS as error:
+            return part if is_out_of_memory(error) else None  # a model for inputs of one size
+        return part
+
     def _difference(
         self, inputs: Any, division: StepDivision, state: int
     ) -> tuple[Difference, float]:
         """The difference of two steps, and the most that rounding explains."""
-        division = _within(division, batch_of(inputs))
+        division = _within(division, batch_of(inputs), _share(inputs, self._whole))
         truth = self._step(inputs, WHOLE, state)
         found = self._step(inputs, division, state)
         difference = _between(truth, found)
@@ -313,12 +335,20 @@ def coarsest_eps(plan: Plan) -> float:
     return max([0.0, *found, *(_EPS_OF_TF32 for problem in problems if problem.math == "tf32")])
 
 
-def _within(division: StepDivision, count: int) -> StepDivision:
-    """The division of a smaller batch, in which as many segments as possible have parts."""
+def _share(inputs: Any, whole: Any) -> float:
+    """How much of some inputs others are, by their elements."""
+    part, all_ = (sum(one.numel() for one in tensors_of(each)) for each in (inputs, whole))
+    return part / max(1, all_)
+
+
+def _within(division: StepDivision, count: int, share: float) -> StepDivision:
+    """The division of smaller inputs, in which as many segments as possible have parts."""
     most = max(1, (count + 1) // 2)
 
     def smaller(one: Segment) -> Segment:
         size = one.micro_batch
+        if one.rows is not None:
+            one = replace(one, rows=max(1, int(one.rows * share)))
         return (
             one if size is None or size < count else replace(one, micro_batch=max(one.least, most))
         )
@@ -330,7 +360,7 @@ def _within(division: StepDivision, count: int) -> StepDivision:
 
 def _kept(division: StepDivision) -> StepDivision:
     """The same micro-batches, all of which keep what backward needs."""
-    divided = (one for one in division.segments if one.micro_batch is not None)
+    divided = (one for one in division.segments if one.is_cut)
     plain = (replace(one, recompute=False, kept=0, selective=False) for one in divided)
     return StepDivision(tuple(plain), division.micro_batch)
 

@@ -25,7 +25,7 @@ from ucudnn.execution.nesting import lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, values_in
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment, Stretch
-from ucudnn.steps.locality import Locality, locality
+from ucudnn.steps.locality import Locality, crops, locality
 from ucudnn.steps.run import STEP_ERRORS, cloned, same_random_states, tensors_of
 from ucudnn.steps.same_numbers import SameForSamples
 from ucudnn.steps.trial import (
@@ -265,12 +265,22 @@ class _Probe:
         else:
             self.busy.append(self)
             try:
-                found = self._finding(arguments)
+                found = self._examined(arguments)
             finally:
                 self.busy.clear()
             leaves, _ = take_apart(arguments)
             self.rows |= {n for n, one in enumerate(leaves) if _has_rows(one, found.samples)}
             self.found[self.name] = self._of_all_calls(before, found)
+
+    def _examined(self, arguments: Any) -> Independence:
+        """What is found out by a call; of one sample that may run in slabs, by a part of it."""
+        samples = next((len(one) for one in take_apart(arguments)[0] if has_samples(one)), 0)
+        is_cropped = samples == 1 and len(self.axes) > 0
+        for part in crops(arguments, self.axes[0]) if is_cropped else [arguments]:
+            found = self._finding(part)
+            if all(one.locality.is_final for one in found.slabs.values()):
+                break
+        return found
 
     def _of_all_calls(self, before: Independence, found: Independence) -> Independence:
         """What holds for the earlier calls of the module and for one more."""

@@ -58,6 +58,11 @@ class Locality:
     unit: int = 1
     rates: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
+    @property
+    def is_final(self) -> bool:
+        """True if all rows and columns would show what some of them have shown."""
+        return self.reason in ("", NO_TIME, _ALL_ROWS)
+
     def described(self, segment: Segment) -> Segment:
         """The segment with what was found out about its module filled in."""
         return replace(segment, halo=self.halo, unit=self.unit, rates=self.rates)
@@ -82,7 +87,7 @@ def locality(trial: Trial, arguments: Any, axis: int, deadline: Deadline) -> Loc
         deadline: after it, nothing is tried.
     """
     found = Locality(_NO_AXIS)
-    for part in _some(arguments, axis):
+    for part in crops(arguments, axis):
         every = _lengths(take_apart(part)[0], axis)
         first = next((n for n, one in enumerate(every) if one), 0)
         alone = [one if n == first else 0 for n, one in enumerate(every)]
@@ -93,8 +98,7 @@ def locality(trial: Trial, arguments: Any, axis: int, deadline: Deadline) -> Loc
                 if is_out_of_memory(error):
                     raise
                 found = Locality(f"it fails on some of its rows ({first_line(error)})")
-            # Of fewer rows and columns, too, these hold.
-            if found.reason in ("", NO_TIME, _ALL_ROWS):
+            if found.is_final:
                 return found
     return found
 
@@ -107,7 +111,7 @@ def _lengths(leaves: Sequence[Any], axis: int) -> list[int]:
     return [count if count > 1 and one.dim() == dims else 0 for one, count in pairs]
 
 
-def _some(arguments: Any, axis: int) -> Iterator[Any]:
+def crops(arguments: Any, axis: int) -> Iterator[Any]:
     """The arguments with fewer rows and columns, if there are more than needed, and all of them."""
     leaves, nest = take_apart(arguments)
     rows = [one for one, count in zip(leaves, _lengths(leaves, axis), strict=True) if count]

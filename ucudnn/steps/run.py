@@ -100,7 +100,7 @@ def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
         yield tree_map(partial(part, where), inputs, is_leaf=is_list)
 
 
-def _cropped(tensor: Tensor) -> Tensor:
+def cropped(tensor: Tensor) -> Tensor:
     """Half of each spatial axis of a tensor that has any."""
     halves = (slice(None if size % 2 else size // 2) for size in tensor.shape[2:])
     return tensor[(slice(None), slice(None), *halves)] if tensor.dim() > 2 else tensor
@@ -172,7 +172,7 @@ class Steps:
             for inputs in self.inputs:
                 part = next(parts_of(inputs, samples))
                 if is_cropped:
-                    part = tree_map_only(Tensor, _cropped, part)
+                    part = tree_map_only(Tensor, cropped, part)
                 run_step(self._run, part, backward=False)
 
     def divide(self, division: StepDivision) -> None:

@@ -18,7 +18,6 @@ from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import is_compiled, original_of
-from ucudnn.execution.micro_batching import batch_of
 from ucudnn.kernels.deadline import EFFORTS, Deadline
 from ucudnn.kernels.results import Progress, Report
 from ucudnn.kernels.tune import device_type, tune_problems
@@ -171,7 +170,7 @@ class _Tuning:
             plan,
             is_training=self.config.ops != ("fprop",),
             is_unaligned=is_unaligned,
-            samples=self._samples_to_compare(plan, batch_of(inputs)),
+            share=self._share_to_compare(plan),
         )
         try:
             comparison, reason = comparer.compare()
@@ -187,13 +186,13 @@ class _Tuning:
             )
         return replace(plan, comparison=comparison), causes
 
-    def _samples_to_compare(self, plan: Plan, batch: int) -> int | None:
-        """Samples for which there is memory for a step by torch; None: all."""
+    def _share_to_compare(self, plan: Plan) -> float:
+        """The share of a step by torch for which there is memory."""
         if plan.memory is None:
-            return None
+            return 1.0
         free = open_backend(plan.backend).available_bytes()
         need = max(1, plan.memory.torch_peak_bytes - plan.memory.held_bytes)
-        return None if _OF_PEAK * need <= free else max(2, int(batch * free / (_OF_PEAK * need)))
+        return free / (_OF_PEAK * need)
 
     def _traced(self, memory_format: str = "keep") -> Traced:
         if self.step is not None:
