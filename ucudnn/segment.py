@@ -164,18 +164,21 @@ class Segment:
         """The slabs of so many rows.
 
         >>> [one[:4] for one in Segment("", rows=4, halo=(1, 2)).slabs(9)]
-        [(0, 4, 0, 6), (4, 8, 3, 9), (8, 9, 7, 9)]
+        [(0, 4, 0, 6), (4, 8, 3, 9), (8, 9, 5, 9)]
         >>> [one[:2] for one in Segment("", rows=5, unit=2).slabs(9)]
         [(0, 4), (4, 9)]
         """
         unit, (before, after) = self.unit, (-(-one // self.unit) * self.unit for one in self.halo)
         size = max(unit, (self.rows or count) // unit * unit)
-        # Fewer rows than a unit may have no result of their own.
+        # Fewer rows than a unit may have no result of their own, and fewer than those that one
+        # result depends on may be too few for the module.
+        least, found = before + unit + after, list[SlabRows]()
         firsts = [*range(0, count - unit + 1, size)] or [0]
-        return [
-            SlabRows(first, last, max(0, first - before), min(count, last + after), last == count)
-            for first, last in zip(firsts, [*firsts[1:], count], strict=True)
-        ]
+        for first, last in zip(firsts, [*firsts[1:], count], strict=True):
+            low = max(0, min(first - before, (count - least) // unit * unit))
+            high = min(count, max(last + after, low + least))
+            found.append(SlabRows(first, last, low, high, last == count))
+        return found
 
     @property
     def is_cut(self) -> bool:

@@ -242,8 +242,10 @@ class PartResults:
             *(self._wholes[n], self._rates[n]),
             *(self._segment.axis, self._segment.unit),
         )
-        begin, offset = slab.first * rate // unit, slab.low * rate // unit
-        end = whole.shape[axis] if slab.is_last else slab.last * rate // unit
+        most, offset = whole.shape[axis], slab.low * rate // unit
+        # The last rows of arguments may have no results, as where a convolution pads nothing.
+        begin = min(most, slab.first * rate // unit)
+        end = most if slab.is_last else min(most, slab.last * rate // unit)
         shape = [*whole.shape]
         shape[0] += samples[1] - self._samples
         is_alike = has_axis(part, axis) and part.dim() == whole.dim()

@@ -1,0 +1,366 @@
+"""Modules in slabs of rows compute what they compute at once: results, gradients, every slab size."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ucudnn
+from ucudnn.backends import open_backend
+from ucudnn.errors import PlanError, UcudnnWarning
+from ucudnn.execution.micro_batching import segment_
+from ucudnn.execution.nesting import take_apart
+from ucudnn.segment import Segment
+from ucudnn.steps.independence import examined
+from ucudnn.steps.run import run_step
+
+WAYS = {
+    "recomputed": Segment("", rows=5),
+    "one row": Segment("", rows=1),
+    "last kept": Segment("", rows=5, kept=1),
+    "two kept": Segment("", rows=3, kept=2),
+    "kept": Segment("", rows=5, recompute=False),
+    "selective": Segment("", rows=5, selective=True),
+    "of one sample": Segment("", 1, rows=4),
+    "of two samples": Segment("", 2, rows=7, kept=1),
+}
+EACH_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@pytest.fixture(autouse=True)
+def _settings(one_thread):
+    torch.manual_seed(0)
+
+
+def numbers(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def gradients(model, *inputs):
+    """Results, and gradients of inputs and parameters, of a loss that weighs each value."""
+    given = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+    leaves = [one for one in take_apart(model(*given))[0] if torch.is_tensor(one)]
+    loss = sum(
+        (one * torch.linspace(0.1, 1, one.numel(), dtype=one.dtype).view(one.shape)).square().sum()
+        for one in leaves
+    )
+    wanted = [one for one in (*given, *model.parameters()) if one.requires_grad]
+    return [*leaves, *torch.autograd.grad(loss, wanted, allow_unused=True)]
+
+
+def assert_equal(ours, theirs, bound=1e-12):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.shape == b.shape
+            axes = [axis for axis, size in enumerate(a.shape) if size > 1]
+            assert sorted(axes, key=a.stride) == sorted(axes, key=b.stride)
+            assert (a - b).double().norm() <= bound * b.double().norm()
+
+
+def found(model, *inputs, axis=2, training=True):
+    """What is found out of the rows of a module."""
+    with torch.set_grad_enabled(training):
+        one = examined(model, partial(model, *inputs), {"": 1}, axes={"": (axis,)})[""]
+    return one.slabs[axis].locality
+
+
+def in_slabs(model, way):
+    twin = copy.deepcopy(model)
+    segment_(twin, [way])
+    return twin
+
+
+class Shortcut(nn.Module):
+    """Two ways from one tensor to another, which are added or joined."""
+
+    def __init__(self, *ways, join=False):
+        super().__init__()
+        self.ways, self.join = nn.ModuleList(ways), join
+
+    def forward(self, x):
+        results = [way(x) for way in self.ways]
+        rows = min(one.shape[2] for one in results)
+        results = [one[:, :, :rows] for one in results]
+        return torch.cat(results, 1) if self.join else sum(results)
+
+
+class Merge(nn.Module):
+    """A decoder's step: the coarse tensor is enlarged, and joined with one of a skip connection."""
+
+    def __init__(self, dims=2):
+        super().__init__()
+        self.up = getattr(nn, f"ConvTranspose{dims}d")(4, 3, 2, 2)
+        self.mix = getattr(nn, f"Conv{dims}d")(5, 4, 3, padding=1)
+
+    def forward(self, x, skip, scale=None):
+        mixed = self.mix(torch.cat([self.up(x), skip], 1))
+        return mixed if scale is None else mixed * scale
+
+
+class UNet(nn.Module):
+    """Down twice and up twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 2, 3, padding=1)
+        self.down = nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU())
+        self.deep = nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.up, self.merge = nn.Upsample(scale_factor=2), Merge()
+
+    def forward(self, x):
+        stem = torch.relu(self.stem(x))
+        down = self.down(stem)
+        return self.merge(down + self.up(self.deep(down)), stem)
+
+
+MODULES = {
+    "two convolutions": (
+        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+        3,
+    ),
+    "strides": (nn.Sequential(nn.Conv2d(3, 4, 5, 2, 2), nn.Tanh(), nn.Conv2d(4, 2, 3, 2, 1)), 3),
+    "a stride of three": (nn.Conv2d(3, 4, 5, 3, 2), 3),
+    "dilation and groups": (nn.Conv2d(4, 4, 3, padding=3, dilation=3, groups=2), 4),
+    "transposed": (nn.ConvTranspose2d(3, 2, 4, 2, 1), 3),
+    "transposed by three": (nn.ConvTranspose2d(3, 2, 5, 3, 1, output_padding=1), 3),
+    "pools": (nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2, ceil_mode=True)), 3),
+    "shuffled pixels": (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.PixelShuffle(2)), 3),
+    "upsampling": (
+        nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(3, 2, 3)),
+        3,
+    ),
+    "reflected": (nn.Conv2d(3, 2, 5, padding=2, padding_mode="reflect"), 3),
+    "a frozen norm": (
+        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4).eval(), nn.ReLU()),
+        3,
+    ),
+    "a U-Net": (UNet(), 3),
+}
+
+
+@EACH_WAY
+@pytest.mark.parametrize("name", MODULES)
+def test_slabs_compute_what_the_whole_does(way, name):
+    module, channels = copy.deepcopy(MODULES[name][0]).double(), MODULES[name][1]
+    x = numbers(3, channels, 32 if name == "a U-Net" else 33, 8)
+    rows = found(module, x)
+    assert rows.reason == ""
+    ours = in_slabs(module, rows.described(replace(way, rows=rows.unit * way.rows)))
+    assert_equal(gradients(ours, x), gradients(module, x))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert_equal([ours(x)], [module(x)])
+
+
+@EACH_WAY
+def test_skip_connections_have_rows_of_their_own(way):
+    merge = Merge().double()
+    x, skip = numbers(3, 4, 16, 8), numbers(3, 2, 32, 16)
+    for others in ([], [torch.tensor(0.5, dtype=torch.float64)], [numbers(3, 1, 1, 1)]):
+        rows = found(merge, x, skip, *others)
+        assert (rows.halo, rows.unit, rows.rates) == ((1, 1), 1, ((1, 2, *[0] * len(others)), (2,)))
+        ours = in_slabs(merge, rows.described(way))
+        assert_equal(gradients(ours, x, skip, *others), gradients(merge, x, skip, *others))
+
+
+@EACH_WAY
+@pytest.mark.parametrize("dims", [1, 3])
+def test_sequences_and_volumes(way, dims):
+    layer = getattr(nn, f"Conv{dims}d")
+    body = nn.Sequential(layer(2, 4, 3, padding=1), nn.LeakyReLU(), layer(4, 3, 3, 2, 1)).double()
+    x = numbers(2, 2, 33, *[5] * (dims - 1))
+    rows = found(body, x)
+    assert (rows.halo, rows.unit) == ((2, 2), 2)
+    assert_equal(
+        gradients(in_slabs(body, rows.described(replace(way, rows=6))), x), gradients(body, x)
+    )
+
+
+@EACH_WAY
+def test_tokens_of_a_transformers_mlp(way):
+    mlp = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6)).double()
+    x = numbers(3, 17, 6)
+    rows = found(mlp, x, axis=1)
+    assert (rows.reason, rows.halo, rows.unit) == ("", (0, 0), 1)
+    ours = in_slabs(mlp, rows.described(replace(way, axis=1)))
+    assert_equal(gradients(ours, x), gradients(mlp, x))
+
+
+class Pooled(nn.Module):
+    """Keeps its rows, but each of them knows all others."""
+
+    def forward(self, x):
+        return x + x.mean((2, 3), keepdim=True)
+
+
+class Swallows(nn.Module):
+    """All rows know the largest number, which NaN elsewhere does not change."""
+
+    def forward(self, x):
+        return x * x.nan_to_num(float("-inf")).amax((2, 3), keepdim=True)
+
+
+class GradientOfAll(nn.Module):
+    """Its results are by row, its gradients are not."""
+
+    def forward(self, x):
+        y = x * 1.0
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient - gradient.mean())
+        return y
+
+
+NOT_BY_ROWS = {
+    "instance norm": (nn.InstanceNorm2d(4), "far away"),
+    "group norm": (nn.GroupNorm(2, 4), "far away"),
+    "batch norm in training": (nn.BatchNorm2d(4), "updates its buffers"),
+    "a mean": (Pooled(), "far away"),
+    "a maximum": (Swallows(), "slabs of its rows give other results"),
+    "gradients": (GradientOfAll(), "slabs of its rows give other gradients"),
+    "circular": (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "far away"),
+    "aligned corners": (
+        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+        "slabs of its rows give other results",
+    ),
+    "pooled to one": (nn.AdaptiveAvgPool2d(1), "far away"),
+    "flat": (nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), "results have no such axis"),
+    "dropout": (nn.Dropout(0.5), "random numbers"),
+    "a wide kernel": (nn.Conv2d(4, 4, (63, 1), padding=(31, 0)), "far away"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BY_ROWS)
+def test_what_is_not_by_rows_is_refused_with_the_reason(name):
+    module, reason = NOT_BY_ROWS[name]
+    module, x = copy.deepcopy(module).double(), numbers(2, 4, 32, 8)
+    with torch.no_grad():
+        x[:, :, 16, 4] = 9  # the largest number is in the middle
+    assert reason in found(module, x).reason
+
+
+def test_rows_in_evaluation_are_not_rows_in_training():
+    body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)).double()
+    x = numbers(2, 3, 16, 8)
+    assert found(body, x).reason
+    assert found(body.eval(), x, training=False).halo == (1, 1)
+
+
+def chain(seed):
+    """A chain of layers, of which one may have two branches, and the shape of its input."""
+    pick = random.Random(seed)
+    dims = pick.choice([1, 2, 2, 2, 3])
+    layers, width, enlarged = [], 3, 1
+
+    def convolution(channels, name="Conv", **fixed):
+        kernel, stride, dilation = pick.choice([1, 2, 3, 5]), pick.choice([1, 1, 2, 3]), 1
+        if name == "Conv" and stride == 1:
+            dilation = pick.choice([1, 1, 2])
+        settings = {"kernel_size": kernel, "stride": stride, "dilation": dilation} | fixed
+        most = settings["dilation"] * (settings["kernel_size"] - 1)
+        settings.setdefault(
+            "padding",
+            pick.randint(0, most // 2) if name == "ConvTranspose" else pick.randint(0, most),
+        )
+        return getattr(nn, f"{name}{dims}d")(channels, 4, **settings)
+
+    for _ in range(pick.randint(1, 4)):
+        kind = pick.choice(
+            ["conv", "conv", "pool", "transposed", "branch", "norm", "upsample", "act"]
+        )
+        if kind == "conv":
+            layers.append(convolution(width))
+            width = 4
+        elif kind == "pool":
+            size = pick.choice([2, 3])
+            if pick.random() < 0.5:
+                layers.append(
+                    getattr(nn, f"MaxPool{dims}d")(
+                        size, pick.choice([1, 2]), size // 2, ceil_mode=pick.random() < 0.5
+                    )
+                )
+            else:
+                layers.append(
+                    getattr(nn, f"AvgPool{dims}d")(
+                        size,
+                        2,
+                        pick.choice([0, 1]) if size > 2 else 0,
+                        ceil_mode=pick.random() < 0.5,
+                    )
+                )
+        elif kind in ("transposed", "upsample") and enlarged == 1:
+            enlarged = 2
+            if kind == "transposed":
+                layers.append(convolution(width, "ConvTranspose"))
+                width = 4
+            else:
+                layers.append(
+                    nn.Upsample(
+                        scale_factor=2,
+                        mode=pick.choice(
+                            ["nearest", {1: "linear", 2: "bilinear", 3: "trilinear"}[dims]]
+                        ),
+                    )
+                )
+        elif kind == "branch":
+            same = {"stride": pick.choice([1, 2])}
+            ways = (
+                convolution(width, kernel_size=3, padding=1, dilation=1, **same),
+                convolution(width, kernel_size=1, padding=0, dilation=1, **same),
+            )
+            layers.append(Shortcut(*ways, join=pick.random() < 0.5))
+            width = 8 if layers[-1].join else 4
+        elif kind == "norm":
+            norm = getattr(nn, f"BatchNorm{dims}d")(width)
+            nn.init.uniform_(norm.running_mean), nn.init.uniform_(norm.running_var, 0.5, 2)
+            layers.append(
+                norm.eval() if pick.random() < 0.8 else getattr(nn, f"InstanceNorm{dims}d")(width)
+            )
+        else:
+            layers.append(pick.choice([nn.ReLU(), nn.SiLU(), nn.LeakyReLU(0.1)]))
+    rows = pick.randint(40, 52)
+    return nn.Sequential(*layers).double(), (
+        pick.choice([1, 1, 2]),
+        3,
+        rows,
+        *[pick.randint(9, 12)] * (dims - 1),
+    )
+
+
+# Instance norms average over rows; the others have more rows, and at most these reasons.
+REASONS = ("far away", "fails", "no tensors", "other results", "no such axis")
+
+
+def every_size(seed):
+    """A chain at every slab size against the whole; the reason if it is not by rows."""
+    torch.manual_seed(seed)
+    model, shape = chain(seed)
+    x = numbers(*shape)
+    try:
+        truth = gradients(model, x)
+    except (RuntimeError, ValueError):
+        return "torch refuses it"
+    rows = found(model, x)
+    if rows.reason:
+        return rows.reason
+    for size in range(1, -(-shape[2] // rows.unit) + 1):
+        way = replace(Segment("", rows=size * rows.unit), kept=size % 3)
+        ours = in_slabs(model, rows.described(way))
+        assert_equal(gradients(ours, x), truth, bound=1e-11)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "block", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 25))]
+)
+def test_random_chains_at_every_slab_size(block):
+    reasons = [every_size(seed) for seed in range(40 * block, 40 * block + 40)]
+    assert sum(not one for one in reasons) >= 20
