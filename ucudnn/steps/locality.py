@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ucudnn.benchmark.failures import is_out_of_memory
-from ucudnn.errors import first_line
+from ucudnn.errors import PlanError, first_line
 from ucudnn.execution.nesting import put_together, take_apart
 from ucudnn.execution.slabs import has_axis
 from ucudnn.kernels.deadline import Deadline
@@ -173,7 +173,13 @@ class _Rows:
             if found is None:
                 return Locality("parts of its rows give other results")
             found = self._with_halo(found, whole)
-        return found if found.reason else self._in_slabs(found)
+        if found.reason:
+            return found
+        tried = self._in_slabs(found)
+        # Rows of a result may depend on no row of an argument, as where a transposed convolution
+        # has a stride larger than its kernel, and yet be cut off with the rows beside them.
+        wider = replace(found, halo=(found.halo[0] + found.unit, found.halo[1] + found.unit))
+        return self._in_slabs(wider) if tried.reason else tried
 
     def _all(self) -> Any:
         return put_together(self._leaves, self._nest)
@@ -286,7 +292,10 @@ class _Rows:
         before, trial.weights = trial.weights, [weights_of(one) for one in whole.results]
         try:
             whole, gradients = trial.with_gradients(whole)
-            slabs = trial.run(self._all(), slabs=segment)
+            try:
+                slabs = trial.run(self._all(), slabs=segment)
+            except PlanError as error:
+                return Locality(str(error))
             if slabs.nest != whole.nest or are_other(whole.results, slabs.results):
                 return Locality("slabs of its rows give other results")
             if are_other_gradients(gradients, trial.gradients(slabs), trial.eps(whole)):
