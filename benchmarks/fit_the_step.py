@@ -36,7 +36,7 @@ from unittest.mock import patch
 
 import torch
 import torch._functorch.config as compiler
-from networks import hugging_face, plain, unet3d
+from networks import Decoder, frozen, hugging_face, plain, superresolution, unet3d
 from provenance import provenance
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -45,7 +45,7 @@ import ucudnn
 from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.errors import UcudnnError, first_line
-from ucudnn.steps.run import tensors_of
+from ucudnn.steps.run import cropped, tensors_of
 
 FEW = 4
 # Ways by torch in less memory, by the names that --budget-of has for them.
@@ -62,12 +62,16 @@ class Case(NamedTuple):
         shape: of the input.
         shares: for segments.
         loops: for a loop in micro-batches.
+        runs: for each way by checkpoints, how many blocks are one checkpoint.
+        infers: True: a step is an inference, in evaluation.
     """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     shares: tuple[str, ...]
     loops: tuple[str, ...] = ()
+    runs: tuple[int, ...] = (1,)
+    infers: bool = False
 
 
 def segresnet() -> nn.Module:
@@ -116,6 +120,16 @@ CASES = {
     "resnet50": Case(partial(plain, "resnet50"), (32, 3, 224, 224), ("50%", "40%", "33%")),
     "unet3d": Case(unet3d, (2, 1, 64, 64, 64), ("65%", "50%")),
     "unet3d-batchnorm": Case(partial(unet3d, "batch"), (2, 1, 64, 64, 64), ("62%",)),
+    # One image or volume, which is divided into slabs.
+    "superres": Case(superresolution, (1, 3, 384, 384), ("33%", "25%"), runs=(1, 4)),
+    "superres-512": Case(superresolution, (1, 3, 512, 512), ("33%", "25%"), runs=(1, 4)),
+    "convnext-one": Case(partial(hugging_face, "ConvNextModel"), (1, 3, 1024, 1024), ("40%",)),
+    "resnet50-frozen": Case(lambda: frozen(plain("resnet50")), (1, 3, 800, 1333), ("40%",)),
+    "unet3d-one": Case(unet3d, (1, 1, 96, 96, 96), ("50%",)),
+    "unet3d-inference": Case(
+        partial(unet3d, "batch"), (1, 1, 160, 160, 160), ("35%",), runs=(), infers=True
+    ),
+    "vae-decode": Case(Decoder, (1, 4, 128, 128), ("50%",), runs=(), infers=True),
 }
 
 
@@ -125,9 +139,14 @@ class Contestant(NamedTuple):
     model: nn.Module
     plan: ucudnn.Plan | None = None
     tuning_s: float = 0.0
+    infers: bool = False
 
     def step(self, x: Tensor) -> None:
-        """Forward, the mean of squares, and backward."""
+        """Forward, the mean of squares, and backward; or an inference."""
+        if self.infers:
+            with torch.no_grad():
+                self.model(x)
+            return
         self.model.zero_grad()
         parts = [x] if self.plan is None else (part[0] for part in self.plan.micro_batches(x))
         for part in parts:
@@ -147,11 +166,22 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def checkpointed(model: nn.Module) -> nn.Module:
-    """A copy whose blocks are recomputed one by one."""
+def in_runs(blocks: nn.Sequential, run: int, x: Tensor) -> Tensor:
+    """The blocks of a sequence, of which so many at a time are a checkpoint."""
+    for begin in range(0, len(blocks), run):
+        x = checkpoint(blocks[begin : begin + run], x, use_reentrant=False)
+    return x
+
+
+def checkpointed(model: nn.Module, run: int = 1) -> nn.Module:
+    """A copy whose blocks are recomputed, so many of a sequence together."""
     twin = copy.deepcopy(model)
-    for block in blocks(twin):
-        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+    held = {*blocks(twin)}
+    for one in twin.modules():
+        if run > 1 and isinstance(one, nn.Sequential) and held.issuperset(one):
+            vars(one)["forward"] = partial(in_runs, one, run)
+        elif run == 1 and one in held:
+            vars(one)["forward"] = partial(checkpoint, one.forward, use_reentrant=False)
     return twin
 
 
@@ -161,7 +191,7 @@ def planned(model: nn.Module, x: Tensor, config: ucudnn.Config) -> Contestant:
     plan = ucudnn.tune(model, x, config)
     twin = copy.deepcopy(model)
     ucudnn.convert_(twin, plan)
-    return Contestant(twin, plan, time.monotonic() - began)
+    return Contestant(twin, plan, time.monotonic() - began, config.ops == ("fprop",))
 
 
 def compiled(model: nn.Module, x: Tensor) -> Contestant:
@@ -191,8 +221,11 @@ def foreseen(contestant: Contestant, x: Tensor) -> dict[str, Any]:
     """What was foreseen of a step; of a plan's, beside what tuning measured with its own loss."""
     if contestant.plan is None:
         contestant.model.zero_grad()
-        began = time.monotonic()
-        found = ucudnn.foresee(Losses(contestant.model), x)
+        began, config = time.monotonic(), ucudnn.Config(ops=("fprop",))
+        if contestant.infers:
+            found = ucudnn.foresee(contestant.model, x, config=config)
+        else:
+            found = ucudnn.foresee(Losses(contestant.model), x)
         return {
             "foreseen_bytes": found.peak_bytes,
             "foreseen_ns": found.time_ns,
@@ -209,8 +242,11 @@ def foreseen(contestant: Contestant, x: Tensor) -> dict[str, Any]:
 
 
 def gradients(contestant: Contestant, x: Tensor) -> list[Tensor]:
-    """Those of one step, in the memory of the host."""
+    """Those of one step, in the memory of the host; or the results of an inference."""
     torch.manual_seed(1)
+    if contestant.infers:
+        with torch.no_grad():
+            return [one.double().cpu() for one in tensors_of(contestant.model(x))]
     contestant.step(x)
     return [p.grad.double().cpu() for p in contestant.model.parameters() if p.grad is not None]
 
@@ -283,6 +319,8 @@ class Race:
     ) -> None:
         torch.manual_seed(0)
         self.model = case.make().to(asked.device)
+        if case.infers:
+            self.model.eval()
         self.x = torch.randn(case.shape, device=asked.device)
         self._case, self._asked, self._out, self._before = case, asked, out, before or []
         self._began = time.monotonic()
@@ -297,16 +335,20 @@ class Race:
             "refused": self._refused,
         }
         # float64 takes ten times as long: of some samples, of which each has its part in the
-        # gradients.
-        self._few = self.x[:FEW]
+        # gradients, or of half of the axes of a single one.
+        self._few = self.x[:FEW] if len(self.x) > 1 else cropped(self.x)
         twin = copy.deepcopy(self.model).double()
-        self._exact = gradients(Contestant(twin), self._few.double())
+        self._exact = gradients(Contestant(twin, infers=case.infers), self._few.double())
 
     def run(self) -> dict[str, Any]:
         """All ways, those by torch first, as JSON values."""
         asked, config = self._asked, self._asked.config
-        self._add("torch", partial(Contestant, self.model))
-        self._add(RIVALS["checkpoint"], lambda: Contestant(checkpointed(self.model)))
+        case = self._case
+        config = replace(config, ops=("fprop",)) if case.infers else config
+        self._add("torch", partial(Contestant, self.model, infers=case.infers))
+        for run in case.runs:
+            title = RIVALS["checkpoint"] + f" per {run} blocks" * (run > 1)
+            self._add(title, partial(self._checkpointed, run))
         if asked.compiles:
             self._add(RIVALS["compile"], lambda: compiled(self.model, self.x))
         for rival in asked.rivals:
@@ -323,6 +365,9 @@ class Race:
                     self._rows[title]["samples_ns"].append(time_ns)
                 self._write()
         return self.found
+
+    def _checkpointed(self, run: int) -> Contestant:
+        return Contestant(checkpointed(self.model, run))
 
     def _add_plan(self, title: str, config: ucudnn.Config, budget: int | str) -> None:
         """A plan within a share of torch's peak, or within bytes for this model alone."""

@@ -118,12 +118,67 @@ def unet3d(norm: str = "instance") -> nn.Module:
     return network
 
 
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut, as in networks for super-resolution (Lim et al., EDSR).
+
+    Args:
+        width: channels.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        result: Tensor = x + 0.1 * self.second(torch.relu(self.first(x)))
+        return result
+
+
+def superresolution(blocks: int = 16, width: int = 64) -> nn.Module:
+    """Residual blocks without normalisation, between two convolutions."""
+    body = nn.Sequential(*(Residual(width) for _ in range(blocks)))
+    head, tail = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
+    return nn.Sequential(head, body, tail)
+
+
 def plain(name: str) -> nn.Module:
     """One of the examples'."""
     import models
 
     network: nn.Module = getattr(models, name)()
     return network
+
+
+def frozen(network: nn.Module) -> nn.Module:
+    """A network in training whose batch norms have fixed statistics, as in fine-tuning."""
+    for one in network.modules():
+        if isinstance(one, nn.modules.batchnorm._BatchNorm):
+            one.eval()
+    return network
+
+
+class Decoder(nn.Module):
+    """The decoder of a latent diffusion model's autoencoder, as wide as Stable Diffusion's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from diffusers import AutoencoderKL
+
+        self.autoencoder = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(128, 256, 512, 512),
+            layers_per_block=2,
+            latent_channels=4,
+        )
+        del self.autoencoder.encoder
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """An image of eight times the height and the width."""
+        image: Tensor = self.autoencoder.decode(latent).sample
+        return image
 
 
 NETWORKS = {

@@ -79,6 +79,8 @@ class Segment:
         rates: of each tensor among the flattened arguments, the rows that belong to `unit` rows of
             the first one that has any; 0 for what is not cut; then the same of each result. None:
             in proportion to their lengths.
+        norms: for each normalisation over rows, in the order of their calls, the rows of its input
+            that belong to a unit. Its statistics are computed first, slab by slab.
 
     Raises:
         PlanError: `micro_batch` or `rows` is neither None nor an int of at least 1, `axis` or
@@ -102,6 +104,7 @@ class Segment:
     halo: tuple[Count, Count] = (0, 0)
     unit: Positive = 1
     rates: tuple[tuple[Count, ...], tuple[Count, ...]] | None = None
+    norms: tuple[Positive, ...] = ()
 
     def __post_init__(self) -> None:
         size = self.micro_batch

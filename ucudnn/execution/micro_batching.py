@@ -27,12 +27,14 @@ from ucudnn.execution.selective import Selective
 from ucudnn.execution.slabs import (
     CONSTANTS,
     PartResults,
+    SlabCutter,
     axes_by_stride,
-    cut_into_slabs,
     of_kind,
+    reached,
     room,
     rows_of,
 )
+from ucudnn.execution.statistics import NormsByStatistics
 from ucudnn.segment import Segment, Stretch, stretch_of
 
 _Run = Callable[..., Any]
@@ -99,7 +101,7 @@ class SegmentForward:
         recomputed = len(sizes) - segment.kept if segment.recompute else 0
         remembered = Remembered(self.module, _named(segment), updates=False) if recomputed else None
         results = [
-            self._part(segment, part, remembered if place < recomputed else None)
+            self._part(segment, part, None, remembered if place < recomputed else None)
             for place, part in enumerate(parts)
         ]
         if remembered is not None:
@@ -118,9 +120,12 @@ class SegmentForward:
         results, start = PartResults(segment, sum(sizes)), 0
         parts = cut_up(whole, sizes, cut, segment.shared) if len(sizes) > 1 else [whole]
         for size, part in zip(sizes, parts, strict=True):
-            for own, slab in cut_into_slabs(segment, part):
+            cutter = SlabCutter(segment, part)
+            known = cutter.statistics(partial(self._part, segment, remembered=remembered))
+            for own, slab in cutter.slabs():
                 before, recomputed = remembered if recomputed > 0 else None, recomputed - 1
-                results.write(self._part(segment, own, before), slab, start, size)
+                norms = NormsByStatistics(segment.axis, known) if known else None
+                results.write(self._part(segment, own, norms, before), slab, start, size)
             start += size
         if remembered is not None:
             remembered.seal()
@@ -229,10 +234,16 @@ class SegmentForward:
         return cut
 
     @untraced_alone
-    def _part(self, segment: Segment, part: Any, remembered: Remembered | None = None) -> Any:
-        """Compute one micro-batch, which gets containers of its own for its arguments."""
+    def _part(
+        self,
+        segment: Segment,
+        part: Any,
+        norms: NormsByStatistics | None = None,
+        remembered: Remembered | None = None,
+    ) -> Any:
+        """Compute one micro-batch or slab, which gets containers of its own for its arguments."""
         given, _ = take_apart(part)
-        result = self._once(segment, part, remembered)
+        result = self._once(segment, part, remembered, norms)
         left, _ = take_apart(part)
         if len(given) != len(left) or not all(map(is_, given, left)):
             raise PlanError(
@@ -242,9 +253,15 @@ class SegmentForward:
         return result
 
     @untraced_alone
-    def _once(self, segment: Segment, arguments: Any, remembered: Remembered | None = None) -> Any:
+    def _once(
+        self,
+        segment: Segment,
+        arguments: Any,
+        remembered: Remembered | None = None,
+        norms: NormsByStatistics | None = None,
+    ) -> Any:
         """Compute one micro-batch; what backward needs is kept, offloaded or recomputed later."""
-        run = self._run
+        run: _Run = self._run if norms is None else partial(_by_statistics, self._run, norms)
         if not torch.is_grad_enabled():
             return run(arguments)
         if segment.selective:
@@ -498,6 +515,12 @@ def _selective(run: _Run, arguments: Any) -> Any:
         return run(arguments)
     with Selective():
         return run(arguments)
+
+
+@untraced_alone
+def _by_statistics(run: _Run, norms: NormsByStatistics, arguments: Any) -> Any:
+    """Call `run` with statistics that are known. Each repetition of it has them from the first."""
+    return reached(run, arguments, norms.again())
 
 
 @untraced

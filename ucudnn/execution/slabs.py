@@ -9,6 +9,7 @@ arXiv 1911.04432) computes images in tiles by the same idea.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ucudnn.errors import PlanError
 from ucudnn.execution.compiling import untraced, untraced_alone
 from ucudnn.execution.nesting import Nest, put_together, take_apart
+from ucudnn.execution.statistics import NormsByStatistics, Reached, Statistics, united
 from ucudnn.segment import Segment, SlabRows
 
 # A module that runs in parts may return values of these types, if they are equal in all parts.
@@ -154,29 +156,61 @@ def has_axis(leaf: Any, axis: int) -> TypeGuard[Tensor]:
     return is_plain and leaf.dim() > axis
 
 
-@untraced
-def cut_into_slabs(segment: Segment, arguments: Any) -> Iterator[tuple[Any, SlabRows]]:
-    """The arguments of each slab, with its rows; the last slab comes first.
+class SlabCutter:
+    """Cuts the arguments of a module into slabs.
 
-    So the length of a result is known from the beginning: it ends where the last slab ends.
+    The last slab comes first: so the length of a result is known from the beginning, because it
+    ends where the last slab ends.
     """
-    leaves, nest = take_apart(arguments)
-    axis, unit, count = segment.axis, segment.unit, rows_of(segment, leaves)
-    # If two arguments are the same tensor, both get the same slab, because attention modules test
-    # whether their arguments are the same tensor.
-    pairs = zip(leaves, rates_of(segment, leaves), strict=True)
-    wholes = {id(one): (one, rate) for one, rate in pairs if rate}
-    for slab in reversed(segment.slabs(count)):
-        parts = dict[int, Tensor]()
-        for key, (whole, rate) in wholes.items():
-            low, high = slab.low * rate // unit, slab.high * rate // unit
-            length = (whole.shape[axis] if slab.high == count else high) - low
-            if torch.is_grad_enabled() and whole.requires_grad:
-                parts[key], rest = _Slab.apply(whole, axis, low, length)
-                wholes[key] = rest, rate
-            else:
-                parts[key] = whole.narrow(axis, low, length)
-        yield put_together([parts.get(id(one), one) for one in leaves], nest), slab
+
+    @untraced
+    def __init__(self, segment: Segment, arguments: Any) -> None:
+        self._segment = segment
+        self._leaves, self._nest = take_apart(arguments)
+        rates = rates_of(segment, self._leaves)
+        self._count = rows_of(segment, self._leaves)
+        # If two arguments are the same tensor, both get the same slab, because attention modules
+        # test whether their arguments are the same tensor.
+        pairs = zip(self._leaves, rates, strict=True)
+        self._wholes = {id(one): (one, rate) for one, rate in pairs if rate}
+
+    @untraced
+    def slabs(self) -> Iterator[tuple[Any, SlabRows]]:
+        """The arguments of each slab, with its rows.
+
+        Gradients of the slabs of several calls are added to the same tensor.
+        """
+        axis, unit = self._segment.axis, self._segment.unit
+        for slab in reversed(self._segment.slabs(self._count)):
+            parts = dict[int, Tensor]()
+            for key, (whole, rate) in self._wholes.items():
+                low, high = slab.low * rate // unit, slab.high * rate // unit
+                length = (whole.shape[axis] if slab.high == self._count else high) - low
+                if torch.is_grad_enabled() and whole.requires_grad:
+                    parts[key], rest = _Slab.apply(whole, axis, low, length)
+                    self._wholes[key] = rest, rate
+                else:
+                    parts[key] = whole.narrow(axis, low, length)
+            yield put_together([parts.get(id(one), one) for one in self._leaves], self._nest), slab
+
+    @untraced_alone
+    def statistics(self, run: Callable[[Any, NormsByStatistics], Any]) -> list[Statistics]:
+        """The statistics of the module's normalisations over rows.
+
+        Args:
+            run: calls the module in a context; returns what the context has raised as `Reached`.
+        """
+        known = list[Statistics]()
+        for rate in self._segment.norms:
+            parts = list[Statistics]()
+            for part, slab in self.slabs():
+                first, last, low = (
+                    row * rate // self._segment.unit for row in (slab.first, slab.last, slab.low)
+                )
+                rows = slice(first - low, None if slab.is_last else last - low)
+                parts.append(run(part, NormsByStatistics(self._segment.axis, [*known], rows)))
+            known.append(united(parts))
+        return known
 
 
 class PartResults:
@@ -295,7 +329,20 @@ def in_slabs(segment: Segment, run: Callable[[Any], Any], arguments: Any) -> Any
     """
     leaves, _ = take_apart(arguments)
     count = next(len(one) for one in leaves if has_axis(one, segment.axis))
-    results = PartResults(segment, count)
-    for part, slab in cut_into_slabs(segment, arguments):
-        results.write(run(part), slab, 0, count)
+    results, cutter = PartResults(segment, count), SlabCutter(segment, arguments)
+    known = cutter.statistics(partial(reached, run))
+    for part, slab in cutter.slabs():
+        with NormsByStatistics(segment.axis, known):
+            found = run(part)
+        results.write(found, slab, 0, count)
     return results.whole(leaves)
+
+
+@untraced_alone
+def reached(run: Callable[[Any], Any], arguments: Any, context: NormsByStatistics) -> Any:
+    """What a call in a context raises as `Reached`, or returns."""
+    try:
+        with context:
+            return run(arguments)
+    except Reached as end:
+        return end.statistics

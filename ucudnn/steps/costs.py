@@ -32,7 +32,7 @@ _RESOLUTION = 1 / 4096
 # long, until such micro-batches are foreseen. So of sizes that fit, the largest comes first.
 _HALVED_COST = 0.05
 # Slabs have at least so many rows, and at most so many sizes are considered.
-_LEAST_ROWS, _MOST_SIZES = 4, 7
+_LEAST_ROWS, _MOST_SIZES = 2, 7
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
 # Stretches of a sequence that are considered have so many children.

@@ -19,6 +19,7 @@ from ucudnn.benchmark.failures import is_out_of_memory
 from ucudnn.errors import PlanError, first_line
 from ucudnn.execution.nesting import put_together, take_apart
 from ucudnn.execution.slabs import has_axis
+from ucudnn.execution.statistics import NormsByStatistics, Statistics
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment
 from ucudnn.steps.run import STEP_ERRORS
@@ -27,7 +28,9 @@ from ucudnn.steps.trial import Trial, are_other, are_other_gradients, weights_of
 # Reasons against slabs.
 _NO_AXIS = "its arguments have no such axis"
 NO_TIME = "there was no time to find out whether it may run in slabs"
-_ALL_ROWS = "its results depend on rows that are far away, as by a normalisation over all rows"
+_ALL_ROWS = "its results depend on rows that are far away"
+# For each normalisation over rows, the module runs once more, up to it.
+_MOST_NORMS = 4
 # Units that are tried, powers of two first: most modules halve or double what they are given.
 _UNITS = (
     *(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
@@ -50,13 +53,14 @@ class Locality:
 
     Args:
         reason: why it cannot run in slabs of rows; "" if it can.
-        halo: as in `Segment`; and so are unit and rates.
+        halo: as in `Segment`; and so are unit, rates and norms.
     """
 
     reason: str = ""
     halo: tuple[int, int] = (0, 0)
     unit: int = 1
     rates: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    norms: tuple[int, ...] = ()
 
     @property
     def is_final(self) -> bool:
@@ -65,13 +69,14 @@ class Locality:
 
     def described(self, segment: Segment) -> Segment:
         """The segment with what was found out about its module filled in."""
-        return replace(segment, halo=self.halo, unit=self.unit, rates=self.rates)
+        found, norms = replace(segment, halo=self.halo, unit=self.unit), self.norms
+        return replace(found, rates=self.rates, norms=norms)
 
     def united(self, other: Locality) -> Locality:
         """What holds for two calls of a module."""
         if self.reason or other.reason:
             return self if self.reason else other
-        if (self.unit, self.rates) != (other.unit, other.rates):
+        if (self.unit, self.rates, self.norms) != (other.unit, other.rates, other.norms):
             return Locality("its calls do not have the same rows")
         before, after = zip(self.halo, other.halo, strict=True)
         return replace(self, halo=(max(before), max(after)))
@@ -153,26 +158,18 @@ class _Rows:
         self._trial, self._axis, self._lengths = trial, axis, lengths
         self._leaves, self._nest = take_apart(arguments)
         self._count = next(filter(None, lengths))
+        # Of the normalisations over rows.
+        self._known, self._rows = list[Statistics](), list[int]()
 
     def finding(self, deadline: Deadline) -> Locality:
         """Which rows the results depend on."""
         began = deadline.clock()
         with torch.no_grad():
-            whole = self._results(self._all())
-        if not deadline.has_time(_FORWARDS, (deadline.clock() - began) * 1e9):
-            return Locality(NO_TIME)
-        if not any(has_axis(one, self._axis) for one in whole):
-            return Locality("its results have no such axis")
-        with torch.no_grad():
-            # Most modules that cannot run in slabs are told by one more run.
-            middle = self._count // 2
-            far = self._results(self._without(0, middle))
-            if are_other(self._ends(whole), self._ends(far)):
-                return Locality(_ALL_ROWS)
-            found = next(filter(None, (self._unit(one, whole) for one in _UNITS)), None)
-            if found is None:
-                return Locality("parts of its rows give other results")
-            found = self._with_halo(found, whole)
+            whole, norms = self._run(self._all())
+            if not deadline.has_time(_FORWARDS, (deadline.clock() - began) * 1e9):
+                return Locality(NO_TIME)
+            self._known, self._rows = norms.own, norms.rows
+            found = self._reach(whole)
         if found.reason:
             return found
         tried = self._in_slabs(found)
@@ -181,21 +178,38 @@ class _Rows:
         wider = replace(found, halo=(found.halo[0] + found.unit, found.halo[1] + found.unit))
         return self._in_slabs(wider) if tried.reason else tried
 
+    def _reach(self, whole: Sequence[Any]) -> Locality:
+        """The halo and the unit, as far as NaN and parts of the rows show them."""
+        if len(self._known) > _MOST_NORMS:
+            return Locality(f"it has {len(self._known)} normalisations over rows")
+        if not any(has_axis(one, self._axis) for one in whole):
+            return Locality("its results have no such axis")
+        # Most modules that cannot run in slabs are told by one more run.
+        far = self._results(self._without(0, self._count // 2))
+        if are_other(self._ends(whole), self._ends(far)):
+            return Locality(_ALL_ROWS)
+        found = next(filter(None, (self._unit(one, whole) for one in _UNITS)), None)
+        if found is None:
+            return Locality("parts of its rows give other results")
+        return self._with_halo(found, whole)
+
     def _all(self) -> Any:
         return put_together(self._leaves, self._nest)
 
+    def _run(self, arguments: Any) -> tuple[list[Any], NormsByStatistics]:
+        """The results of a call by the known statistics, and what it knows of normalisations."""
+        with NormsByStatistics(self._axis, self._known) as norms:
+            return self._trial.run(arguments).results, norms
+
     def _results(self, arguments: Any) -> list[Any]:
-        return self._trial.run(arguments).results
+        return self._run(arguments)[0]
 
     def _ends(self, results: Sequence[Any]) -> list[Any]:
         """The last row of each result."""
         return [
-            one.narrow(self._axis, one.shape[self._axis] - 1, 1) if self._has_rows(one) else one
-            for one in results
+            one.narrow(self._axis, rows - 1, 1) if rows else one
+            for one, rows in zip(results, self._counts(results), strict=True)
         ]
-
-    def _has_rows(self, one: Any) -> bool:
-        return has_axis(one, self._axis) and one.shape[self._axis] > 0
 
     def _without(self, begin: int, end: int) -> Any:
         """The arguments with NaN, or a row that is there already, in rows from `begin` to `end`."""
@@ -221,34 +235,30 @@ class _Rows:
         """The unit with its rates, if the module may be called on rows that begin at a multiple."""
         times = next((one for one in _PRIMES if one * unit <= self._count // 2), 0)
         rates = [round(length * unit / self._count) for length in self._lengths]
-        if not times or any(
-            length and not rate for length, rate in zip(self._lengths, rates, strict=True)
-        ):
+        pairs = zip(self._lengths, rates, strict=True)
+        if not times or any(length and not rate for length, rate in pairs):
             return None
         leaves = [
             one.narrow(self._axis, times * rate, length - times * rate) if rate else one
             for one, length, rate in zip(self._leaves, self._lengths, rates, strict=True)
         ]
         try:
-            found = self._results(put_together(leaves, self._nest))
+            found, norms = self._run(put_together(leaves, self._nest))
         except STEP_ERRORS as error:
             if is_out_of_memory(error):
                 raise
             return None
-        if len(found) != len(whole):
+        own = _rates(self._counts(whole), self._counts(found), times)
+        of_norms = _rates(self._rows, norms.rows, times)
+        if own is None or of_norms is None or not any(own) or not all(of_norms):
             return None
-        own = list[int]()
-        for a, b in zip(whole, found, strict=True):
-            if not (self._has_rows(a) and self._has_rows(b)):
-                own.append(0)
-                continue
-            rate, rest = divmod(a.shape[self._axis] - b.shape[self._axis], times)
-            if rest or rate < 0:
-                return None
-            own.append(rate)
-        if not any(own) or are_other(self._ends(whole), self._ends(found)):
+        if are_other(self._ends(whole), self._ends(found)):
             return None
-        return Locality(unit=unit, rates=(tuple(rates), tuple(own)))
+        return Locality(unit=unit, rates=(tuple(rates), own), norms=of_norms)
+
+    def _counts(self, results: Sequence[Any]) -> list[int]:
+        """The rows of each result; 0 if it has none."""
+        return [one.shape[self._axis] if has_axis(one, self._axis) else 0 for one in results]
 
     def _with_halo(self, found: Locality, whole: Sequence[Any]) -> Locality:
         unit = found.unit
@@ -303,3 +313,12 @@ class _Rows:
         finally:
             trial.weights = before
         return found
+
+
+def _rates(whole: Sequence[int], fewer: Sequence[int], times: int) -> tuple[int, ...] | None:
+    """The rows that belong to a unit, where so many units are missing; None if they follow none."""
+    if len(whole) != len(fewer):
+        return None
+    missing = [a - b for a, b in zip(whole, fewer, strict=True)]
+    is_possible = all(one >= 0 and not one % times for one in missing)
+    return tuple(one // times for one in missing) if is_possible else None
