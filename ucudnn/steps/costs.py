@@ -53,7 +53,8 @@ class SegmentCosts:
         own: the undivided step, foreseen.
         selective: the step in which everything is selectively recomputed; None: it fails.
         may_be: tells whether a segment may be chosen.
-        halo_of: tells the rows of the halo of a segment in slabs, as far as they are known.
+        excess_of: tells the rows of the halo of a segment in slabs, and its normalisations over
+            rows, as far as they are known.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class SegmentCosts:
         own: StepProfile,
         selective: StepProfile | None,
         may_be: Callable[[Segment], bool],
-        halo_of: Callable[[Segment], int],
+        excess_of: Callable[[Segment], tuple[int, int]],
     ) -> None:
-        self._halo_of = halo_of
+        self._excess_of = excess_of
         self._modules: Mapping[str, nn.Module] = foreseer.modules
         self._is_training, self._own, self._may_be = foreseer.is_training, own, may_be
         self._offloads = self._is_training and foreseer.backend.device().type == "cuda"
@@ -111,7 +112,7 @@ class SegmentCosts:
             if call.name is not None:
                 own = segments[call.name]
                 one = replace(own, shared=(), training=None, lists=None, inference=(), least=1)
-                one = replace(one, halo=(0, 0), unit=1, rates=None)
+                one = replace(one, halo=(0, 0), unit=1, rates=None, norms=())
                 if (one, call.number) in self._estimated:
                     yield (one, call.number), call
 
@@ -248,23 +249,22 @@ class SegmentCosts:
 
     def _options(self, call: ModuleCall) -> list[Option]:
         return [
-            self._corrected(self._foreseen.get((one, number)) or self._with_halo(option))
+            self._corrected(self._foreseen.get((one, number)) or self._with_excess(option))
             for (one, number), option in self._estimated.items()
             if one.module == call.name and number == call.number and self._may_be(one)
         ]
 
-    def _with_halo(self, option: Option) -> Option:
-        """An estimated option with the rows of the halo, which are computed, too."""
+    def _with_excess(self, option: Option) -> Option:
+        """An estimated option with what is computed for the halo and for statistics."""
         one = option.choice
         if one.rows is None:
             return option
-        factor = 1 + self._halo_of(one) / one.rows
+        halo, norms = self._excess_of(one)
+        factor = 1 + halo / one.rows
         inside = round((option.peak_bytes - option.kept_bytes) * factor)
-        return replace(
-            option,
-            peak_bytes=max(0, option.kept_bytes + inside),
-            time_ns=round(option.time_ns * factor),
-        )
+        # For the statistics of each normalisation, half of the module runs once more on average.
+        time_ns = round(option.time_ns * factor * (1 + norms / 2))
+        return replace(option, peak_bytes=max(0, option.kept_bytes + inside), time_ns=time_ns)
 
     def _outer_options(self, call: ModuleCall, inside: Node) -> tuple[OuterOption, ...]:
         """A call recomputed as a whole, around a division of its inside."""

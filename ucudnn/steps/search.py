@@ -93,7 +93,7 @@ class SegmentSearch:
                 # recomputation does not know the results that they are views of.
                 profile = foreseer.step(everywhere, names=foreseer.holders)
                 selective = self._add(everywhere, profile)
-        known = self._may_be, self._halo_of
+        known = self._may_be, self._excess_of
         self._costs = [SegmentCosts(foreseer, self._own, selective, *known)]
         split = None if selective is None else selective.split
         self._costs.append(SegmentCosts(foreseer, self._own.split, split, *known))
@@ -216,16 +216,22 @@ class SegmentSearch:
             and is_inside(name, one.module)
         }
 
-    def _halo_of(self, one: Segment) -> int:
-        """Rows of the halo of a module; as far as it was not examined, those of modules inside."""
+    def _excess_of(self, one: Segment) -> tuple[int, int]:
+        """Rows of the halo of a module and the number of its normalisations over rows.
+
+        As far as it was not examined, those of modules inside are added up.
+        """
         found = self.findings.get(one.module)
         if found is not None and one.axis in found.slabs:
-            return sum(found.slabs[one.axis].locality.halo)
-        shapes, rows = self.costs.shapes, 0.0
+            own = found.slabs[one.axis].locality
+            return sum(own.halo), len(own.norms)
+        shapes, innermost, rows, norms = self.costs.shapes, self.costs.innermost(), 0.0, 0
         for name, slabs in self._slabs_in(one).items():
-            ratio = shapes[one.module][one.axis] / shapes[name][one.axis]
-            rows += sum(slabs.locality.halo) * ratio if name in self.costs.innermost() else 0
-        return round(rows)
+            if name in innermost:
+                ratio = shapes[one.module][one.axis] / shapes[name][one.axis]
+                rows += sum(slabs.locality.halo) * ratio
+                norms += len(slabs.locality.norms)
+        return round(rows), norms
 
     @property
     def _updating(self) -> list[str]:
