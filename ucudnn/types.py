@@ -43,5 +43,6 @@ from ucudnn.plan import KernelPlan as KernelPlan
 from ucudnn.plan import Timing as Timing
 from ucudnn.segment import MicroBatch as MicroBatch
 from ucudnn.segment import Segment as Segment
+from ucudnn.segment import SlabRows as SlabRows
 from ucudnn.segment import StepDivision as StepDivision
 from ucudnn.split import Chunk as Chunk

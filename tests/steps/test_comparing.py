@@ -20,7 +20,8 @@ from ucudnn.kernels.tune import tune_problems
 from ucudnn.outcomes import Comparison
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer
-from ucudnn.steps.independence import Independence
+from ucudnn.steps.independence import Independence, Slabs
+from ucudnn.steps.locality import Locality
 from ucudnn.steps.run import Steps
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import trace_layers
@@ -222,7 +223,7 @@ def gradients(model, x):
 @pytest.mark.slow
 def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_path):
     # The proof finds nothing, so that only the comparison is left.
-    def trusting(model, step, sizes, deadline):
+    def trusting(model, step, sizes, deadline, axes):
         step()
         modes = {}
         for name, (module, stretch) in located(model, sizes).items():
@@ -231,8 +232,15 @@ def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_pa
                 children = children[stretch.begin : stretch.end]
             part = module if stretch is None else nn.Sequential(OrderedDict(children))
             modes[name] = (modes_of(part),)
+        none = Slabs(Locality("no rows"))
         return {
-            name: Independence(repeats=True, samples=6, divides_in=one, repeats_in=one)
+            name: Independence(
+                repeats=True,
+                samples=6,
+                divides_in=one,
+                repeats_in=one,
+                slabs=dict.fromkeys((axes or {}).get(name, ()), none),
+            )
             for name, one in modes.items()
         }
 
