@@ -36,7 +36,7 @@ from unittest.mock import patch
 
 import torch
 import torch._functorch.config as compiler
-from networks import Decoder, frozen, hugging_face, plain, superresolution, unet3d
+from networks import Decoder, SuperResolution, frozen, hugging_face, plain, unet3d
 from provenance import provenance
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -121,8 +121,8 @@ CASES = {
     "unet3d": Case(unet3d, (2, 1, 64, 64, 64), ("65%", "50%")),
     "unet3d-batchnorm": Case(partial(unet3d, "batch"), (2, 1, 64, 64, 64), ("62%",)),
     # One image or volume, which is divided into slabs.
-    "superres": Case(superresolution, (1, 3, 384, 384), ("33%", "25%"), runs=(1, 4)),
-    "superres-512": Case(superresolution, (1, 3, 512, 512), ("33%", "25%"), runs=(1, 4)),
+    "superres": Case(SuperResolution, (1, 3, 384, 384), ("33%", "25%"), runs=(1, 4)),
+    "superres-512": Case(SuperResolution, (1, 3, 512, 512), ("33%", "25%"), runs=(1, 4)),
     "convnext-one": Case(partial(hugging_face, "ConvNextModel"), (1, 3, 1024, 1024), ("40%",)),
     "resnet50-frozen": Case(lambda: frozen(plain("resnet50")), (1, 3, 800, 1333), ("40%",)),
     "unet3d-one": Case(unet3d, (1, 1, 96, 96, 96), ("46%",)),

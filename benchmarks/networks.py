@@ -136,11 +136,24 @@ class Residual(nn.Module):
         return result
 
 
-def superresolution(blocks: int = 16, width: int = 64) -> nn.Module:
-    """Residual blocks without normalisation, between two convolutions."""
-    body = nn.Sequential(*(Residual(width) for _ in range(blocks)))
-    head, tail = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
-    return nn.Sequential(head, body, tail)
+class SuperResolution(nn.Module):
+    """Residual blocks without normalisation, between two convolutions.
+
+    Args:
+        blocks: how many.
+        width: channels.
+    """
+
+    def __init__(self, blocks: int = 16, width: int = 64) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(3, width, 3, padding=1)
+        self.body = nn.Sequential(*(Residual(width) for _ in range(blocks)))
+        self.tail = nn.Conv2d(width, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        result: Tensor = self.tail(self.body(self.head(x)))
+        return result
 
 
 def plain(name: str) -> nn.Module:

@@ -37,7 +37,7 @@ def show(
         bool,
         typer.Option(
             "--segments",
-            help="Modules that run in micro-batches, those that cannot, and peaks of all ways.",
+            help="Modules that run in micro-batches or slabs, those that cannot, and peaks of all ways.",
         ),
     ] = False,
     cache: CacheOption = None,
@@ -93,7 +93,7 @@ def plan_lines(plan: Plan, *, everything: bool) -> Iterator[str | Table]:
 
 
 def _show_segments(plan: Plan) -> None:
-    """Print which modules run in micro-batches, which cannot, and the ways to run the step."""
+    """Print which modules run in parts, which cannot, and the ways to run the step."""
     from ucudnn.reports.text import as_sentence, ways_of, ways_table
 
     for one in plan.segments:
@@ -101,7 +101,7 @@ def _show_segments(plan: Plan) -> None:
     if plan.micro_batch is not None:
         say(f"A training loop runs the model in micro-batches of {plan.micro_batch}.")
     if not plan.segments and plan.micro_batch is None:
-        say("No module runs in micro-batches.")
+        say("No module runs in micro-batches or slabs.")
     if plan.comparison is not None:
         say(as_sentence(str(plan.comparison)))
     for name, reason in plan.reasons:

@@ -34,7 +34,7 @@ def cards(plan: Plan) -> list[Card]:
     if plan.division != WHOLE:
         loop = "" if plan.micro_batch is None else f"a loop over {plan.micro_batch} samples"
         modules = f"{len(plan.segments)} divided" if plan.segments else loop
-        found.append(Card("Modules", modules, "in micro-batches or recomputed"))
+        found.append(Card("Modules", modules, "in micro-batches or slabs, or recomputed"))
     if plan.kernels:
         found += [*_convolutions(plan), _workspace(plan), _kernels(plan)]
     return found

@@ -391,7 +391,8 @@ class _Trials:
         limit = int(share * own)
         # Segments that were found for a larger share may have a peak within this share, too. Then
         # no search is needed.
-        done = [way.foreseen_bytes for way in self.ways if way.name.startswith("segments")]
+        names = "segments", "slabs"
+        done = [way.foreseen_bytes for way in self.ways if way.name.startswith(names)]
         if share < _SHARES[0] and any(peak <= limit for peak in done):
             return
         part = 1.0 if share == _SHARES[0] else _TRIALS_PART
@@ -402,7 +403,9 @@ class _Trials:
         if way.foreseen_bytes > limit:
             self.left_out.append(f"{name} (the smallest peak that was found is {found})")
         if way.division != WHOLE:
-            self._add(f"segments, {found} of the peak", way)
+            rows = sorted({one.rows for one in way.division.segments if one.rows is not None})
+            many = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else "".join(map(str, rows))
+            self._add(f"{f'slabs of {many} rows' if rows else 'segments'}, {found} of the peak", way)
 
     def _try_channels_last(self) -> None:
         """Try the step in channels_last."""

@@ -46,6 +46,7 @@ from ucudnn.steps.trial import (
 _LEAST = 2
 # Reasons against micro-batches.
 UPDATES = "it updates its buffers"
+ONE_SAMPLE = "its arguments have one sample"
 NO_TIME = "there was no time to find out whether it may run in parts"
 _OTHER = "part of a batch gives other results"
 # A trial takes about so many times as long as a forward.
@@ -469,7 +470,7 @@ class _Samples:
     def _reason_of_counts(self, whole: Run) -> str:
         """Why arguments or results have no samples to divide."""
         if self._count < 2:
-            return "its arguments have one sample" if self._count else "it has no samples"
+            return ONE_SAMPLE if self._count else "it has no samples"
         if not all(map(self._is_divisible, whole.results)):
             return "its results are not one for each sample"
         return ""

@@ -23,7 +23,7 @@ from ucudnn.segment import WHOLE, Segment, StepDivision, is_inside, stretch_of
 from ucudnn.solvers import Option, OuterOption
 from ucudnn.steps.costs import SegmentCosts, axes_of, halved, segments_apart
 from ucudnn.steps.foresee import Foreseer
-from ucudnn.steps.independence import NO_TIME, UPDATES, Independence, Slabs, examined, unknown
+from ucudnn.steps.independence import NO_TIME, ONE_SAMPLE, UPDATES, Independence, Slabs, examined, unknown
 from ucudnn.steps.locality import NO_TIME as NO_TIME_FOR_SLABS
 from ucudnn.steps.locality import Locality
 from ucudnn.steps.profile import ModuleCall, ModuleWatcher, StepProfile
@@ -152,8 +152,8 @@ class SegmentSearch:
         found = []
         for name, one in self.findings.items():
             against = [each.locality.reason for each in one.slabs.values()]
-            # One sample is no reason where slabs were looked for.
-            if one.reason and not (self.batch == 1 and against):
+            # A step of one sample is divided into slabs.
+            if one.reason and not (self.batch == 1 and one.reason == ONE_SAMPLE):
                 found.append((name, one.reason))
             found += [(name, against[0])] if against and all(against) else []
         found += [(name, _OF_ONE) for name, one in self.findings.items() if one.least > 1]
