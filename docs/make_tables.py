@@ -218,17 +218,29 @@ FITTED = {
 }
 
 
+# Those of one image or volume, which plans divide into slabs.
+FITTED_ONE = {
+    "superres": "super-resolution, 384x384",
+    "superres-512": "super-resolution, 512x512",
+    "convnext-one": "ConvNeXt-T, 1024x1024",
+    "resnet50-frozen": "ResNet-50 with frozen norms, 800x1333",
+    "unet3d-one": "3-D U-Net with InstanceNorm, 96x96x96",
+    "unet3d-inference": "inference: 3-D U-Net with BatchNorm, 160x160x160",
+    "vae-decode": "inference: decoder of AutoencoderKL, 128x128 latent",
+}
+
+
 def times_over(way: dict[str, Any], other: dict[str, Any]) -> str:
     """The time of one way to run a step over that of another."""
     return ratio(ratio_interval(way["samples_ns"], other["samples_ns"]))
 
 
-def fitted() -> list[Row]:
-    """Training steps within less memory, from fit_the_step.json."""
-    found = {one["network"]: one["ways"] for one in results("fit_the_step.json")}
+def fitted(file: str, names: dict[str, str]) -> list[Row]:
+    """Steps within less memory, from a file of benchmarks/fit_the_step.py."""
+    found = {one["network"]: one["ways"] for one in results(file)}
     times = ["time over torch's (95 %)", "time over torch.compile's (95 %)"]
     rows = [["network", "step by", "peak", "of torch's", *times, "deviation"]]
-    for network, name in FITTED.items():
+    for network, name in names.items():
         ways = found.get(network, {})
         compiled = ways.get("torch.compile, activation budget 0.5")
         for title, way in ways.items():
@@ -246,7 +258,8 @@ def fitted() -> list[Row]:
                     f"{way['deviation']:.0e}",
                 ]
             )
-    return rows
+    # Without a time over torch.compile's, the table has no such column.
+    return rows if any(row[5] for row in rows[1:]) else [[*row[:5], row[6]] for row in rows]
 
 
 # How benchmarks/communication.py names the links.
@@ -344,7 +357,8 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "caps": lambda: steps_table(results("limits.json"), SHORT_NAMES),
     "hast": hasty,
     "deep": lambda: layers_table(results("limits_layers.json")),
-    "fits": fitted,
+    "fits": lambda: fitted("fit_the_step.json", FITTED),
+    "ones": lambda: fitted("fit_one.json", FITTED_ONE),
     "link": linked,
     "half": halved,
     "algo": special,
@@ -357,6 +371,7 @@ FILES = {
     "caps": "limits.json",
     "deep": "limits_layers.json",
     "fits": "fit_the_step.json",
+    "ones": "fit_one.json",
     "link": "communication.json",
 }
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.

@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -29,22 +30,35 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 class Task(NamedTuple):
-    """What is trained: a network, a batch and its labels."""
+    """What is trained: a network, a batch and its labels; and by which plans.
+
+    Args:
+        title: of the table.
+        make: makes the network.
+        images: the batch.
+        labels: of the batch.
+        plans: for each, a share of torch's peak, and whether it may be a loop.
+    """
 
     title: str
     make: Callable[[], nn.Module]
     images: Tensor
     labels: Tensor
+    plans: tuple[tuple[str, bool], ...] = tuple(product(("50%", "25%"), (False, True)))
 
 
 def main() -> None:
-    """Two networks within less memory, then one that gets faster."""
+    """Networks within less memory, a batch and a single volume, then one that gets faster."""
     torch.manual_seed(0)
     began = time.monotonic()
     volumes = torch.randn(8, 1, 32, 32, 32), torch.randint(2, (8, 32, 32, 32))
+    volume = torch.randn(1, 1, 64, 64, 64), torch.randint(2, (1, 64, 64, 64))
     images = torch.randn(16, 3, 128, 128), torch.randint(1000, (16,))
+    small = partial(segmenter, 8)
     for task in (
-        Task("Segmentation of volumes, 8 x 1 x 32 x 32 x 32", partial(segmenter, 8), *volumes),
+        Task("Segmentation of volumes, 8 x 1 x 32 x 32 x 32", small, *volumes),
+        # One volume has no micro-batches: it is divided into slabs of planes.
+        Task("One volume, 1 x 1 x 64 x 64 x 64", small, *volume, (("50%", False),)),
         Task("Image classifier, 16 x 3 x 128 x 128", classifier, *images),
     ):
         within_less_memory(task)
@@ -70,21 +84,20 @@ def within_less_memory(task: Task) -> None:
         "torch": partial(step, model, task),
         "torch.utils.checkpoint": partial(step, checkpointed(model), task),
     }
-    for share in ("50%", "25%"):
-        for loop in (False, True):
-            config = ucudnn.Config(
-                memory_budget=share, loop=loop, effort="quick", time_budget_s=TUNING_S
-            )
-            name = f"plan within {share}" + ", loop" * loop
-            try:
-                with console.status(f"tuning: {name}"):
-                    plan = ucudnn.tune(model, task.images, config)
-            except ucudnn.errors.PlanError as error:
-                console.print(f"{name}: {str(error).splitlines()[0]}")
-                continue
-            planned = copy.deepcopy(model)
-            ucudnn.convert_(planned, plan)
-            steps[name] = partial(step, planned, task, plan)
+    for share, loop in task.plans:
+        config = ucudnn.Config(
+            memory_budget=share, loop=loop, effort="quick", time_budget_s=TUNING_S
+        )
+        name = f"plan within {share}" + ", loop" * loop
+        try:
+            with console.status(f"tuning: {name}"):
+                plan = ucudnn.tune(model, task.images, config)
+        except ucudnn.errors.PlanError as error:
+            console.print(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        planned = copy.deepcopy(model)
+        ucudnn.convert_(planned, plan)
+        steps[name] = partial(step, planned, task, plan)
     print_steps(task.title, steps, deviations(model, steps))
 
 

@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ucudnn.backends import open_backend
+from ucudnn.errors import PlanError, UcudnnWarning
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.execution.nesting import take_apart
 from ucudnn.segment import Segment
 from ucudnn.steps.independence import examined
+from ucudnn.steps.run import run_step
 
 WAYS = {
     "recomputed": Segment("", rows=5),
@@ -277,85 +280,63 @@ def test_rows_in_evaluation_are_not_rows_in_training():
     assert found(body.eval(), x, training=False).halo == (1, 1)
 
 
+def convolution(pick, dims, channels, name="Conv", **fixed):
+    """A convolution to four channels, whose settings are picked unless they are given."""
+    stride = pick.choice([1, 1, 2, 3])
+    dilation = pick.choice([1, 1, 2]) if name == "Conv" and stride == 1 else 1
+    settings = {"kernel_size": pick.choice([1, 2, 3, 5]), "stride": stride, "dilation": dilation}
+    settings |= fixed
+    most = settings["dilation"] * (settings["kernel_size"] - 1)
+    most = most // 2 if name == "ConvTranspose" else most
+    settings.setdefault("padding", pick.randint(0, most))
+    return getattr(nn, f"{name}{dims}d")(channels, 4, **settings)
+
+
+def pool(pick, dims):
+    """A pool of the largest number or of the mean."""
+    size, ceil_mode = pick.choice([2, 3]), pick.random() < 0.5
+    if pick.random() < 0.5:
+        stride = pick.choice([1, 2])
+        return getattr(nn, f"MaxPool{dims}d")(size, stride, size // 2, ceil_mode=ceil_mode)
+    return getattr(nn, f"AvgPool{dims}d")(size, 2, pick.randint(0, size // 2), ceil_mode=ceil_mode)
+
+
+def norm(pick, dims, width):
+    """A norm with fixed statistics, or one over rows."""
+    if pick.random() < 0.3:
+        return pick.choice([nn.GroupNorm(1, width), getattr(nn, f"InstanceNorm{dims}d")(width)])
+    fixed = getattr(nn, f"BatchNorm{dims}d")(width)
+    nn.init.uniform_(fixed.running_mean), nn.init.uniform_(fixed.running_var, 0.5, 2)
+    return fixed.eval()
+
+
 def chain(seed):
-    """A chain of layers, of which one may have two branches, and the shape of its input."""
+    """A chain of layers, some with two branches, and the shape of its input."""
     pick = random.Random(seed)
     dims = pick.choice([1, 2, 2, 2, 3])
-    layers, width, enlarged = [], 3, 1
-
-    def convolution(channels, name="Conv", **fixed):
-        kernel, stride, dilation = pick.choice([1, 2, 3, 5]), pick.choice([1, 1, 2, 3]), 1
-        if name == "Conv" and stride == 1:
-            dilation = pick.choice([1, 1, 2])
-        settings = {"kernel_size": kernel, "stride": stride, "dilation": dilation} | fixed
-        most = settings["dilation"] * (settings["kernel_size"] - 1)
-        settings.setdefault(
-            "padding",
-            pick.randint(0, most // 2) if name == "ConvTranspose" else pick.randint(0, most),
-        )
-        return getattr(nn, f"{name}{dims}d")(channels, 4, **settings)
-
+    upsampling = ["nearest", {1: "linear", 2: "bilinear", 3: "trilinear"}[dims]]
+    layers, width, kinds = [], 3, ["conv", "conv", "pool", "up", "branch", "norm", "act"]
     for _ in range(pick.randint(1, 4)):
-        kind = pick.choice(
-            ["conv", "conv", "pool", "transposed", "branch", "norm", "upsample", "act"]
-        )
+        kind = pick.choice(kinds)
         if kind == "conv":
-            layers.append(convolution(width))
+            layers.append(convolution(pick, dims, width))
             width = 4
-        elif kind == "pool":
-            size = pick.choice([2, 3])
-            if pick.random() < 0.5:
-                layers.append(
-                    getattr(nn, f"MaxPool{dims}d")(
-                        size, pick.choice([1, 2]), size // 2, ceil_mode=pick.random() < 0.5
-                    )
-                )
-            else:
-                layers.append(
-                    getattr(nn, f"AvgPool{dims}d")(
-                        size,
-                        2,
-                        pick.choice([0, 1]) if size > 2 else 0,
-                        ceil_mode=pick.random() < 0.5,
-                    )
-                )
-        elif kind in ("transposed", "upsample") and enlarged == 1:
-            enlarged = 2
-            if kind == "transposed":
-                layers.append(convolution(width, "ConvTranspose"))
-                width = 4
-            else:
-                layers.append(
-                    nn.Upsample(
-                        scale_factor=2,
-                        mode=pick.choice(
-                            ["nearest", {1: "linear", 2: "bilinear", 3: "trilinear"}[dims]]
-                        ),
-                    )
-                )
+        elif kind == "up":
+            kinds.remove("up")
+            layers.append(nn.Upsample(scale_factor=2, mode=pick.choice(upsampling)))
+            layers.append(convolution(pick, dims, width, "ConvTranspose"))
+            width = 4
         elif kind == "branch":
-            same = {"stride": pick.choice([1, 2])}
-            ways = (
-                convolution(width, kernel_size=3, padding=1, dilation=1, **same),
-                convolution(width, kernel_size=1, padding=0, dilation=1, **same),
-            )
-            layers.append(Shortcut(*ways, join=pick.random() < 0.5))
+            same = {"stride": pick.choice([1, 2]), "dilation": 1}
+            wide = convolution(pick, dims, width, kernel_size=3, padding=1, **same)
+            narrow = convolution(pick, dims, width, kernel_size=1, padding=0, **same)
+            layers.append(Shortcut(wide, narrow, join=pick.random() < 0.5))
             width = 8 if layers[-1].join else 4
-        elif kind == "norm":
-            norm = getattr(nn, f"BatchNorm{dims}d")(width)
-            nn.init.uniform_(norm.running_mean), nn.init.uniform_(norm.running_var, 0.5, 2)
-            layers.append(
-                norm.eval() if pick.random() < 0.8 else getattr(nn, f"InstanceNorm{dims}d")(width)
-            )
         else:
-            layers.append(pick.choice([nn.ReLU(), nn.SiLU(), nn.LeakyReLU(0.1)]))
-    rows = pick.randint(40, 52)
-    return nn.Sequential(*layers).double(), (
-        pick.choice([1, 1, 2]),
-        3,
-        rows,
-        *[pick.randint(9, 12)] * (dims - 1),
-    )
+            others = {"pool": partial(pool, pick, dims), "norm": partial(norm, pick, dims, width)}
+            layers.append(others[kind]() if kind in others else pick.choice([nn.ReLU(), nn.SiLU()]))
+    shape = (pick.choice([1, 1, 2]), 3, pick.randint(40, 52), *[pick.randint(9, 12)] * (dims - 1))
+    return nn.Sequential(*layers).double(), shape
 
 
 def every_size(seed):
@@ -370,7 +351,7 @@ def every_size(seed):
     rows = found(model, x)
     if rows.reason:
         return rows.reason
-    for size in range(1, -(-shape[2] // rows.unit) + 1):
+    for size in range(1, shape[2] // rows.unit + 1):
         way = replace(Segment("", rows=size * rows.unit), kept=size % 3)
         ours = in_slabs(model, rows.described(way))
         assert_equal(gradients(ours, x), truth, bound=1e-11)
@@ -382,4 +363,96 @@ def every_size(seed):
 )
 def test_random_chains_at_every_slab_size(block):
     reasons = [every_size(seed) for seed in range(40 * block, 40 * block + 40)]
-    assert sum(not one for one in reasons) >= 20
+    assert sum(not one for one in reasons) >= 30
+
+
+BAD = {
+    "no rows": ({"rows": 0}, "rows of segment 'body' must be an int of at least 1.*got 0"),
+    "no int": ({"rows": 2.0}, "or None for all rows at once, got 2.0"),
+    "no halo": ({"rows": 2, "halo": 3}, "halo of .* must be a tuple of two ints.*got 3"),
+    "below": ({"rows": 2, "halo": (0, -1)}, "of at least 0, the rows before and after a slab"),
+    "samples": ({"rows": 2, "axis": 0}, "axis of .* must be an int of at least 1, got 0"),
+    "keeps": ({"kept": 1}, "keeps 1 parts, and has none that are recomputed; leave out kept"),
+}
+
+
+@pytest.mark.parametrize(("fields", "sentence"), BAD.values(), ids=BAD)
+def test_bad_values_are_refused(fields, sentence):
+    with pytest.raises(PlanError, match=sentence):
+        Segment("body", **fields)
+
+
+def test_arguments_and_results_without_such_rows_are_refused():
+    x = numbers(2, 3, 16, 8)
+    pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1)).double()
+    other = ((1,), (1, 1))
+    for model, way, sentence in [
+        (pooled, Segment("", rows=4), "results of a segment in slabs must have rows.*leave it out"),
+        (nn.Flatten(), Segment("", rows=4), "returns none with such rows"),
+        (pooled, Segment("", rows=4, axis=5), "axis 5, and none of its arguments has it; tune"),
+        (pooled, Segment("", rows=4, rates=((1, 1), (1,))), "others than they were when the plan"),
+        (pooled, Segment("", rows=4, rates=other), "leave it out of the plan's segments"),
+    ]:
+        before = gradients(model, x)
+        ours = in_slabs(model, way)
+        with pytest.raises(PlanError, match=sentence):
+            ours(x)
+        assert_equal(gradients(model, x), before)
+    layer = nn.Conv2d(3, 4, 3, padding=1).double()
+    ours = in_slabs(layer, Segment("", rows=64, halo=(1, 1)))
+    with pytest.warns(UcudnnWarning, match="16 along axis 2, fewer than rows=64 of its"):
+        assert_equal(gradients(ours, x), gradients(layer, x))
+
+
+def test_parameters_get_their_gradients_once():
+    body = MODULES["two convolutions"][0]
+    model = nn.Sequential(copy.deepcopy(body)).double()
+    calls = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    segment_(model, [Segment("0", rows=5, halo=(1, 3))])
+    model(numbers(1, 3, 33, 8)).square().sum().backward()
+    assert len(calls) == len([*model.parameters()])
+
+
+def test_gradients_of_gradients_and_retained_graphs():
+    body, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh()).double(), numbers(1, 3, 16, 6)
+    ours = in_slabs(body, Segment("", rows=5, halo=(1, 1)))
+    found = []
+    for model in (body, ours):
+        loss = model(x).square().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
+        (again,) = torch.autograd.grad(loss, x)
+        found.append([first.detach(), second, again])
+    assert_equal(found[1], found[0])
+
+
+def test_channels_last_and_autocast():
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
+    x = torch.randn(1, 3, 32, 16).contiguous(memory_format=torch.channels_last)
+    body = body.to(memory_format=torch.channels_last)
+    ours = in_slabs(body, Segment("", rows=8, halo=(1, 1), norms=(1,)))
+    result = ours(x)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert_equal([result], [body(x)], bound=1e-5)
+    layer = nn.Conv2d(3, 8, 3, padding=1)
+    ours = in_slabs(layer, Segment("", rows=8, halo=(1, 1)))
+    with torch.autocast("cpu", torch.bfloat16):
+        both = ours(x), layer(x)
+    assert both[0].dtype == both[1].dtype == torch.bfloat16
+    assert_equal([both[0].float()], [both[1].float()], bound=1e-2)
+
+
+def test_memory_of_slabs_is_what_is_counted_by_hand():
+    body = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4)))
+    x = torch.randn(1, 8, 256, 64, requires_grad=True)
+    whole, backend = x.numel() * 4, open_backend("torch_cpu")
+    ours = in_slabs(body, Segment("", rows=16, halo=(4, 4)))
+    run_step(ours, x)
+    peak = backend.workspace_bytes(partial(run_step, ours, x), ())
+    # The result, the loss's copy of it, its gradient and that of the argument; slabs of 24 rows.
+    assert 3 * whole <= peak <= 4.2 * whole + 20 * whole * 24 / 256
+    with torch.no_grad():
+        peak = backend.workspace_bytes(partial(ours, x), ())
+    assert whole <= peak <= whole + 8 * whole * 24 / 256

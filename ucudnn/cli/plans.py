@@ -37,7 +37,7 @@ def show(
         bool,
         typer.Option(
             "--segments",
-            help="Modules that run in micro-batches or slabs, those that cannot, and peaks of all ways.",
+            help="Modules that run in parts, those that cannot, and peaks of all ways.",
         ),
     ] = False,
     cache: CacheOption = None,

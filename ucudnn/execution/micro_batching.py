@@ -81,9 +81,9 @@ class SegmentForward:
         sizes = segment.sizes(count)
         cut = self._lists(segment, whole, count) if len(sizes) > 1 else {}
         is_graph = torch.is_grad_enabled()
-        slabs = segment.slabs(rows_of(segment, leaves)) if segment.rows is not None else []
-        if cut is not None and len(slabs) > 1:
-            return self._in_slabs(segment, whole, sizes, cut, len(slabs))
+        slabs = _slabs_of(segment, leaves)
+        if cut is not None and slabs > 1:
+            return self._in_slabs(segment, whole, sizes, cut, slabs)
         if cut is None or len(sizes) == 1:
             size, is_cut = segment.micro_batch, segment.is_cut
             is_kept = segment.kept > 0 and is_cut and 0 < count <= (size or count)
@@ -515,6 +515,20 @@ def _selective(run: _Run, arguments: Any) -> Any:
         return run(arguments)
     with Selective():
         return run(arguments)
+
+
+@untraced
+def _slabs_of(segment: Segment, leaves: Sequence[Any]) -> int:
+    """How many slabs a segment has; 1, with a warning, if it has fewer rows than a slab."""
+    if segment.rows is None:
+        return 1
+    count = rows_of(segment, leaves)
+    if count < segment.rows:
+        warn(
+            f"{_named(segment)} runs with all rows at once: it has {count} along axis "
+            f"{segment.axis}, fewer than rows={segment.rows} of its slabs; tune with such arguments"
+        )
+    return len(segment.slabs(count))
 
 
 @untraced_alone

@@ -405,7 +405,9 @@ class _Trials:
         if way.division != WHOLE:
             rows = sorted({one.rows for one in way.division.segments if one.rows is not None})
             many = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else "".join(map(str, rows))
-            self._add(f"{f'slabs of {many} rows' if rows else 'segments'}, {found} of the peak", way)
+            self._add(
+                f"{f'slabs of {many} rows' if rows else 'segments'}, {found} of the peak", way
+            )
 
     def _try_channels_last(self) -> None:
         """Try the step in channels_last."""

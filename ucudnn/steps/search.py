@@ -23,7 +23,15 @@ from ucudnn.segment import WHOLE, Segment, StepDivision, is_inside, stretch_of
 from ucudnn.solvers import Option, OuterOption
 from ucudnn.steps.costs import SegmentCosts, axes_of, halved, segments_apart
 from ucudnn.steps.foresee import Foreseer
-from ucudnn.steps.independence import NO_TIME, ONE_SAMPLE, UPDATES, Independence, Slabs, examined, unknown
+from ucudnn.steps.independence import (
+    NO_TIME,
+    ONE_SAMPLE,
+    UPDATES,
+    Independence,
+    Slabs,
+    examined,
+    unknown,
+)
 from ucudnn.steps.locality import NO_TIME as NO_TIME_FOR_SLABS
 from ucudnn.steps.locality import Locality
 from ucudnn.steps.profile import ModuleCall, ModuleWatcher, StepProfile
