@@ -444,6 +444,17 @@ def test_channels_last_and_autocast():
     assert_equal([both[0].float()], [both[1].float()], bound=1e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("norms", [(), (1,)])
+def test_compiled_from_outside(norms):
+    layers = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.InstanceNorm2d(4), nn.Tanh()]
+    body = nn.Sequential(*layers[: 2 + len(norms)][:: 1 if norms else 2]).double()
+    model, x = nn.Sequential(nn.Conv2d(3, 3, 1), body).double(), numbers(1, 3, 16, 6)
+    ours = copy.deepcopy(model)
+    segment_(ours, [Segment("1", rows=5, halo=(1, 1), norms=norms)])
+    assert_equal(gradients(torch.compile(ours, backend="aot_eager"), x), gradients(model, x))
+
+
 def test_memory_of_slabs_is_what_is_counted_by_hand():
     body = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4)))
     x = torch.randn(1, 8, 256, 64, requires_grad=True)

@@ -533,8 +533,8 @@ def _slabs_of(segment: Segment, leaves: Sequence[Any]) -> int:
 
 @untraced_alone
 def _by_statistics(run: _Run, norms: NormsByStatistics, arguments: Any) -> Any:
-    """Call `run` with statistics that are known. Each repetition of it has them from the first."""
-    return reached(run, arguments, norms.again())
+    """Call `run` with statistics that are known, uncompiled: compiled code asks for none."""
+    return _as_compiled(None, reached, run, arguments, norms.again())
 
 
 @untraced

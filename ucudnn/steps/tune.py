@@ -36,8 +36,9 @@ from ucudnn.steps.tracing import Traced, trace_layers
 # A search for segments that make steps faster may take this part of the time.
 _SEARCH = 0.5
 # With a memory budget, a step by the plan is foreseen, measured, and compared with torch's, which
-# takes at most so many times as long as to foresee one (measured: 3.3 to 6).
-_AS_FORESEEN = 7
+# takes at most so many times as long as to foresee one (measured: 3.3 to 6), or if its operators
+# are known already, as long as so many of its steps.
+_AS_FORESEEN, _AS_STEPS = 7, 5
 
 
 _NOTHING = Progress("", 0, 0, 0, 0)
@@ -258,7 +259,8 @@ class _Tuning:
         """When a race of steps must end, to leave time for what a memory budget asks for."""
         if self.end is None or self.step is None:
             return self.end
-        return self.end.later(-_AS_FORESEEN * self.step.foreseer.took_s)
+        step_s = self.step.profile("keep").time_ns / 1e9
+        return self.end.later(-max(_AS_FORESEEN * self.step.foreseer.took_s, _AS_STEPS * step_s))
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         # The progress of both tunings is reported as that of one.
