@@ -445,6 +445,7 @@ def test_channels_last_and_autocast():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("norms", [(), (1,)])
 def test_compiled_from_outside(norms):
     layers = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.InstanceNorm2d(4), nn.Tanh()]

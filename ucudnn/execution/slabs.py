@@ -221,6 +221,7 @@ class PartResults:
         samples: of all micro-batches.
     """
 
+    @untraced
     def __init__(self, segment: Segment, samples: int) -> None:
         self._segment, self._samples = segment, samples
         # Of all parts so far; and those of the first part, without samples.
@@ -229,7 +230,7 @@ class PartResults:
         # For each result, its rows that belong to a unit; 0 if it has none.
         self._rates: Sequence[int] = ()
 
-    @untraced_alone
+    @untraced
     def write(self, found: Any, slab: SlabRows, start: int, size: int) -> None:
         """Write the results of a slab of `size` samples, which begin with sample `start`."""
         leaves, nest = take_apart(found)
@@ -243,7 +244,7 @@ class PartResults:
             elif not _are_one(one, self._wholes[n]):
                 raise self._error(f"a {type(one).__name__} without these rows")
 
-    @untraced_alone
+    @untraced
     def whole(self, given: Sequence[Any]) -> Any:
         """The results of the whole module, called with these leaves of arguments."""
         assert self._nest is not None

@@ -67,6 +67,7 @@ class NormsByStatistics(TorchFunctionMode):
         rows: of the inputs of all that were called.
     """
 
+    @untraced
     def __init__(
         self, axis: int, known: Sequence[Statistics] = (), wanted: slice | None = None
     ) -> None:

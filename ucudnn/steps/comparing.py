@@ -127,10 +127,12 @@ class PlanComparer:
         if share < 1 and count > _LEAST:
             self._inputs = self._part(max(_LEAST, int(count * share)))
         while count <= _LEAST and _share(self._inputs, inputs) > share:
-            smaller = self._smaller(self._inputs)
-            if smaller is None:
+            half = tree_map_only(Tensor, cropped, self._inputs)
+            if _share(half, self._inputs) == 1:
                 break
-            self._inputs = smaller
+            self._inputs = half
+        if count <= _LEAST and not self._accepts(self._inputs):
+            self._inputs = inputs  # it is a model for inputs of one size
 
     def compare(self) -> tuple[Comparison, str]:
         """How near steps are, and what differs by more than rounding explains; "" if nothing does.
@@ -204,14 +206,18 @@ class PlanComparer:
         size = batch_of(inputs)
         if size > _LEAST:
             return self._part(size // 2)
-        part = tree_map_only(Tensor, cropped, inputs)
-        if _share(part, inputs) == 1:
-            return None
+        half = tree_map_only(Tensor, cropped, inputs)
+        return half if _share(half, inputs) < 1 and self._accepts(half) else None
+
+    def _accepts(self, inputs: Any) -> bool:
+        """False if the model fails on a part of the spatial axes."""
+        if _share(inputs, self._whole) == 1:
+            return True
         try:
-            self._step(part, WHOLE, 0)
+            self._step(inputs, WHOLE, 0)
         except STEP_ERRORS as error:
-            return part if is_out_of_memory(error) else None  # a model for inputs of one size
-        return part
+            return is_out_of_memory(error)
+        return True
 
     def _difference(
         self, inputs: Any, division: StepDivision, state: int
