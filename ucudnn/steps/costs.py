@@ -19,6 +19,7 @@ from ucudnn.segment import Segment, StepDivision, Stretch, is_inside, stretch_of
 from ucudnn.solvers import Node, Option, OuterOption, SegmentTable, segment
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.profile import ModuleCall, ModuleCost, StepProfile
+from ucudnn.system.processes import cached_property
 
 # A module that could save less than this fraction of the peak of a step is no segment by itself; it
 # counts as a part of the module around it.
@@ -94,6 +95,7 @@ class SegmentCosts:
         resolution = max(1, round(self._own.own_bytes * _RESOLUTION))
         return segment(self._node(self.root), resolution)
 
+    @cached_property
     def innermost(self) -> list[str]:
         """Modules and stretches that may be segments and have none inside."""
         outer = [name for name in self.samples if any(is_inside(n, name) for n in self.samples)]

@@ -233,7 +233,7 @@ class SegmentSearch:
         if found is not None and one.axis in found.slabs:
             own = found.slabs[one.axis].locality
             return sum(own.halo), len(own.norms)
-        shapes, innermost, rows, norms = self.costs.shapes, self.costs.innermost(), 0.0, 0
+        shapes, innermost, rows, norms = self.costs.shapes, self.costs.innermost, 0.0, 0
         for name, slabs in self._slabs_in(one).items():
             if name in innermost:
                 ratio = shapes[one.module][one.axis] / shapes[name][one.axis]
@@ -307,7 +307,7 @@ class SegmentSearch:
             if any(one.rows is not None for one in chosen) and not self._has_rows:
                 # The halos of all modules and stretches follow from those inside.
                 self._has_rows = True
-                names = self.costs.innermost()
+                names = self.costs.innermost
                 self.examine(
                     dict.fromkeys(names, 1), {n: axes_of(self.costs.shapes[n]) for n in names}
                 )
@@ -316,7 +316,7 @@ class SegmentSearch:
             self.examine({one.module: one.micro_batch or 1 for one in chosen}, axes)
             if not all(map(self._may_be, chosen)):
                 # What holds for a module holds for all modules and stretches around it.
-                self.examine(dict.fromkeys(self.costs.innermost(), 1))
+                self.examine(dict.fromkeys(self.costs.innermost, 1))
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
             is_new = division not in self._ways
