@@ -124,7 +124,7 @@ CASES = {
     "superres": Case(SuperResolution, (1, 3, 384, 384), ("33%", "25%"), runs=(1, 4)),
     "superres-512": Case(SuperResolution, (1, 3, 512, 512), ("33%", "25%"), runs=(1, 4)),
     "convnext-one": Case(partial(hugging_face, "ConvNextModel"), (1, 3, 1024, 1024), ("40%",)),
-    "resnet50-frozen": Case(lambda: frozen(plain("resnet50")), (1, 3, 800, 1333), ("40%",)),
+    "resnet50-frozen": Case(partial(frozen, "resnet50"), (1, 3, 800, 1333), ("40%",)),
     "unet3d-one": Case(unet3d, (1, 1, 96, 96, 96), ("46%",)),
     "unet3d-inference": Case(
         partial(unet3d, "batch"), (1, 1, 160, 160, 160), ("45%", "35%"), runs=(), infers=True

@@ -164,8 +164,9 @@ def plain(name: str) -> nn.Module:
     return network
 
 
-def frozen(network: nn.Module) -> nn.Module:
-    """A network in training whose batch norms have fixed statistics, as in fine-tuning."""
+def frozen(name: str) -> nn.Module:
+    """One of the examples', in training with fixed statistics of batch norms, as in fine-tuning."""
+    network = plain(name)
     for one in network.modules():
         if isinstance(one, nn.modules.batchnorm._BatchNorm):
             one.eval()
