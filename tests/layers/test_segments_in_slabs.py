@@ -358,6 +358,7 @@ def every_size(seed):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 25))]
 )

@@ -61,6 +61,7 @@ def test_budgets_are_kept_by_mallocs_own_count(number, tmp_path, under_malloc):
         assert peak <= plan.memory.budget_bytes + slack
 
 
+@pytest.mark.slow
 def test_a_sentence_tells_of_slabs(tmp_path, capsys):
     model, x = example(0)
     plan = ucudnn.tune(model, x, Config(memory_budget="40%", cache=str(tmp_path), **QUICK))
@@ -78,6 +79,7 @@ def test_a_sentence_tells_of_slabs(tmp_path, capsys):
     assert repr(twin) == repr(model)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_slabs_are_chosen_together(tmp_path):
     torch.manual_seed(0)
     model, _ = example(0)
@@ -104,6 +106,7 @@ def test_a_single_sample_is_compared_on_a_part_of_its_axes(share, tmp_path, monk
     assert min(sizes) < whole  # slabs
 
 
+@pytest.mark.slow
 def test_advice_names_slabs():
     model, x = example(4)
     found = ucudnn.advise(model, x, Config(time_budget_s=20, effort="quick"))
