@@ -223,7 +223,7 @@ def gradients(model, x):
 @pytest.mark.slow
 def test_a_module_by_which_the_step_is_wrong_leaves_the_plan(monkeypatch, tmp_path):
     # The proof finds nothing, so that only the comparison is left.
-    def trusting(model, step, sizes, deadline, axes):
+    def trusting(model, step, sizes, deadline, axes, end_of_slabs):
         step()
         modes = {}
         for name, (module, stretch) in located(model, sizes).items():

@@ -25,6 +25,7 @@ from ucudnn.execution.nesting import lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered, values_in
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.segment import Segment, Stretch
+from ucudnn.steps.locality import NO_TIME as NO_TIME_FOR_SLABS
 from ucudnn.steps.locality import Locality, crops, locality
 from ucudnn.steps.run import STEP_ERRORS, cloned, same_random_states, tensors_of
 from ucudnn.steps.same_numbers import SameForSamples
@@ -150,6 +151,7 @@ def examined(
     sizes: Mapping[str, int],
     deadline: Deadline | None = None,
     axes: Mapping[str, Sequence[int]] | None = None,
+    end_of_slabs: Deadline | None = None,
 ) -> dict[str, Independence]:
     """Run a step, and find out which modules may run in micro-batches or slabs.
 
@@ -162,12 +164,13 @@ def examined(
         sizes: for each module or stretch to try, by name, the size of the micro-batch.
         deadline: after it, no module is tried, and what was not tried does not run in parts.
         axes: for those that may run in slabs, too, the axes that may have the rows.
+        end_of_slabs: after it, no module is tried in slabs, and what was not tried does not run so.
 
     Raises:
         PlanError: the model has no such module or stretch.
     """
     deadline = deadline or Deadline.never()
-    how = deadline, axes or {}
+    how = deadline, axes or {}, end_of_slabs or deadline
     found = _examined(model, step, sizes, *how, with_backward=torch.is_grad_enabled())
     modules = [*model.modules()]
     again = {name: sizes[name] for name, one in found.items() if one.repeats}
@@ -201,6 +204,7 @@ def _examined(
     sizes: Mapping[str, int],
     deadline: Deadline,
     axes: Mapping[str, Sequence[int]],
+    end_of_slabs: Deadline,
     *,
     with_backward: bool,
 ) -> dict[str, Independence]:
@@ -213,7 +217,8 @@ def _examined(
             _hide(one.module, one, stack)
         for name, (module, stretch) in places.items():
             own = nn.Sequential() if stretch else module
-            how = sizes[name], axes.get(name, ()), deadline, with_backward, found, busy
+            ends = deadline, end_of_slabs
+            how = sizes[name], axes.get(name, ()), *ends, with_backward, found, busy
             probe = _Probe(own, own.forward, name, *how)
             if stretch:
                 sequences[id(module)].stretches.append((stretch, probe))
@@ -243,6 +248,7 @@ class _Probe:
     size: int
     axes: Sequence[int]
     deadline: Deadline
+    end_of_slabs: Deadline
     with_backward: bool
     found: dict[str, Independence]
     busy: list[_Probe]
@@ -317,7 +323,7 @@ class _Probe:
             slabs = dict[int, Locality]()
             try:
                 found = trial.finding(self.size, self.deadline)
-                slabs = {axis: trial.locality(axis, self.deadline) for axis in self.axes}
+                slabs = {axis: trial.locality(axis, self.end_of_slabs) for axis in self.axes}
             except STEP_ERRORS as error:
                 if is_out_of_memory(error):  # it says nothing of the module
                     raise
@@ -432,8 +438,8 @@ class _Samples:
 
     def locality(self, axis: int, deadline: Deadline) -> Locality:
         """Find out whether the module may run in slabs, once `finding` has run."""
-        if self._reason:
-            return Locality(self._reason)
+        if self._reason or deadline.is_over:
+            return Locality(self._reason or NO_TIME_FOR_SLABS)
         arguments = self._trial.arguments
         if self._is_alone and self._count > 1:
             arguments = next(cut_up(arguments, [1, self._count - 1], self._cut, self._shared))

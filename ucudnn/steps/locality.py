@@ -8,7 +8,7 @@ list of module types is consulted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +38,9 @@ _UNITS = (
 )
 # Slabs are cut at one of these multiples of a unit, so that they are at no multiple of another one.
 _PRIMES = (127, 61, 31, 17, 13, 11, 1)
-# Arguments are halved along their axes while as many elements are left, because a few rows and
-# columns show what all of them would show.
-_LEAST_ROWS, _LEAST_COLUMNS = 192, 16
+# Arguments are shortened along their axes, while as many elements are left, because a few rows and
+# columns show what all of them would show. The rest of a division by the last number stays.
+_LEAST_ROWS, _LEAST_COLUMNS, _PERIOD = 192, 16, 64
 # A module with one spatial axis is examined on at least so many rows.
 _LEAST_LENGTH = 4096
 # A trial takes about so many times as long as a forward.
@@ -123,25 +123,32 @@ def crops(arguments: Any, axis: int) -> Iterator[Any]:
     if not rows:
         return
     dims = rows[0].dim()
-    halvings = [0] * dims
+    shorter = dict[int, Callable[[int], int]]()
     for other in range(2, dims):
         least = _LEAST_COLUMNS if other != axis else _LEAST_ROWS if dims > 3 else _LEAST_LENGTH
-        lengths = {one.shape[other] for one in rows}
-        is_spatial = dims > 3 or other == axis
-        while is_spatial and min(lengths) >= 2 * least and not any(one % 2 for one in lengths):
-            lengths = {one // 2 for one in lengths}
-            halvings[other] += 1
-    if any(halvings):
-        yield put_together(
-            [
-                one[tuple(slice(size >> by) for size, by in zip(one.shape, halvings, strict=True))]
-                if isinstance(one, Tensor) and any(one is other for other in rows)
-                else one
-                for one in leaves
-            ],
-            nest,
-        )
+        if dims > 3 or other == axis:
+            shorter[other] = _shortened({one.shape[other] for one in rows}, least)
+    part = [
+        one[tuple(slice(shorter.get(n, int)(size)) for n, size in enumerate(one.shape))]
+        if isinstance(one, Tensor) and any(one is other for other in rows)
+        else one
+        for one in leaves
+    ]
+    if any(a is not b and a.shape != b.shape for a, b in zip(part, leaves, strict=True)):
+        yield put_together(part, nest)
     yield arguments
+
+
+def _shortened(lengths: set[int], least: int) -> Callable[[int], int]:
+    """What shortens an axis of several tensors, and keeps what strides and ratios leave of it."""
+    if len(lengths) == 1:
+        return lambda size: size if size < least else least + (size - least) % _PERIOD
+    halvings = 0
+    while min(lengths) >> halvings >= 2 * least and not any(
+        one % (2 << halvings) for one in lengths
+    ):
+        halvings += 1
+    return lambda size: size >> halvings
 
 
 class _Rows:
@@ -280,7 +287,10 @@ class _Rows:
 
         halo = list[int]()
         for is_before in (True, False):
-            low, high = 0, (middle if is_before else self._count - middle) // unit
+            low, most = 0, (middle if is_before else self._count - middle) // unit
+            high = min(1, most)  # most halos are small
+            while high < most and not is_enough(high * unit, is_before=is_before):
+                low, high = high + 1, min(2 * high, most)
             while low < high:
                 half = (low + high) // 2
                 if is_enough(half * unit, is_before=is_before):

@@ -575,9 +575,10 @@ class SegmentSearch:
         # A part of the axes takes little time, and without the whole model there is no loop.
         is_limited = not is_cropped and sizes.keys() != {""}
         deadline = self.deadline.part(_OF_TIME) if is_limited else Deadline.never()
+        how = deadline, axes, self.deadline.part(_OF_TIME)
         try:
             with gradient_mode(self._is_training):
-                found = examined(steps.model, forward, sizes, deadline, axes)
+                found = examined(steps.model, forward, sizes, *how)
         except STEP_ERRORS as error:
             if is_out_of_memory(error):
                 free_after(error)
