@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MACHINES = dict.fromkeys(
     (
         *("tuning_time.json", "tuning_haste.json", "fit_the_step.json", "communication.json"),
-        *("algorithms.json", "algorithms_avx2.json"),
+        *("fit_one.json", "algorithms.json", "algorithms_avx2.json"),
     ),
     "amd-epyc",
 )

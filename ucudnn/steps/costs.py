@@ -32,8 +32,9 @@ _RESOLUTION = 1 / 4096
 # If micro-batches are half as large, the whole batch is assumed to take 2 ** _HALVED_COST times as
 # long, until such micro-batches are foreseen. So of sizes that fit, the largest comes first.
 _HALVED_COST = 0.05
-# Slabs have at least so many rows, and at most so many sizes are considered.
-_LEAST_ROWS, _MOST_SIZES = 2, 7
+# Slabs have at least so many rows, at most so many sizes are considered, and at most so many parts:
+# each takes time to start, and to foresee.
+_LEAST_ROWS, _MOST_SIZES, _MOST_PARTS = 2, 7, 64
 # On a CPU, malloc gives tensors of so many bytes fresh pages each time, which costs a step time
 # that no operator alone shows. Slabs of such tensors need none: until steps were run, they count as
 # this fraction of their foreseen time, beside what runs whole (measured: 0.6 to 0.9).
@@ -354,9 +355,9 @@ def _in_slabs(call: ModuleCall) -> Iterator[tuple[Segment, float, int]]:
         sizes = [2**n for n in range(length.bit_length()) if _LEAST_ROWS <= 2**n < length]
         for rows in sizes[-_MOST_SIZES:]:
             size = 1 if call.samples > 1 else None
-            part = rows / length / call.samples
-            one = Segment(call.name or "", size, rows=rows, axis=axis)
-            yield one, part, -(-length // rows) * call.samples
+            part, count = rows / length / call.samples, -(-length // rows) * call.samples
+            if count <= _MOST_PARTS:
+                yield Segment(call.name or "", size, rows=rows, axis=axis), part, count
 
 
 def _kept_of(count: int) -> list[int]:
