@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import signal
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -176,6 +178,24 @@ def test_rrelu(last):
         return backward(hidden)
 
     assert_equal(both(model, WHOLE, step))
+
+
+def test_many_paths_through_a_segment_take_no_time(request):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return (0.3 * x).sin() + (0.4 * x).cos()
+
+    def late(*_):
+        raise TimeoutError("a minute is over")
+
+    model = Net(nn.Sequential(nn.Linear(6, 6), *(Twice() for _ in range(60)))).double()
+    x = samples()
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, late))
+    )
+    request.addfinalizer(partial(signal.alarm, 0))
+    signal.alarm(60)  # there are 2 ** 60 paths
+    assert_equal(both(model, WHOLE, lambda one: backward(one(x))))
 
 
 class Collecting(nn.Module):

@@ -6,6 +6,7 @@ import copy
 import random
 import runpy
 import threading
+import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -586,3 +587,31 @@ def test_a_search_on_a_gpu_has_the_default_time_of_a_gpu(monkeypatch, where):
     with pytest.raises(_BegunError) as caught:
         ucudnn.tune(model, torch.ones(8, 3, 32, 32), Config(memory_budget=budget))
     assert caught.value.args[0] > 800
+
+
+def test_long_steps_are_compared_on_a_part_of_the_batch(monkeypatch):
+    """Two of them would take more than their part of the time."""
+    layers = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)]
+    model = nn.Sequential(*(nn.Sequential(one, nn.Tanh()) for one in layers))
+    x, found = torch.randn(8, 4, 48, 48), []
+    for part in (0.5, 1e-6):
+        monkeypatch.setattr("ucudnn.steps.tune._OF_TIME", part)
+        plan = tuned(copy.deepcopy(model), x, "70%", policy="undivided", time_budget_s=10)
+        assert plan.memory.plan_peak_bytes <= plan.memory.budget_bytes
+        found.append(plan.comparison.samples)
+    assert found[0] == len(x) > found[1]
+
+
+def test_a_default_time_budget_is_no_less_than_eight_steps(monkeypatch):
+    class Slow(nn.Module):
+        def forward(self, x):
+            time.sleep(0.3)
+            return x
+
+    limits = replace(EFFORTS["quick"], least_budget_s=0.01, most_budget_s=0.01)
+    monkeypatch.setitem(EFFORTS, "quick", limits)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Slow(), nn.Conv2d(8, 8, 3))
+    ends, begin, began = [], _Tuning._begin, time.monotonic()
+    monkeypatch.setattr(_Tuning, "_begin", lambda one, ns: ends.append(begin(one, ns)) or ends[0])
+    ucudnn.tune(model, torch.randn(2, 3, 8, 8), Config(**QUICK))
+    assert ends[0].at_s - began > 8 * 0.3

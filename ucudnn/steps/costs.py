@@ -7,7 +7,7 @@ times are corrected by those of real steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -35,10 +35,6 @@ _HALVED_COST = 0.05
 # Slabs have at least so many rows, at most so many sizes are considered, and at most so many parts:
 # each takes time to start, and to foresee.
 _LEAST_ROWS, _MOST_SIZES, _MOST_PARTS = 2, 7, 64
-# On a CPU, malloc gives tensors of so many bytes fresh pages each time, which costs a step time
-# that no operator alone shows. Slabs of such tensors need none: until steps were run, they count as
-# this fraction of their foreseen time, beside what runs whole (measured: 0.6 to 0.9).
-_FRESH_BYTES, _OF_FRESH = 32 << 20, 0.8
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
 # Stretches of a sequence that are considered have so many children.
@@ -74,19 +70,18 @@ class SegmentCosts:
         self._excess_of = excess_of
         self._modules: Mapping[str, nn.Module] = foreseer.modules
         self._is_training, self._own, self._may_be = foreseer.is_training, own, may_be
-        is_gpu = foreseer.backend.device().type == "cuda"
-        self._offloads = self._is_training and is_gpu
-        self._fresh_bytes = None if is_gpu else _FRESH_BYTES
-        # Modules and stretches with results of fresh pages.
-        self._fresh = set[str]()
+        self._offloads = self._is_training and foreseer.backend.device().type == "cuda"
         self._selective: dict[tuple[str | None, int], ModuleCost] = {}
         if selective is not None:
             self._selective = {one.key: selective.cost(one) for one in selective.root.walk()}
         # By segment and the number of the call of its module in the step.
         self._estimated: dict[_Key, Option] = {}
         self._foreseen: dict[_Key, Option] = {}  # in steps with this segment
-        # Ratios of measured to foreseen times, by the keys of `_alike`.
+        # Ratios of measured to foreseen times, by the keys of `_kinds`; of foreseen to estimated
+        # times of slabs, by the names of modules; and those that show this for others.
         self._ratios: dict[Any, list[float]] = {}
+        self._of_slabs: dict[str, float] = {}
+        self._representing: dict[str, set[str]] = {}
         self.samples: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.root = self._tree(own.root)
@@ -102,10 +97,32 @@ class SegmentCosts:
         outer = [name for name in self.samples if any(is_inside(n, name) for n in self.samples)]
         return [name for name in self.samples if name not in outer]
 
+    @cached_property
+    def alike(self) -> dict[str, str]:
+        """For each innermost module or stretch, the first one with equal modules and shapes."""
+        first = dict[Hashable, str]()
+        return {
+            name: first.setdefault((self.shapes[name], *map(repr, self._parts_of(name))), name)
+            for name in self.innermost
+        }
+
+    def in_few_slabs(self, names: Collection[str]) -> list[Segment]:
+        """Modules in slabs of a medium size, which show what slabs of others cost."""
+        found = dict[str, list[Segment]]()
+        for one, _ in self._estimated:
+            if one.rows and one.module in names and not one.kept and not one.selective:
+                found.setdefault(one.module, []).append(one)
+        # Those with rows along the first axis come first.
+        return [each[len(each) // (2 * len({one.axis for one in each}))] for each in found.values()]
+
     def foreseen(self, division: StepDivision, profile: StepProfile) -> None:
         """Note what segments cost in a step that was foreseen."""
         for key, call in self._apart(division, profile.root):
-            self._foreseen[key] = profile.cost(call).option(key[0])
+            one, option = key[0], profile.cost(call).option(key[0])
+            if one.rows is not None and one.module in self.alike:
+                estimated = self._with_halo(self._estimated[key])
+                self._of_slabs[one.module] = option.time_ns / max(1, estimated.time_ns)
+            self._foreseen[key] = option
 
     def measured(self, division: StepDivision, root: ModuleCall, times: Sequence[int]) -> None:
         """Note how long segments took in a real step, by the times of its marks in ns."""
@@ -113,8 +130,8 @@ class SegmentCosts:
             if key in self._foreseen:
                 took = sum(times[b] - times[a] for a, b in (call.forward, call.backward or (0, 0)))
                 ratio = took / max(1, self._foreseen[key].time_ns)
-                for alike in self._alike(key[0]):
-                    self._ratios.setdefault(alike, []).append(ratio)
+                for kind in self._kinds(key[0]):
+                    self._ratios.setdefault(kind, []).append(ratio)
 
     def _apart(self, division: StepDivision, root: ModuleCall) -> Iterator[tuple[_Key, ModuleCall]]:
         """The segments that have costs of their own in a step, with the calls of their modules."""
@@ -188,25 +205,22 @@ class SegmentCosts:
                     )
         return found
 
-    def _parameters_of(self, name: str) -> Iterator[nn.Parameter]:
+    def _parts_of(self, name: str) -> list[nn.Module]:
+        """A module, or the children of a stretch."""
         stretch = stretch_of(name) if name not in self._modules else None
         if stretch is None:
-            yield from self._modules[name].parameters()
-            return
-        children = [*self._modules[stretch.module].children()]
-        for child in children[stretch.begin : stretch.end]:
-            yield from child.parameters()
+            return [self._modules[name]]
+        return [*self._modules[stretch.module].children()][stretch.begin : stretch.end]
 
     def _estimate(self, call: ModuleCall) -> None:
         """Note each segment that this call could be run as, with its estimated cost."""
         assert call.name is not None
         cost, name = self._own.cost(call), call.name
         self.samples[name], self.shapes[name] = call.samples, call.shape
-        if self._fresh_bytes is not None and call.result_bytes >= self._fresh_bytes * call.samples:
-            self._fresh.add(name)
         gradients = sum(
             one.numel() * one.element_size()
-            for one in self._parameters_of(name)
+            for part in self._parts_of(name)
+            for one in part.parameters()
             if one.requires_grad
         )
         selective = self._selective.get(call.key, cost)
@@ -262,16 +276,35 @@ class SegmentCosts:
 
     def _options(self, call: ModuleCall) -> list[Option]:
         return [
-            self._corrected(self._foreseen.get((one, number)) or self._with_excess(option))
+            self._corrected(self._foreseen.get((one, number)) or self._as_others(option))
             for (one, number), option in self._estimated.items()
             if one.module == call.name and number == call.number and self._may_be(one)
         ]
 
-    def _with_excess(self, option: Option) -> Option:
-        """An estimated option with what is computed for the halo and for statistics."""
+    def _as_others(self, option: Option) -> Option:
+        """An estimated option; of slabs, corrected by what other slabs were foreseen to take.
+
+        Operators on slabs may be faster than on the whole, whose tensors leave the cache and, on a
+        CPU, get fresh pages from malloc each time.
+        """
         one = option.choice
         if one.rows is None:
             return option
+        option, known = self._with_halo(option), self._of_slabs
+        inside = [known[other] for other in self._inside(one.module) if other in known]
+        ratio = median(inside or known.values() or [1])
+        return replace(option, time_ns=round(option.time_ns * ratio))
+
+    def _inside(self, name: str) -> set[str]:
+        """Those that stand for the innermost modules inside a module."""
+        if name not in self._representing:
+            alike = self.alike.items()
+            self._representing[name] = {one for other, one in alike if is_inside(other, name)}
+        return self._representing[name]
+
+    def _with_halo(self, option: Option) -> Option:
+        """An estimated option in slabs, with what is computed for the halo and for statistics."""
+        one = option.choice
         halo, norms = self._excess_of(one)
         factor = 1 + halo / one.rows
         inside = round((option.peak_bytes - option.kept_bytes) * factor)
@@ -295,13 +328,10 @@ class SegmentCosts:
 
     def _corrected(self, option: Option) -> Option:
         """The option with a time that is corrected by times of real steps."""
-        one: Segment = option.choice
-        is_fresh = one.rows is not None and one.module in self._fresh
-        known = next(filter(None, map(self._ratios.get, self._alike(one))), None)
-        ratio = median(known) if known else _OF_FRESH if is_fresh else 1
-        return replace(option, time_ns=round(option.time_ns * ratio))
+        known = next(filter(None, map(self._ratios.get, self._kinds(option.choice))), None)
+        return replace(option, time_ns=round(option.time_ns * median(known))) if known else option
 
-    def _alike(self, one: Segment) -> tuple[Any, ...]:
+    def _kinds(self, one: Segment) -> tuple[Any, ...]:
         """Whose ratios to trust for a segment: those of the same module, then of the same kind."""
         size, rows = one.micro_batch, one.rows
         count = 1 if size is None else -(-self.samples[one.module] // size)

@@ -213,13 +213,18 @@ class SegmentSearch:
         return found is None or found.allows(one)
 
     def _slabs_in(self, one: Segment) -> dict[str, Slabs]:
-        """What was found out of the rows of modules inside one that runs in slabs."""
+        """What was found out of the rows of modules inside one that runs in slabs.
+
+        What holds for one innermost module is expected of those like it that were not examined.
+        """
         shapes, axis = self.costs.shapes, one.axis
         dims = len(shapes.get(one.module, ()))
+        alike = {name: self.findings.get(other) for name, other in self.costs.alike.items()}
         return {
             name: found.slabs[axis]
-            for name, found in self.findings.items()
-            if axis in found.slabs
+            for name, found in (alike | self.findings).items()
+            if found is not None
+            and axis in found.slabs
             and len(shapes.get(name, ())) == dims
             and is_inside(name, one.module)
         }
@@ -294,7 +299,8 @@ class SegmentSearch:
         """Foresee what the solver chooses, until it chooses what was foreseen already."""
         room = limit - self._own.held.total
         for trial in range(_MOST_TRIALS):
-            if self.deadline.is_over and max(trial, len(self._ways)) >= _LEAST_TRIALS:
+            least = _LEAST_TRIALS + self._has_rows
+            if self.deadline.is_over and max(trial, len(self._ways)) >= least:
                 break
             table = self.costs.table()
             least_ns = table.time_ns(max(room, table.smallest_bytes)) or 0
@@ -305,18 +311,23 @@ class SegmentSearch:
             options = table.choose(max(room, table.smallest_bytes))
             chosen = _one_for_each([option for option in options if option.choice is not None])
             if any(one.rows is not None for one in chosen) and not self._has_rows:
-                # The halos of all modules and stretches follow from those inside.
+                # Halos and times of modules and stretches follow from those inside, of each kind.
                 self._has_rows = True
-                names = self.costs.innermost
+                names = {*self.costs.alike.values()}
                 self.examine(
                     dict.fromkeys(names, 1), {n: axes_of(self.costs.shapes[n]) for n in names}
                 )
+                few = [one for one in self.costs.in_few_slabs(names) if self._may_be(one)]
+                self.foresee(StepDivision(tuple(map(self._described, few))))
                 continue
             axes = {one.module: (one.axis,) for one in chosen if one.rows is not None}
             self.examine({one.module: one.micro_batch or 1 for one in chosen}, axes)
-            if not all(map(self._may_be, chosen)):
-                # What holds for a module holds for all modules and stretches around it.
-                self.examine(dict.fromkeys(self.costs.innermost, 1))
+            refused = [one for one in chosen if not self._may_be(one)]
+            if refused:
+                # What holds for a module holds for all modules and stretches around it. Of slabs,
+                # it is known by now.
+                if any(one.rows is None for one in refused):
+                    self.examine(dict.fromkeys(self.costs.innermost, 1))
                 continue
             division = StepDivision(tuple(map(self._described, chosen)))
             is_new = division not in self._ways
@@ -430,7 +441,8 @@ class SegmentSearch:
         def fitting() -> list[Way]:
             return [one for one in self.ways if one.kind == "loop" and self.fits(one, limit)]
 
-        self.foresee_loops()
+        end = self.deadline.part(_OF_TIME)
+        self.foresee_loops(lambda: end.is_over and bool(fitting()))
         if inside and not fitting():
             self._go_inside(limit, None)
         while fitting():
@@ -438,14 +450,18 @@ class SegmentSearch:
                 return min(fitting(), key=lambda one: (not one.time_ns, one.step_ns))
         return None
 
-    def foresee_loops(self) -> None:
-        """Foresee loops over micro-batches of each size, if the model can run on parts."""
+    def foresee_loops(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Foresee loops over micro-batches of falling sizes, if the model can run on parts."""
         if not self.reason_against_parts():
             for size in halved(self.batch)[1:]:
+                if is_enough():
+                    break
                 self.foresee(StepDivision(micro_batch=size))
 
     def reason_against_parts(self) -> str:
         """Why the model cannot run on parts of a batch one by one; "" if it can."""
+        if self.batch == 1:
+            return f"of this model {ONE_SAMPLE}"
         self.examine({"": max(1, self.batch // 2)})
         found = self.findings[""]
         if found.reason:

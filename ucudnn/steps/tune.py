@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from time import monotonic
 from typing import Any
 
@@ -33,18 +33,20 @@ from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, tensors_o
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
 
+# A default time budget is no less than so many steps: plans are measured and compared by steps.
+_LEAST_STEPS = 8
 # A search for segments that make steps faster may take this part of the time.
 _SEARCH = 0.5
 # With a memory budget, a step by the plan is foreseen, measured, and compared with torch's, which
 # takes at most so many times as long as to foresee one (measured: 3.3 to 6), or if its operators
-# are known already, as long as so many of its steps.
-_AS_FORESEEN, _AS_STEPS = 7, 5
+# are known already, as long as so many of its steps beside the comparison.
+_AS_FORESEEN, _AS_STEPS = 7, 3
 
 
 _NOTHING = Progress("", 0, 0, 0, 0)
 # Steps are compared on a part of the batch, if this many times the peak of torch's step exceed the
-# memory that is free.
-_OF_PEAK = 1.5
+# memory that is free, or if two steps take more than this part of the time budget.
+_OF_PEAK, _OF_TIME = 1.5, 0.15
 
 
 def tune(
@@ -188,12 +190,21 @@ class _Tuning:
         return replace(plan, comparison=comparison), causes
 
     def _share_to_compare(self, plan: Plan) -> float:
-        """The share of a step by torch for which there is memory."""
+        """The share of a step by torch for which there are memory and time."""
         if plan.memory is None:
             return 1.0
         free = open_backend(plan.backend).available_bytes()
         need = max(1, plan.memory.torch_peak_bytes - plan.memory.held_bytes)
-        return free / (_OF_PEAK * need)
+        return min(free / (_OF_PEAK * need), self._time_to_compare_s / max(1e-9, 2 * self._step_s))
+
+    @property
+    def _step_s(self) -> float:
+        """Foreseen seconds of a divided step."""
+        return 0.0 if self.step is None else self.step.profile("keep").time_ns / 1e9
+
+    @property
+    def _time_to_compare_s(self) -> float:
+        return inf if self.end is None else _OF_TIME * (self.end.at_s - self.began)
 
     def _traced(self, memory_format: str = "keep") -> Traced:
         if self.step is not None:
@@ -243,6 +254,7 @@ class _Tuning:
         if seconds is None and step_ns:
             on_gpu = self.how["device_type"] == "cuda"
             seconds = EFFORTS[self.config.effort].budget_s(step_ns, on_gpu=on_gpu)
+            seconds = seconds and max(seconds, _LEAST_STEPS * step_ns / 1e9)
         self.end = None if seconds is None else Deadline(self.began + seconds)
         return self.end or Deadline.never()
 
@@ -259,8 +271,8 @@ class _Tuning:
         """When a race of steps must end, to leave time for what a memory budget asks for."""
         if self.end is None or self.step is None:
             return self.end
-        step_s = self.step.profile("keep").time_ns / 1e9
-        return self.end.later(-max(_AS_FORESEEN * self.step.foreseer.took_s, _AS_STEPS * step_s))
+        steps_s = _AS_STEPS * self._step_s + min(2 * self._step_s, self._time_to_compare_s)
+        return self.end.later(-max(_AS_FORESEEN * self.step.foreseer.took_s, steps_s))
 
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         # The progress of both tunings is reported as that of one.
