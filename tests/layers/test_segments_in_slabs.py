@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.errors import PlanError, UcudnnWarning
 from ucudnn.execution.micro_batching import segment_
@@ -443,6 +444,17 @@ def test_channels_last_and_autocast():
         both = ours(x), layer(x)
     assert both[0].dtype == both[1].dtype == torch.bfloat16
     assert_equal([both[0].float()], [both[1].float()], bound=1e-2)
+
+
+def test_a_plan_computes_slabs_beside_a_normalisation(plan_by_hand, computed):
+    norm, conv = nn.InstanceNorm2d(4), nn.Conv2d(4, 4, 3, padding=1)
+    model, x = nn.Sequential(norm, conv), torch.randn(1, 4, 20, 12, requires_grad=True)
+    ours, slab = copy.deepcopy(model), torch.randn(1, 4, 11, 12, requires_grad=True)
+    plan = plan_by_hand(nn.Sequential(conv), slab)
+    plan = replace(plan, segments=(Segment("", rows=10, halo=(1, 1), norms=(1,)),))
+    ucudnn.convert_(ours, plan)
+    assert_equal(gradients(ours, x), gradients(model, x), bound=1e-5)
+    assert [computed.count(op) for op in ("dgrad", "wgrad")] == [2, 2]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from ucudnn.errors import RefusedError
 from ucudnn.execution.compiling import untraced
 from ucudnn.execution.execute import Call, as_kernel
 from ucudnn.execution.selective import Selective
+from ucudnn.execution.statistics import NormsByStatistics
 from ucudnn.problem import OPS, Problem, strides_of
 from ucudnn.system.processes import ForkSafeLock
 
@@ -35,8 +36,9 @@ _aten = torch.ops.aten
 # all before it adds one.
 _MOST_SHAPES = 4096
 # Function modes that are not concerned with convolutions: `with torch.device(...)` changes only new
-# tensors, and `Selective` repeats only normalisations and activation functions.
-_UNCONCERNED = (DeviceContext, Selective)
+# tensors, `Selective` repeats only normalisations and activation functions, and `NormsByStatistics`
+# computes only normalisations.
+_UNCONCERNED = (DeviceContext, Selective, NormsByStatistics)
 _keys_of: Any = torch._C._dispatch_keys
 
 
