@@ -94,7 +94,8 @@ def test_micro_batches_and_slabs_are_chosen_together(tmp_path):
     torch.manual_seed(0)
     model, _ = example(0)
     x = torch.randn(2, 3, 128, 96)
-    plan = tuned(model, x, "22%", tmp_path)
+    settings = {**QUICK, "time_budget_s": 40}
+    plan = ucudnn.tune(model, x, Config(memory_budget="22%", cache=str(tmp_path), **settings))
     assert any(one.rows is not None and one.micro_batch == 1 for one in plan.segments)
     assert plan.memory.plan_peak_bytes <= plan.memory.budget_bytes
 

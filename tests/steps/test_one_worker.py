@@ -43,7 +43,7 @@ def is_there(process):
     return True
 
 
-@pytest.mark.parametrize("budget", [None, "75%"])
+@pytest.mark.parametrize("budget", [None, "100%"])
 def test_both_layouts_and_all_passes_are_measured_in_one_process(counted, monkeypatch, budget):
     passes = []
 
@@ -78,7 +78,7 @@ def test_a_process_that_ends_between_the_layouts_is_replaced(counted, monkeypatc
 
 @pytest.mark.parametrize(
     ("budget", "available", "is_kept"),
-    [(None, 1 << 40, False), ("99%", 1 << 40, True), ("99%", 0, False)],
+    [(None, 1 << 40, False), ("100%", 1 << 40, True), ("100%", 0, False)],
 )
 def test_no_process_takes_memory_that_steps_need(counted, monkeypatch, budget, available, is_kept):
     there = []

@@ -175,10 +175,12 @@ def test_micro_batches_are_kept_where_there_is_memory():
     search = searching(blocks(groups, depth=4), torch.randn(IMAGES))
     found = search.within(search.ways[0].foreseen_bytes // 2)
     assert found.foreseen_bytes <= search.ways[0].foreseen_bytes // 2
-    assert any(one.kept for one in found.division.segments)
+    # For this limit slabs may be as fast, for some limit they are not.
+    table = search.costs.table()
+    chosen = [one.choice for peak, _ in table.front() for one in table.choose(peak)]
+    assert any(one is not None and one.kept and one.rows is None for one in chosen)
     # The fewer micro-batches keep their activations, the smaller is the estimate of the peak.
-    peaks = [one for one in search.costs.table().front() if one[0] < found.foreseen_bytes]
-    assert peaks, "smaller peaks take longer"
+    assert any(peak < found.foreseen_bytes for peak, _ in table.front())
 
 
 @pytest.mark.slow

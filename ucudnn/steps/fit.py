@@ -260,7 +260,8 @@ class _Fitting:
     def plan(self) -> Plan:
         """A plan within the budget, by a way that is known or that a search finds."""
         own, config, budget = self.foreseer.step(), self.config, self.memory.budget_bytes
-        has_segments, errors = not isinstance(self.foreseer.inputs, list), list[PlanError]()
+        has_segments = not isinstance(self.foreseer.inputs, list)
+        errors = list[tuple[PlanError, Way]]()
         # First come what was found for another budget, and the undivided step: without its
         # workspace it may be within the budget, and then limits for the workspace may suffice.
         choices = self._known_choices()
@@ -279,21 +280,28 @@ class _Fitting:
             if isinstance(plan, Plan):
                 return self._noted(plan, choice.way, ways)
             if plan is not None:
-                errors.append(plan)
+                errors.append((plan, choice.way))
                 spared += max(0, (plan.smallest_bytes or 0) - budget)
             self._known.pop(choice.way.division, None)
             if has_segments:
                 self._search.leave_out(choice.way.division)
-        if ways and not errors:
+        if errors:
+            # The smallest budget that suffices is told, if any is known.
+            error, way = min(errors, key=lambda one: one[0].smallest_bytes or inf)
+            if error.smallest_bytes is not None:
+                self._accept(way, error.smallest_bytes)
+            raise error
+        if ways:
             if not config.loop:
                 self._search.foresee_loops()  # by which the budget may be kept
-            # The smallest way is accepted when its peak is asked for.
             smallest, ways = self._search.smallest(loop=config.loop), self._search.ways
-            peak, time_ns = smallest.foreseen_bytes, smallest.foreseen_ns
-            took = replace(smallest, peak_bytes=peak, time_ns=time_ns)
-            self._known[smallest.division] = _Known(took, round(_ROUNDED * peak))
-        # The smallest budget that suffices is told, if any is known.
-        raise min(errors, key=lambda one: one.smallest_bytes or inf, default=self._refusal(ways))
+            self._accept(smallest, smallest.foreseen_bytes)
+        raise self._refusal(ways)
+
+    def _accept(self, way: Way, peak: int) -> None:
+        """From now on, take this way for a budget as large as its peak, which a refusal names."""
+        took = replace(way, peak_bytes=peak, time_ns=way.foreseen_ns)
+        self._known[way.division] = _Known(took, round(_ROUNDED * peak))
 
     def _noted(self, plan: Plan, way: Way, ways: Sequence[Way]) -> Plan:
         """The plan with what is told of it; by which way it is, is known from now on."""
