@@ -285,21 +285,24 @@ class _Fitting:
             self._known.pop(choice.way.division, None)
             if has_segments:
                 self._search.leave_out(choice.way.division)
+        raise self._least(errors, ways)
+
+    def _least(self, errors: Sequence[tuple[PlanError, Way]], ways: Sequence[Way]) -> PlanError:
+        """The error with the smallest budget that suffices, which is accepted from now on."""
         if errors:
-            # The smallest budget that suffices is told, if any is known.
             error, way = min(errors, key=lambda one: one[0].smallest_bytes or inf)
             if error.smallest_bytes is not None:
                 self._accept(way, error.smallest_bytes)
-            raise error
+            return error
         if ways:
-            if not config.loop:
+            if not self.config.loop:
                 self._search.foresee_loops()  # by which the budget may be kept
-            smallest, ways = self._search.smallest(loop=config.loop), self._search.ways
+            smallest, ways = self._search.smallest(loop=self.config.loop), self._search.ways
             self._accept(smallest, smallest.foreseen_bytes)
-        raise self._refusal(ways)
+        return self._refusal(ways)
 
     def _accept(self, way: Way, peak: int) -> None:
-        """From now on, take this way for a budget as large as its peak, which a refusal names."""
+        """From now on, take this way for a budget as large as this peak, which a refusal names."""
         took = replace(way, peak_bytes=peak, time_ns=way.foreseen_ns)
         self._known[way.division] = _Known(took, round(_ROUNDED * peak))
 
