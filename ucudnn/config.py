@@ -288,7 +288,7 @@ class Config:
         _choice,
         "Search time. The longer, the smaller the gains that are looked for. By default "
         "tuning takes at most the time of 25 steps (5 to 30 s), of 100 steps (10 to 45 s), or any "
-        "time, but of 8 steps if they take longer; on a GPU 30 s, 45 s, or any.",
+        "time, but of 12 steps if they take longer; on a GPU 30 s, 45 s, or any.",
         "NAME",
         get_args(Effort),
         is_of_plan=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -35,6 +36,8 @@ _HALVED_COST = 0.05
 # Slabs have at least so many rows, at most so many sizes are considered, and at most so many parts:
 # each takes time to start, and to foresee.
 _LEAST_ROWS, _MOST_SIZES, _MOST_PARTS = 2, 7, 64
+# So many modules show what slabs of others cost.
+_MOST_SHOWN = 3
 # Assumed bandwidth between a GPU and its host, in bytes per ns.
 _LINK = 20
 # Stretches of a sequence that are considered have so many children.
@@ -107,13 +110,15 @@ class SegmentCosts:
         }
 
     def in_few_slabs(self, names: Collection[str]) -> list[Segment]:
-        """Modules in slabs of a medium size, which show what slabs of others cost."""
+        """Some of these modules, the largest, in slabs that show what slabs of others cost."""
         found = dict[str, list[Segment]]()
-        for one, _ in self._estimated:
+        for one, _ in sorted(self._estimated, key=lambda key: -self._estimated[key].peak_bytes):
             if one.rows and one.module in names and not one.kept and not one.selective:
                 found.setdefault(one.module, []).append(one)
-        # Those with rows along the first axis come first.
-        return [each[len(each) // (2 * len({one.axis for one in each}))] for each in found.values()]
+        # Of a medium size, along the axis that the largest slabs have.
+        several = islice(found.values(), _MOST_SHOWN)
+        along = ([one for one in each if one.axis == each[0].axis] for each in several)
+        return [each[len(each) // 2] for each in along]
 
     def foreseen(self, division: StepDivision, profile: StepProfile) -> None:
         """Note what segments cost in a step that was foreseen."""

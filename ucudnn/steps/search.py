@@ -42,9 +42,9 @@ from ucudnn.verdict import CLEARLY
 # Least number of steps for the trial of a division and its race: two for the trial, then for each
 # of the two contestants one to warm up and one in a round.
 _LEAST_STEPS = 6
-# Largest number of divisions into segments that are foreseen for one limit, and of those that are
-# foreseen even if there is no time.
-_MOST_TRIALS, _LEAST_TRIALS = 16, 3
+# Largest number of divisions into segments that are foreseen for one limit, and of ways, the first
+# two with them, that are foreseen even if there is no time, as long as none fits.
+_MOST_TRIALS, _LEAST_TRIALS = 16, 4
 # The reason against micro-batches of one sample, as by InstanceNorm in channels_last (torch 2.13).
 _OF_ONE = "a micro-batch of one sample has other gradients than in the batch"
 # Of the steps that fit a limit, so many are timed again, in so many rounds.

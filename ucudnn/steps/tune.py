@@ -34,7 +34,7 @@ from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
 
 # A default time budget is no less than so many steps: plans are measured and compared by steps.
-_LEAST_STEPS = 8
+_LEAST_STEPS = 12
 # A search for segments that make steps faster may take this part of the time.
 _SEARCH = 0.5
 # With a memory budget, a step by the plan is foreseen, measured, and compared with torch's, which
