@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MACHINES = dict.fromkeys(
     (
         *("tuning_time.json", "tuning_haste.json", "fit_the_step.json", "communication.json"),
-        *("fit_one.json", "algorithms.json", "algorithms_avx2.json"),
+        *("fit_one.json", "fit_one_avx2.json", "algorithms.json", "algorithms_avx2.json"),
     ),
     "amd-epyc",
 )
@@ -359,6 +359,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "deep": lambda: layers_table(results("limits_layers.json")),
     "fits": lambda: fitted("fit_the_step.json", FITTED),
     "ones": lambda: fitted("fit_one.json", FITTED_ONE),
+    "avx2": lambda: fitted("fit_one_avx2.json", FITTED_ONE),
     "link": linked,
     "half": halved,
     "algo": special,
@@ -372,6 +373,7 @@ FILES = {
     "deep": "limits_layers.json",
     "fits": "fit_the_step.json",
     "ones": "fit_one.json",
+    "avx2": "fit_one_avx2.json",
     "link": "communication.json",
 }
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.
