@@ -27,10 +27,11 @@ class Mixed(nn.Module):
         convolution = (nn.Conv2d, nn.Conv3d)[rank - 2]
         transposed = (nn.ConvTranspose2d, nn.ConvTranspose3d)[rank - 2]
         self.rank = rank
-        self.stem = convolution(3, 4, 3, padding=1, padding_mode="reflect", dtype=dtype)
-        self.shared = convolution(4, 4, 3, padding="same", groups=2, dtype=dtype)
+        self.stem = convolution(3, 8, 3, padding=1, padding_mode="reflect", dtype=dtype)
+        self.shared = convolution(8, 8, 3, padding="same", groups=2, dtype=dtype)
         self.again = self.shared
-        self.weight = nn.Parameter(torch.randn(6, 4, *[1] * rank, dtype=dtype))
+        # Of 4 channels in channels_last, torch 2.13 writes out of bounds without AVX-512.
+        self.weight = nn.Parameter(torch.randn(6, 8, *[1] * rank, dtype=dtype))
         self.up = transposed(6, 5, 2, stride=2, dtype=dtype)
 
     def forward(self, x):
