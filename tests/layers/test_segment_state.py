@@ -190,9 +190,8 @@ def test_many_paths_through_a_segment_take_no_time(request):
 
     model = Net(nn.Sequential(nn.Linear(6, 6), *(Twice() for _ in range(60)))).double()
     x = samples()
-    request.addfinalizer(
-        partial(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, late))
-    )
+    before = signal.signal(signal.SIGALRM, late)
+    request.addfinalizer(partial(signal.signal, signal.SIGALRM, before))
     request.addfinalizer(partial(signal.alarm, 0))
     signal.alarm(60)  # there are 2 ** 60 paths
     assert_equal(both(model, WHOLE, lambda one: backward(one(x))))
