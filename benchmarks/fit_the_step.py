@@ -129,7 +129,7 @@ CASES = {
     "unet3d-inference": Case(
         partial(unet3d, "batch"), (1, 1, 160, 160, 160), ("45%", "35%"), runs=(), infers=True
     ),
-    "vae-decode": Case(Decoder, (1, 4, 128, 128), ("60%", "50%"), runs=(), infers=True),
+    "vae-decode": Case(Decoder, (1, 4, 128, 128), ("60%",), runs=(), infers=True),
 }
 
 

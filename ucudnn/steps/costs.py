@@ -297,14 +297,16 @@ class SegmentCosts:
             return option
         option, known = self._with_halo(option), self._of_slabs
         inside = [known[other] for other in self._inside(one.module) if other in known]
-        ratio = median(inside or known.values() or [1])
+        # Of modules unlike those that were foreseen in slabs, no gain is expected.
+        ratio = median(inside) if inside else max(1, median(known.values() or [1]))
         return replace(option, time_ns=round(option.time_ns * ratio))
 
     def _inside(self, name: str) -> set[str]:
-        """Those that stand for the innermost modules inside a module."""
+        """Those that stand for the innermost modules inside a module, or for the module itself."""
         if name not in self._representing:
-            alike = self.alike.items()
-            self._representing[name] = {one for other, one in alike if is_inside(other, name)}
+            self._representing[name] = {
+                one for other, one in self.alike.items() if name == other or is_inside(other, name)
+            }
         return self._representing[name]
 
     def _with_halo(self, option: Option) -> Option:

@@ -213,7 +213,7 @@ class SegmentSearch:
         return found is None or found.allows(one)
 
     def _slabs_in(self, one: Segment) -> dict[str, Slabs]:
-        """What was found out of the rows of modules inside one that runs in slabs.
+        """What was found out of the rows of a module that runs in slabs, and of those inside.
 
         What holds for one innermost module is expected of those like it that were not examined.
         """
@@ -226,7 +226,7 @@ class SegmentSearch:
             if found is not None
             and axis in found.slabs
             and len(shapes.get(name, ())) == dims
-            and is_inside(name, one.module)
+            and (name == one.module or is_inside(name, one.module))
         }
 
     def _excess_of(self, one: Segment) -> tuple[int, int]:
