@@ -13,9 +13,12 @@ from torch import nn
 
 import ucudnn
 from ucudnn import Config
+from ucudnn.backends import open_backend
 from ucudnn.errors import PlanError
 from ucudnn.segment import Segment
 from ucudnn.steps.comparing import PlanComparer
+from ucudnn.steps.foresee import Foreseer
+from ucudnn.steps.search import SegmentSearch
 
 HERE = Path(__file__).parent
 QUICK = {"effort": "quick", "time_budget_s": 6, "policy": "undivided", "step_race": False}
@@ -122,3 +125,28 @@ def test_advice_names_slabs():
     model, x = example(4)
     found = ucudnn.advise(model, x, Config(time_budget_s=20, effort="quick"))
     assert any(one.name.startswith("slabs of") for one in found.ways)
+
+
+class Block(nn.Module):
+    """What it computes inside is larger than its result, and is softmax along an axis."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(8, 64, 3, padding=1), nn.Conv2d(64, 8, 3, padding=1)
+        self.axis = axis
+
+    def forward(self, x):
+        return x + self.last(self.first(x).softmax(self.axis))
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+def test_what_one_block_shows_is_expected_of_those_like_it(axis):
+    model = nn.Sequential(*(Block(axis) for _ in range(3)))
+    foreseer = Foreseer(model, torch.randn(1, 8, 64, 64), open_backend("torch_cpu"), False)
+    search = SegmentSearch(foreseer)
+    search.is_dry = True
+    best = search.within(0)
+    mixes_rows = axis == 2  # slabs have rows along this axis
+    assert bool(best.division.segments) is not mixes_rows
+    far = "its results depend on rows that are far away"
+    assert search.reasons() == (("0", far),) * mixes_rows
