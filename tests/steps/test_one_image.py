@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import runpy
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,9 +35,12 @@ def example(number):
 def tuned(model, x, share, folder):
     """A plan within a share of the peak, or within what is found on a machine that is busy."""
     config = Config(memory_budget=share, cache=str(folder), **QUICK)
+    with suppress(PlanError):  # there may be no time to find slabs
+        return ucudnn.tune(model, x, config)
+    config = replace(config, time_budget_s=60)
     try:
         return ucudnn.tune(model, x, config)
-    except PlanError as error:  # there was no time to find the way
+    except PlanError as error:
         return ucudnn.tune(model, x, replace(config, memory_budget=error.smallest_bytes))
 
 
