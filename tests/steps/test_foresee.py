@@ -35,6 +35,29 @@ from ucudnn.steps.run import Steps, gradient_mode, run_step
 from ucudnn.steps.tracing import trace_layers
 
 MIB = 1 << 20
+# Frees 160 MiB that malloc keeps, and tells whether a tensor lies there, and whether results do
+# when their operator is timed.
+AFTER_A_STEP = """
+import torch
+from ucudnn.backends import open_backend
+from ucudnn.benchmark.operators import operators_of
+
+MIB, found = 1 << 20, []
+torch.empty(31 * MIB, dtype=torch.uint8)  # from now on smaller ones are kept
+tensors = [torch.ones(20 * MIB, dtype=torch.uint8) for _ in range(8)]
+last = torch.ones(MIB, dtype=torch.uint8)
+freed = [range(one.data_ptr(), one.data_ptr() + one.numel()) for one in tensors]
+del tensors
+
+def operator(x):
+    result = torch.empty(40 * MIB, dtype=torch.uint8)
+    found.append(result.data_ptr())
+    return result
+
+operator(None)
+operators_of(open_backend("torch_cpu")).inside(operator, (last[:1],), {}, "", None, lambda _: False)
+print(*(any(one in each for each in freed) for one in found))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -420,6 +443,15 @@ def test_an_operator_without_memory_for_its_operands_is_measured_in_parts(monkey
     assert found.own_bytes == pytest.approx(whole, rel=0.01)
     assert found.own_bytes == pytest.approx(real_bytes(model, x), rel=0.01)
     assert not found.notes
+
+
+@pytest.mark.process
+def test_operators_are_timed_with_new_pages_for_large_results(python):
+    """As in a step that needs all that other steps have freed."""
+    is_kept, *timed = python("-c", AFTER_A_STEP).stdout.split()
+    assert is_kept == "True"
+    assert len(timed) >= 2
+    assert set(timed) == {"False"}
 
 
 def test_a_lack_of_memory_is_told_from_other_errors():

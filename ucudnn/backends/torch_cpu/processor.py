@@ -72,7 +72,7 @@ _measuring = ForkSafeLock()
 _GLIBC = "glibc"
 # glibc raises its mmap threshold by itself only up to 32 MiB. So the pages of a block of this size
 # are new at each allocation, unless malloc was set otherwise.
-_BLOCK_BYTES = 64 << 20
+_BLOCK_BYTES, _MOST_THRESHOLD_BYTES = 64 << 20, 32 << 20
 # The number of rounds: their median is right even if two of the five were disturbed.
 _FILLINGS = 5
 # Allocators that users preload instead of glibc's; each has settings of its own.
@@ -365,6 +365,39 @@ def give_back_free_blocks() -> None:
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def hold_free_blocks() -> list[torch.Tensor]:
+    """Take those free blocks of glibc's malloc that have room for 32 MiB.
+
+    While they are held, larger tensors get fresh pages from the system, as in a step that has no
+    such blocks left.
+    """
+    held = list[torch.Tensor]()
+    if not hasattr(_c_library(), "mallinfo2"):  # new in glibc 2.33
+        return held
+    while True:
+        free_bytes = _free_bytes_of_malloc()
+        block = torch.empty(_MOST_THRESHOLD_BYTES, dtype=torch.uint8, device="cpu")
+        # If the block came from the system, or from another malloc, as much as before is free.
+        if _free_bytes_of_malloc() > free_bytes - block.numel():
+            return held
+        held.append(block)
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        ("others", 8 * ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+def _free_bytes_of_malloc() -> int:
+    mallinfo = _c_library().mallinfo2
+    mallinfo.restype = _Mallinfo
+    free_bytes: int = mallinfo().fordblks
+    return free_bytes
 
 
 def _threshold_of_environment() -> int | None:
