@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import log2
 from statistics import median
 from typing import Any
 
@@ -81,9 +82,10 @@ class SegmentCosts:
         self._estimated: dict[_Key, Option] = {}
         self._foreseen: dict[_Key, Option] = {}  # in steps with this segment
         # Ratios of measured to foreseen times, by the keys of `_kinds`; of foreseen to estimated
-        # times of slabs, by the names of modules; and those that show this for others.
+        # times of slabs, by the names of innermost modules and by rows; and those that show this
+        # for others.
         self._ratios: dict[Any, list[float]] = {}
-        self._of_slabs: dict[str, float] = {}
+        self._of_slabs: dict[str, dict[int, list[float]]] = {}
         self._representing: dict[str, set[str]] = {}
         self.samples: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -124,9 +126,12 @@ class SegmentCosts:
         """Note what segments cost in a step that was foreseen."""
         for key, call in self._apart(division, profile.root):
             one, option = key[0], profile.cost(call).option(key[0])
-            if one.rows is not None and one.module in self.alike:
+            if one.rows is not None and key not in self._foreseen:
                 estimated = self._with_halo(self._estimated[key])
-                self._of_slabs[one.module] = option.time_ns / max(1, estimated.time_ns)
+                ratio = option.time_ns / max(1, estimated.time_ns)
+                for name in self._inside(one.module):
+                    found = self._of_slabs.setdefault(name, {})
+                    found.setdefault(one.rows, []).append(ratio)
             self._foreseen[key] = option
 
     def measured(self, division: StepDivision, root: ModuleCall, times: Sequence[int]) -> None:
@@ -296,9 +301,10 @@ class SegmentCosts:
         if one.rows is None:
             return option
         option, known = self._with_halo(option), self._of_slabs
-        inside = [known[other] for other in self._inside(one.module) if other in known]
+        inside = [known[name] for name in self._inside(one.module) if name in known]
+        ratios = [_at(one.rows, found) for found in inside or known.values()]
         # Of modules unlike those that were foreseen in slabs, no gain is expected.
-        ratio = median(inside) if inside else max(1, median(known.values() or [1]))
+        ratio = median(ratios) if inside else max(1, median(ratios or [1]))
         return replace(option, time_ns=round(option.time_ns * ratio))
 
     def _inside(self, name: str) -> set[str]:
@@ -395,6 +401,12 @@ def _in_slabs(call: ModuleCall) -> Iterator[tuple[Segment, float, int]]:
             part, count = rows / length / call.samples, -(-length // rows) * call.samples
             if count <= _MOST_PARTS:
                 yield Segment(call.name or "", size, rows=rows, axis=axis), part, count
+
+
+def _at(rows: int, ratios: Mapping[int, list[float]]) -> float:
+    """The ratio at the size of slabs that is nearest to a number of rows, by its logarithm."""
+    nearest = min(ratios, key=lambda known: abs(log2(known / rows)))
+    return median(ratios[nearest])
 
 
 def _kept_of(count: int) -> list[int]:
