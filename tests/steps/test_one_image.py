@@ -15,8 +15,9 @@ from torch import nn
 import ucudnn
 from ucudnn import Config
 from ucudnn.backends import open_backend
+from ucudnn.benchmark.operators import OperatorTable
 from ucudnn.errors import PlanError
-from ucudnn.segment import Segment
+from ucudnn.segment import Segment, StepDivision
 from ucudnn.steps.comparing import PlanComparer
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.search import SegmentSearch
@@ -154,3 +155,28 @@ def test_what_one_block_shows_is_expected_of_those_like_it(axis):
     assert bool(best.division.segments) is not mixes_rows
     far = "its results depend on rows that are far away"
     assert search.reasons() == (("0", far),) * mixes_rows
+
+
+def test_slabs_of_a_size_that_was_slow_are_not_hoped_for_elsewhere(monkeypatch):
+    timed, slow = OperatorTable._timed, range(29, 64)
+
+    def by_rows(table, operator, arguments, is_kept):
+        leaves = torch.utils._pytree.tree_leaves(arguments)
+        maps = [one for one in leaves if isinstance(one, torch.Tensor) and one.dim() == 4]
+        work = sum(one.numel() * (10 if one.shape[2] in slow else 1) for one in maps)
+        return timed(table, operator, arguments, is_kept)._replace(time_ns=100 * (1 + work))
+
+    monkeypatch.setattr("ucudnn.benchmark.operators._known", {})
+    monkeypatch.setattr(OperatorTable, "_timed", by_rows)
+    model = nn.Sequential(*(Block(3) for _ in range(6)))
+    search = SegmentSearch(
+        Foreseer(model, torch.randn(1, 8, 64, 64), open_backend("torch_cpu"), True)
+    )
+    for rows in (8, 16, 32):
+        search.foresee(StepDivision((Segment("[0:2]", rows=rows, axis=2, halo=(4, 4)),)))
+    table, own = search.costs.table(), search.ways[0].foreseen_bytes
+    for room in (0.4 * own, 0.3 * own):
+        chosen = [one.choice for one in table.choose(round(room)) if one.choice is not None]
+        rows = {one.rows for one in chosen if one.rows is not None}
+        assert rows
+        assert rows.isdisjoint(slow)
