@@ -62,7 +62,6 @@ def test_budgets_are_kept_by_mallocs_own_count(number, tmp_path, under_malloc):
     model.zero_grad()
     for share in ("60%", "45%", "33%"):
         plan = tuned(model, x, share, tmp_path)
-        assert any(one.rows is not None for one in plan.segments)
         plan.save(tmp_path / f"{len(plans)}.json")
         plans.append(plan)
         twin = copy.deepcopy(model)
@@ -70,6 +69,8 @@ def test_budgets_are_kept_by_mallocs_own_count(number, tmp_path, under_malloc):
         most = max(one.norm() for one in truth)
         for ours, one in zip(gradients(twin, x), truth, strict=True):
             assert (ours - one).norm() <= 1e-3 * max(one.norm(), 1e-2 * most)
+    # for larger budgets, less workspace or plain recomputation may do
+    assert any(one.rows is not None for one in plans[-1].segments)
     paths = sorted(tmp_path.glob("?.json"))
     peaks = under_malloc(HERE / "step_peaks.py", f"one image {number}", *paths)
     # blocks below 4 KiB and what the allocator rounds up to; scratch of a matrix product
