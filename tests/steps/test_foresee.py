@@ -35,7 +35,7 @@ from ucudnn.steps.run import Steps, gradient_mode, run_step
 from ucudnn.steps.tracing import trace_layers
 
 MIB = 1 << 20
-# Frees 160 MiB that malloc keeps, and tells whether a tensor lies there, and whether results do
+# Frees 320 MiB that malloc keeps, and tells whether a tensor lies there, and whether results do
 # when their operator is timed.
 AFTER_A_STEP = """
 import torch
@@ -44,7 +44,7 @@ from ucudnn.benchmark.operators import operators_of
 
 MIB, found = 1 << 20, []
 torch.empty(31 * MIB, dtype=torch.uint8)  # from now on smaller ones are kept
-tensors = [torch.ones(20 * MIB, dtype=torch.uint8) for _ in range(8)]
+tensors = [torch.ones(20 * MIB, dtype=torch.uint8) for _ in range(16)]
 last = torch.ones(MIB, dtype=torch.uint8)
 freed = [range(one.data_ptr(), one.data_ptr() + one.numel()) for one in tensors]
 del tensors
@@ -58,6 +58,18 @@ operator(None)
 operators_of(open_backend("torch_cpu")).inside(operator, (last[:1],), {}, "", None, lambda _: False)
 print(*(any(one in each for each in freed) for one in found))
 """
+# The same where an operator has no memory but these 320 MiB; prints why it was not timed.
+WITHOUT_OTHER_MEMORY = (
+    AFTER_A_STEP.partition("operator(None)")[0]
+    + """
+import resource
+table = operators_of(open_backend("torch_cpu"))
+table.inside(lambda x: x + 1, (last[:1],), {}, "", None, lambda _: False)
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + 16 * MIB,) * 2)
+print(table.inside(operator, (last[:1],), {}, "", None, lambda _: False).failure)
+"""
+)
 
 
 @pytest.fixture(autouse=True)
@@ -452,6 +464,11 @@ def test_operators_are_timed_with_new_pages_for_large_results(python):
     assert is_kept == "True"
     assert len(timed) >= 2
     assert set(timed) == {"False"}
+
+
+@pytest.mark.process
+def test_an_operator_may_have_what_steps_have_freed_where_there_is_no_more(python):
+    assert python("-c", WITHOUT_OTHER_MEMORY).stdout == "\n"
 
 
 def test_a_lack_of_memory_is_told_from_other_errors():

@@ -181,7 +181,13 @@ class OperatorTable:
                 other.zero_()  # in a step, most of what an operator reads has left the caches
             return backend.elapsed_ns(lambda: results.append(operator(*args, **kwargs)))
 
-        call()  # also looks up what is kept for later calls
+        try:
+            call()  # also looks up what is kept for later calls
+        except RuntimeError as error:
+            if not held or not is_out_of_memory(error):
+                raise
+            held.clear()  # there is no other memory for it
+            call()
         results.clear()
         span = backend.span(lambda: times.append(call()))
         if times[0] < _LONG_NS:

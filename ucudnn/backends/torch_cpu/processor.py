@@ -378,7 +378,10 @@ def hold_free_blocks() -> list[torch.Tensor]:
         return held
     while True:
         free_bytes = _free_bytes_of_malloc()
-        block = torch.empty(_MOST_THRESHOLD_BYTES, dtype=torch.uint8, device="cpu")
+        try:
+            block = torch.empty(_MOST_THRESHOLD_BYTES, dtype=torch.uint8, device="cpu")
+        except RuntimeError:  # neither malloc nor the system has so much left
+            return held
         # If the block came from the system, or from another malloc, as much as before is free.
         if _free_bytes_of_malloc() > free_bytes - block.numel():
             return held
