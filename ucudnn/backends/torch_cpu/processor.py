@@ -367,23 +367,39 @@ def give_back_free_blocks() -> None:
         trim(0)
 
 
-def hold_free_blocks() -> list[torch.Tensor]:
+class FreeBlock:
+    """Memory of the C library's malloc that is neither read nor written, until it is deleted.
+
+    Such blocks follow each other without gaps, as aligned tensors do not: nothing can come to lie
+    between them that would divide free memory for good.
+    """
+
+    def __init__(self, size: int) -> None:
+        malloc = _c_library().malloc
+        malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+        # None where neither malloc nor the system has so much left.
+        self._address: int | None = malloc(size)
+
+    def __del__(self) -> None:
+        free = _c_library().free
+        free.argtypes = [ctypes.c_void_p]
+        free(self._address)
+
+
+def hold_free_blocks() -> list[FreeBlock]:
     """Take those free blocks of glibc's malloc that have room for 32 MiB.
 
     While they are held, larger tensors get fresh pages from the system, as in a step that has no
     such blocks left.
     """
-    held = list[torch.Tensor]()
+    held = list[FreeBlock]()
     if not hasattr(_c_library(), "mallinfo2"):  # new in glibc 2.33
         return held
     while True:
         free_bytes = _free_bytes_of_malloc()
-        try:
-            block = torch.empty(_MOST_THRESHOLD_BYTES, dtype=torch.uint8, device="cpu")
-        except RuntimeError:  # neither malloc nor the system has so much left
-            return held
+        block = FreeBlock(_MOST_THRESHOLD_BYTES)
         # If the block came from the system, or from another malloc, as much as before is free.
-        if _free_bytes_of_malloc() > free_bytes - block.numel():
+        if _free_bytes_of_malloc() > free_bytes - _MOST_THRESHOLD_BYTES:
             return held
         held.append(block)
 
