@@ -35,7 +35,7 @@ from ucudnn.steps.run import Steps, gradient_mode, run_step
 from ucudnn.steps.tracing import trace_layers
 
 MIB = 1 << 20
-# Frees 320 MiB that malloc keeps, and tells whether a tensor lies there, and whether results do
+# Frees 1.25 GiB that malloc keeps, and tells whether a tensor lies there, and whether results do
 # when their operator is timed.
 AFTER_A_STEP = """
 import torch
@@ -44,7 +44,7 @@ from ucudnn.benchmark.operators import operators_of
 
 MIB, found = 1 << 20, []
 torch.empty(31 * MIB, dtype=torch.uint8)  # from now on smaller ones are kept
-tensors = [torch.ones(20 * MIB, dtype=torch.uint8) for _ in range(16)]
+tensors = [torch.empty(20 * MIB, dtype=torch.uint8) for _ in range(64)]
 last = torch.ones(MIB, dtype=torch.uint8)
 freed = [range(one.data_ptr(), one.data_ptr() + one.numel()) for one in tensors]
 del tensors
@@ -58,7 +58,7 @@ operator(None)
 operators_of(open_backend("torch_cpu")).inside(operator, (last[:1],), {}, "", None, lambda _: False)
 print(*(any(one in each for each in freed) for one in found))
 """
-# The same where an operator has no memory but these 320 MiB; prints why it was not timed. Another
+# The same where an operator has no memory but these; prints why it was not timed. Another
 # one was timed before, and what it keeps may lie anywhere between larger pieces.
 WITHOUT_OTHER_MEMORY = (
     AFTER_A_STEP.partition("operator(None)")[0]

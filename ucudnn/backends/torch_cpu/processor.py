@@ -398,8 +398,9 @@ def hold_free_blocks() -> list[FreeBlock]:
     while True:
         free_bytes = _free_bytes_of_malloc()
         block = FreeBlock(_MOST_THRESHOLD_BYTES)
-        # If the block came from the system, or from another malloc, as much as before is free.
-        if _free_bytes_of_malloc() > free_bytes - _MOST_THRESHOLD_BYTES:
+        # If the block came from the system, or from another malloc, as much as before is free, up
+        # to what Python frees meanwhile.
+        if _free_bytes_of_malloc() > free_bytes - _MOST_THRESHOLD_BYTES // 2:
             return held
         held.append(block)
 
