@@ -5,15 +5,14 @@
     python benchmarks/fit_the_step.py resnet50 --device cuda --shape 256,3,224,224 --no-compile
     python benchmarks/fit_the_step.py segresnet --budget-of checkpoint,compile --out fit.json
 
-Each network runs in a process of its own. Its ways run in turn, on the same weights and inputs;
-peaks are torch's allocator's own count, with parameters and inputs. Beside the measured peak and
-time of a way is what was foreseen of it, without running it; a compiled way is not foreseen. Each
-way of the inference has a process of its own, because malloc keeps blocks that other ways have
-freed.
+Each network is tuned in a process of its own. Its ways run in turn, on the same weights and inputs;
+on a CPU each has a process of its own, as for its user, because malloc keeps what other ways have
+freed. Peaks are torch's allocator's own count, with parameters and inputs. Beside the measured peak
+and time of a way is what was foreseen of it, without running it; a compiled way is not foreseen.
 
 The file is written after each way and each round, so a run that is cut off keeps what it has. The
 last rounds have all ways in turn. A way that they do not reach has the times of one step by torch
-and one by itself ("beside_torch_ns"). Plans are saved beside the file.
+and one by itself, in the process that tuned ("beside_torch_ns"). Plans are saved beside the file.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,9 +188,29 @@ def planned(model: nn.Module, x: Tensor, config: ucudnn.Config) -> Contestant:
     """A copy that follows a plan within a share of torch's peak."""
     began = time.monotonic()
     plan = ucudnn.tune(model, x, config)
+    tuning_s = time.monotonic() - began
+    return following(plan, config.ops == ("fprop",), model, x)._replace(tuning_s=tuning_s)
+
+
+# These make a way to run a step of a model, here or in another process.
+Entry = Callable[[nn.Module, Tensor], Contestant]
+
+
+def unchanged(infers: bool, model: nn.Module, _: Tensor) -> Contestant:
+    """The model itself."""
+    return Contestant(model, infers=infers)
+
+
+def recomputing(run: int, model: nn.Module, _: Tensor) -> Contestant:
+    """A copy by checkpoints, each of so many blocks."""
+    return Contestant(checkpointed(model, run))
+
+
+def following(plan: ucudnn.Plan, infers: bool, model: nn.Module, _: Tensor) -> Contestant:
+    """A copy that follows a plan."""
     twin = copy.deepcopy(model)
     ucudnn.convert_(twin, plan)
-    return Contestant(twin, plan, time.monotonic() - began, config.ops == ("fprop",))
+    return Contestant(twin, plan, infers=infers)
 
 
 def compiled(model: nn.Module, x: Tensor) -> Contestant:
@@ -317,14 +336,11 @@ class Race:
         out: Path | None = None,
         before: list[dict[str, Any]] | None = None,
     ) -> None:
-        torch.manual_seed(0)
-        self.model = case.make().to(asked.device)
-        if case.infers:
-            self.model.eval()
-        self.x = torch.randn(case.shape, device=asked.device)
+        self.model, self.x = drawn(case, asked.device)
         self._case, self._asked, self._out, self._before = case, asked, out, before or []
         self._began = time.monotonic()
         self._ways: dict[str, Contestant] = {}
+        self._entries: dict[str, Entry] = {}
         self._rows: dict[str, dict[str, Any]] = {}
         self._refused: dict[str, str] = {}
         self.found: dict[str, Any] = {
@@ -345,12 +361,12 @@ class Race:
         asked, config = self._asked, self._asked.config
         case = self._case
         config = replace(config, ops=("fprop",)) if case.infers else config
-        self._add("torch", partial(Contestant, self.model, infers=case.infers))
+        self._add("torch", partial(unchanged, case.infers))
         for run in case.runs:
             title = RIVALS["checkpoint"] + f" per {run} blocks" * (run > 1)
-            self._add(title, partial(self._checkpointed, run))
+            self._add(title, partial(recomputing, run))
         if asked.compiles:
-            self._add(RIVALS["compile"], lambda: compiled(self.model, self.x))
+            self._add(RIVALS["compile"], compiled)
         for rival in asked.rivals:
             if peak := self._rows.get(RIVALS[rival], {}).get("peak_bytes"):
                 self._add_plan(f"segments at the peak of {RIVALS[rival]}", config, peak)
@@ -358,38 +374,48 @@ class Race:
             self._add_plan(f"segments within {share}", config, share)
         for share in self._case.loops:
             self._add_plan(f"loop within {share}", replace(config, loop=True), share)
-        for number in range(asked.rounds + 1):
-            taken = {title: self._time_ns(way) for title, way in self._ways.items()}
-            if number:  # the first round warms up
-                for title, time_ns in taken.items():
-                    self._rows[title]["samples_ns"].append(time_ns)
-                self._write()
+        with ExitStack() as stack:
+            steps = self._steps(stack)
+            for number in range(asked.rounds + 1):
+                taken = {title: step() for title, step in steps.items()}
+                if number:  # the first round warms up
+                    for title, time_ns in taken.items():
+                        self._rows[title]["samples_ns"].append(time_ns)
+                    self._write()
         return self.found
 
-    def _checkpointed(self, run: int) -> Contestant:
-        return Contestant(checkpointed(self.model, run))
+    def _steps(self, stack: ExitStack) -> dict[str, Callable[[], int]]:
+        """What runs a step of each way, in a process of its own on a CPU, and returns its time."""
+        if self.x.is_cuda:
+            return {title: partial(self._time_ns, way) for title, way in self._ways.items()}
+        return {
+            title: stack.enter_context(serving(partial(entered, self._case, entry)))
+            for title, entry in self._entries.items()
+        }
 
     def _add_plan(self, title: str, config: ucudnn.Config, budget: int | str) -> None:
         """A plan within a share of torch's peak, or within bytes for this model alone."""
 
-        def make() -> Contestant:
-            beside = allocated_beside(self.model, self.x)
-            within = budget + beside if isinstance(budget, int) else budget
-            return planned(self.model, self.x, replace(config, memory_budget=within))
+        def make(model: nn.Module, x: Tensor) -> Contestant:
+            within = budget + allocated_beside(model, x) if isinstance(budget, int) else budget
+            return planned(model, x, replace(config, memory_budget=within))
 
         self._add(title, make)
 
-    def _add(self, title: str, make: Callable[[], Contestant]) -> None:
+    def _add(self, title: str, entry: Entry) -> None:
         for other in self._ways.values():
             other.model.zero_grad()  # gradients of other ways are no memory of this one
         try:
-            way = make()
+            way = entry(self.model, self.x)
             self._rows[title] = self._row(title, way)
         # What torch.compile raises is a RuntimeError, and so is a lack of memory.
         except (UcudnnError, RuntimeError) as error:
             self._refused[title] = first_line(error)
         else:
             self._ways[title] = way
+            # What was tuned here is only followed there.
+            tuned = way.plan and partial(following, way.plan, way.infers)
+            self._entries[title] = tuned or entry
             # Where torch's own step does not fit, the way has the place of torch.
             self._rows[title]["beside_torch_ns"] = [
                 self._time_ns(one) for one in (self._ways.get("torch", way), way)
@@ -462,25 +488,53 @@ def raced(
     return Race(name, case, asked, out, before).run()
 
 
-class Served(NamedTuple):
-    """What one process infers by, in evaluation."""
+def drawn(case: Case, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+    """The network of a case and its input, the same in each process."""
+    torch.manual_seed(0)
+    model = case.make().to(device)
+    if case.infers:
+        model.eval()
+    return model, torch.randn(case.shape, device=device)
 
-    model: nn.Module
-    x: Tensor
+
+def entered(case: Case, entry: Entry) -> tuple[Contestant, Tensor]:
+    """A way of a case, and its input."""
+    model, x = drawn(case)
+    return entry(model, x), x
 
 
-SERVED: list[Served] = []
+# What this process runs, and its input.
+SERVED: list[tuple[Contestant, Tensor]] = []
 
 
-def in_memory_format(title: str) -> Served:
+def serve(make: Callable[[], tuple[Contestant, Tensor]]) -> None:
+    """Have this process run one way."""
+    SERVED.append(make())
+
+
+def served_ns() -> int:
+    """The time of a step of this process's way."""
+    [(way, x)] = SERVED
+    return backend_of(x).elapsed_ns(partial(way.step, x))
+
+
+@contextmanager
+def serving(make: Callable[[], tuple[Contestant, Tensor]]) -> Iterator[Callable[[], int]]:
+    """What runs a step in a process that runs nothing else, and returns its time."""
+    with process(initializer=serve, initargs=(make,)) as server:
+        yield lambda: server.submit(served_ns).result()
+
+
+def in_memory_format(title: str) -> tuple[nn.Module, Tensor]:
     """ResNet-50 and its input, in the layout that the title of a way names."""
     torch.manual_seed(0)
     model, x = plain("resnet50").eval(), torch.randn(32, 3, 224, 224)
     if title.startswith("channels_last"):
-        return Served(
-            model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        return (
+            model.to(memory_format=torch.channels_last),
+            x.to(memory_format=torch.channels_last),
         )
-    return Served(model, x)
+    return model, x
 
 
 def inference_plan(title: str) -> ucudnn.Plan:
@@ -488,30 +542,22 @@ def inference_plan(title: str) -> ucudnn.Plan:
     return ucudnn.tune(*in_memory_format(title), ucudnn.Config(ops=("fprop",)))
 
 
-def serve(title: str, plan: ucudnn.Plan | None) -> None:
-    """Have this process infer in one way."""
-    served = in_memory_format(title)
+def inferring(title: str, plan: ucudnn.Plan | None) -> tuple[Contestant, Tensor]:
+    """A way of the inference, and its input."""
+    model, x = in_memory_format(title)
     if plan is not None:
-        ucudnn.convert_(served.model, plan)
+        ucudnn.convert_(model, plan)
     if title.startswith("compiled"):
-        served.model.compile()
-    SERVED.append(served)
+        model.compile()
+    return Contestant(model, infers=True), x
 
 
 def inferred_here() -> tuple[int, Any]:
     """The peak of this process's way, and its results."""
-    [(model, x)] = SERVED
+    [(way, x)] = SERVED
     with torch.no_grad():
-        found = model(x)
-        workspace = open_backend("torch_cpu").workspace_bytes(partial(model, x), ())
-    return held_bytes(model, x) + workspace, found.numpy()
-
-
-def inference_ns() -> int:
-    """The time of an inference by this process's way."""
-    [(model, x)] = SERVED
-    with torch.no_grad():
-        return open_backend("torch_cpu").elapsed_ns(partial(model, x))
+        results = way.model(x).numpy()
+    return peak_bytes(way, x), results
 
 
 def process(**settings: Any) -> ProcessPoolExecutor:
@@ -531,16 +577,18 @@ def inferred(rounds: int) -> dict[str, Any]:
     samples: dict[str, list[int]] = {title: [] for title in plans}
     with ExitStack() as stack:
         servers = {
-            title: stack.enter_context(process(initializer=serve, initargs=(title, one)))
-            for title, one in plans.items()
+            title: stack.enter_context(
+                process(initializer=serve, initargs=(partial(inferring, title, plan),))
+            )
+            for title, plan in plans.items()
         }
         for title, server in servers.items():
             keeping = {"GLIBC_TUNABLES": LARGE_THRESHOLD_TUNABLES} if title == KEEPING else {}
             with patch.dict(os.environ, keeping):  # malloc reads it when the process starts
-                server.submit(inference_ns).result()
+                server.submit(served_ns).result()
         for _ in range(rounds):
             for title, server in servers.items():
-                samples[title].append(server.submit(inference_ns).result())
+                samples[title].append(server.submit(served_ns).result())
         # Afterwards, because torch's profiler may leave memory that malloc keeps.
         found = {title: one.submit(inferred_here).result() for title, one in servers.items()}
     exact = found["eager"][1]
