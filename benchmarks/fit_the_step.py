@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -389,7 +389,9 @@ class Race:
         if self.x.is_cuda:
             return {title: partial(self._time_ns, way) for title, way in self._ways.items()}
         return {
-            title: stack.enter_context(serving(partial(entered, self._case, entry)))
+            title: partial(
+                step_ns, stack.enter_context(serving(partial(entered, self._case, entry)))
+            )
             for title, entry in self._entries.items()
         }
 
@@ -414,8 +416,9 @@ class Race:
         else:
             self._ways[title] = way
             # What was tuned here is only followed there.
-            tuned = way.plan and partial(following, way.plan, way.infers)
-            self._entries[title] = tuned or entry
+            self._entries[title] = (
+                entry if way.plan is None else partial(following, way.plan, way.infers)
+            )
             # Where torch's own step does not fit, the way has the place of torch.
             self._rows[title]["beside_torch_ns"] = [
                 self._time_ns(one) for one in (self._ways.get("torch", way), way)
@@ -518,11 +521,14 @@ def served_ns() -> int:
     return backend_of(x).elapsed_ns(partial(way.step, x))
 
 
-@contextmanager
-def serving(make: Callable[[], tuple[Contestant, Tensor]]) -> Iterator[Callable[[], int]]:
-    """What runs a step in a process that runs nothing else, and returns its time."""
-    with process(initializer=serve, initargs=(make,)) as server:
-        yield lambda: server.submit(served_ns).result()
+def serving(make: Callable[[], tuple[Contestant, Tensor]]) -> ProcessPoolExecutor:
+    """A process that runs one way and nothing else."""
+    return process(initializer=serve, initargs=(make,))
+
+
+def step_ns(server: ProcessPoolExecutor) -> int:
+    """The time of a step in a process that runs one way."""
+    return server.submit(served_ns).result()
 
 
 def in_memory_format(title: str) -> tuple[nn.Module, Tensor]:
@@ -577,18 +583,16 @@ def inferred(rounds: int) -> dict[str, Any]:
     samples: dict[str, list[int]] = {title: [] for title in plans}
     with ExitStack() as stack:
         servers = {
-            title: stack.enter_context(
-                process(initializer=serve, initargs=(partial(inferring, title, plan),))
-            )
+            title: stack.enter_context(serving(partial(inferring, title, plan)))
             for title, plan in plans.items()
         }
         for title, server in servers.items():
             keeping = {"GLIBC_TUNABLES": LARGE_THRESHOLD_TUNABLES} if title == KEEPING else {}
             with patch.dict(os.environ, keeping):  # malloc reads it when the process starts
-                server.submit(served_ns).result()
+                step_ns(server)
         for _ in range(rounds):
             for title, server in servers.items():
-                samples[title].append(server.submit(served_ns).result())
+                samples[title].append(step_ns(server))
         # Afterwards, because torch's profiler may leave memory that malloc keeps.
         found = {title: one.submit(inferred_here).result() for title, one in servers.items()}
     exact = found["eager"][1]
