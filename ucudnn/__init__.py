@@ -84,28 +84,30 @@ def __dir__() -> list[str]:
 
 
 def _autoload() -> None:
-    """Act on UCUDNN_PLAN or UCUDNN_RECORD; torch calls this function at the end of its import.
+    """Act on UCUDNN_PLAN, UCUDNN_RECORD or UCUDNN_MEMORY_BUDGET; torch calls this at its import.
 
     UCUDNN_PLAN names a plan that this process follows. UCUDNN_RECORD names a file to which this
-    process records its convolutions. Torch finds this function because the distribution of ucudnn
-    registers it as an entry point of the group `torch.backends`.
+    process records its convolutions. UCUDNN_MEMORY_BUDGET has the model of this process planned
+    when its first training forward begins. Torch finds this function because the distribution of
+    ucudnn registers it as an entry point of the group `torch.backends`.
     """
     files = import_module("ucudnn.config").startup()
     if not files:
         return
     # If the user imported ucudnn first, a module of ucudnn is importing torch at this moment. That
     # module is not complete yet, so the modules that are needed below could not import it. In this
-    # case UCUDNN_PLAN and UCUDNN_RECORD are ignored.
+    # case the variables are ignored. A memory budget is then a default of the process's settings.
     own = [module for name, module in sys.modules.items() if name.startswith("ucudnn.")]
     if any(getattr(module.__spec__, "_initializing", False) for module in own):
-        import_module("ucudnn.errors").warn(
-            "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
-            "ucudnn before torch; import torch first"
-        )
+        if files.plan is not None or files.record is not None:
+            import_module("ucudnn.errors").warn(
+                "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
+                "ucudnn before torch; import torch first"
+            )
         return
     errors = import_module("ucudnn.errors")
     try:
-        import_module("ucudnn.convert").follow_startup(files)
+        import_module("ucudnn.unchanged").follow_startup(files)
     except errors.UcudnnError as error:
         # The process is ended here. If the error were raised, torch would raise another error from
         # it, with the advice to disable the loading of extensions.

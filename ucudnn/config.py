@@ -60,8 +60,9 @@ _MUCUDNN_REFUSED = {
 
 # Environment variables for a script that runs unchanged. The first names the plan that the script
 # follows. The second names the table to which the convolutions of the script are recorded. They are
-# not settings, so `Config` has no such fields.
-_PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
+# not settings, so `Config` has no such fields. The third, which is one, has the script's model
+# planned within this memory.
+_PLAN, _RECORD, _BUDGET = "UCUDNN_PLAN", "UCUDNN_RECORD", "UCUDNN_MEMORY_BUDGET"
 
 
 class Setting(NamedTuple):
@@ -479,35 +480,42 @@ def check_environment() -> None:
 
 
 class Startup(NamedTuple):
-    """Files that a process uses from its start on: a plan to follow, or a table to record to."""
+    """What a process does from its start on: follow a plan, record, or keep a memory budget."""
 
-    plan: str | None = None
-    record: str | None = None
+    plan: str | None = None  # a file
+    record: str | None = None  # a file
+    memory_budget: str | None = None
 
     def __bool__(self) -> bool:
-        return self.plan is not None or self.record is not None
+        return any(one is not None for one in self)
 
 
 def startup() -> Startup:
-    """The files that UCUDNN_PLAN and UCUDNN_RECORD name."""
+    """What UCUDNN_PLAN, UCUDNN_RECORD and UCUDNN_MEMORY_BUDGET say."""
     # An empty variable counts as not set, as for settings.
-    return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
+    return Startup(*(os.environ.get(name) or None for name in (_PLAN, _RECORD, _BUDGET)))
 
 
 def set_startup(files: Startup) -> None:
-    """Set UCUDNN_PLAN and UCUDNN_RECORD for child processes; unset a variable that has no file."""
+    """Set UCUDNN_PLAN, UCUDNN_RECORD and UCUDNN_MEMORY_BUDGET for child processes.
+
+    Unset the first two if there is no such file; the third is also a default of settings.
+    """
     for name, value in ((_PLAN, files.plan), (_RECORD, files.record)):
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    if files.memory_budget is not None:
+        os.environ[_BUDGET] = files.memory_budget
 
 
 def environment_without_startup() -> dict[str, str]:
-    """The environment without UCUDNN_PLAN and UCUDNN_RECORD, for a process that measures.
+    """The environment without what `startup` reads, for a process that measures.
 
     A process that followed a plan would not time the convolutions that it is told to time.
     """
-    return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
+    read = (_PLAN, _RECORD, _BUDGET)
+    return {name: value for name, value in os.environ.items() if name not in read}
 
 
 def ranks_per_device() -> int:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.util import Finalize, register_after_fork
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from ucudnn import nn as planned_nn
-from ucudnn.config import Config, Startup, settings_here
+from ucudnn.config import Config, settings_here
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.channels_last import lay_out_, restore_layout_
 from ucudnn.execution.compiling import original_of, untraced
 from ucudnn.execution.micro_batching import require_modules, segment_, unsegment_
-from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.plan import KernelPlan, Plan
@@ -375,36 +371,3 @@ def _warn_of_division(plan: Plan) -> None:
             "this plan keeps its memory by modules in micro-batches or by the training loop, and "
             "no module is changed here; use ucudnn.convert_(model, plan) and plan.micro_batches"
         )
-
-
-# Installations that `follow_startup` has made in this process; they last until the process ends.
-_started: list[Installation] = []
-
-
-@untraced
-def follow_startup(files: Startup) -> None:
-    """Install a plan, or record convolutions, until this process ends.
-
-    Whether the plan holds on this machine is not checked now, but at the first convolution that the
-    plan may cover. This function runs while torch is imported, and a script sets its threads and
-    picks its GPU only after that.
-    """
-    if _started:
-        return
-    if files.record is None:
-        if files.plan is not None:
-            plan = Plan.load(files.plan)
-            _warn_of_division(plan)
-            runner = Runner(plan, settings_here(plan.config), is_checked=False)
-            _started.append(Installation(plan.device.type, runner).__enter__())
-        return
-    recorder = Recorder()
-    kinds = [kind for kind in ("cpu", "cuda") if kind == "cpu" or torch.version.cuda]
-    _started.extend(Installation(kind, recorder).__enter__() for kind in kinds)
-    os.register_at_fork(after_in_child=recorder.clear)
-    atexit.register(recorder.save, files.record)
-    # A process that multiprocessing has forked runs no atexit handlers when it ends, but it runs
-    # finalizers of multiprocessing. So its convolutions are saved by a finalizer.
-    register_after_fork(
-        recorder, lambda one: Finalize(None, one.save, (files.record,), exitpriority=0)
-    )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TextIO
@@ -16,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ucudnn.system.lines import lines
 from ucudnn.system.markup import printable
 
 # Exit statuses, described in `main`. Shells report 130 = 128 + 2 for a process ended by SIGINT (2).
@@ -45,9 +44,6 @@ class _Printer(Console):
 
 out = _Printer(width=_width(), **_PLAIN)
 err = _Printer(stderr=True, **_PLAIN)
-# Seconds between two lines of progress if stderr is no terminal. Lines are printed there because CI
-# systems end jobs that are silent for minutes.
-_LINE_S = 10.0
 # True if no progress is shown, but only results, warnings and errors.
 _is_quiet = False
 
@@ -180,36 +176,8 @@ def bar(title: str) -> Iterator[Callable[..., None]]:
 
             yield update
     else:
-        lines = _Lines(title)
-        try:
-            yield lines
-        finally:
-            lines.end()
-
-
-class _Lines:
-    """Shows progress as a line every `_LINE_S` seconds, also while nothing is reported."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._parts: tuple[str, ...] = ()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def __call__(self, done: int, total: int | None, what: str = "", left: str = "") -> None:
-        self._parts = f"{done} of {total}" if total else "", what, left
-
-    def end(self) -> None:
-        """Show no more lines."""
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(_LINE_S):
-            passed = f"{time.monotonic() - began:.0f} s"
-            say_error(", ".join(filter(None, [self._title, passed, *self._parts])))
+        with lines(title, say_error) as update:
+            yield update
 
 
 @contextmanager

@@ -25,11 +25,10 @@ import typer
 
 from ucudnn.cli.console import SAYS_NO, fail, say, say_error
 from ucudnn.cli.options import require_file
-from ucudnn.config import Startup, set_startup, startup
+from ucudnn.config import Config, Startup, set_startup, startup
 from ucudnn.errors import ConfigError, RankError, UcudnnError, quoted
 from ucudnn.layer_table import lock_of, read_rows
 from ucudnn.plan import Plan
-from ucudnn.segment import WHOLE
 from ucudnn.units import parse_bytes
 
 # The script's name and all words after it belong to the script, even if no `--` precedes the name.
@@ -60,22 +59,44 @@ def run(
     plan: Annotated[
         Path | None, typer.Option(help="A plan file; default: UCUDNN_PLAN.", metavar="FILE")
     ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan the script's model in its first step, within 8GiB, 50% or available; "
+            "default: UCUDNN_MEMORY_BUDGET.",
+            metavar="BUDGET",
+        ),
+    ] = None,
 ) -> None:
-    """Run a Python script whose convolutions follow a plan; the script is not changed.
+    """Run a Python script by a plan, or within a memory budget; the script is not changed.
 
-    Processes that it starts, such as the ranks of torchrun, follow the plan, too.
+    Processes that it starts, such as the ranks of torchrun, do the same. With a memory budget, the
+    model is planned when its first training forward begins. The plan is kept beside the cache, so
+    that the next start plans nothing.
 
-    Example: ucudnn run --plan resnet18.plan.json -- train.py --epochs 3
+    Example: ucudnn run --memory-budget 8GiB -- train.py --epochs 3
     """
-    path = plan or startup().plan
-    if path is None:
-        raise ConfigError("--plan is needed: a file that `ucudnn tune -o` wrote")
-    # A plan that cannot be read or followed is refused before the script has done anything.
-    if Plan.load(path).division != WHOLE:
+    path, budget = plan or startup().plan, memory_budget or startup().memory_budget
+    if plan is not None and memory_budget is not None:
+        raise ConfigError("--plan is a plan, and --memory-budget has one made; leave one out")
+    if memory_budget is not None or path is None:
+        if budget is None:
+            raise ConfigError(
+                "--plan FILE is needed, which `ucudnn tune -o` writes, or --memory-budget 8GiB"
+            )
+        # A budget that is none is refused before the script has done anything.
+        try:
+            Config(memory_budget=budget)
+        except ConfigError as error:
+            raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from error
+        raise ScriptCall(_checked(script), Startup(memory_budget=budget))
+    # So is a plan that cannot be read or followed.
+    if Plan.load(path).micro_batch is not None:
         raise ConfigError(
-            f"{path} keeps its memory by modules in micro-batches or by the training loop, and no "
-            f"unchanged script does that; use ucudnn.convert_(model, plan) and plan.micro_batches "
-            f"in the script"
+            f"{path} asks the training loop for micro-batches, which no unchanged script has; add "
+            f"these lines to it, or tune without --loop:\n"
+            f"    ucudnn.convert_(model, plan)\n"
+            f"    for part in plan.micro_batches(images, labels):"
         )
     raise ScriptCall(_checked(script), Startup(plan=str(Path(path).resolve())))
 
@@ -126,6 +147,8 @@ def _tell(path: Path, process: int) -> None:
         return
     calls = sum(row.calls for row in rows)
     say_error(f"recorded {calls} calls of {len(rows)} convolutions; written to {path}")
+    name = shlex.quote(path.name)
+    say_error(f"next: ucudnn tune {name} --workspace-limit 64MiB -o plan.json")
 
 
 def execute(call: ScriptCall) -> None:
@@ -136,7 +159,7 @@ def execute(call: ScriptCall) -> None:
         # ucudnn that is not installed, the function is called here.
         import torch  # noqa: F401 - ucudnn's modules are imported after torch
 
-        from ucudnn.convert import follow_startup
+        from ucudnn.unchanged import follow_startup
 
         follow_startup(call.files)
     try:

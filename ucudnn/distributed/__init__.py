@@ -4,6 +4,7 @@
     tuning.py      tune in all ranks; each rank measures a part of the kernels
     agreement.py   check that ranks agree on plan, versions and devices, or name ranks that differ
     rendezvous.py  let ranks find each other and exchange values through a key-value store
+    sharding.py    modules of FSDP2 as plain ones, to plan them
     launching.py   start several ranks for each GPU, or for the processor
     counting.py    count samples, and find the number of ranks that computes most samples per second
     two_level.py   average gradients among the ranks of a device first, then across devices

@@ -250,12 +250,16 @@ def _that_follow(changed: dict[int, _Change]) -> Iterator[_Change]:
 
 def optimizer_states(parameters: Container[int]) -> Iterator[tuple[Tensor, Any]]:
     """Parameters with these ids, each with its state, from all optimisers of this process."""
+    for one in optimizers():
+        yield from ((key, state) for key, state in one.state.items() if id(key) in parameters)
+
+
+def optimizers() -> Iterator[torch.optim.Optimizer]:
+    """All optimisers of this process."""
     # A parameter has no reference to its optimiser, so all objects of the process are searched for
     # optimisers. `isinstance` would read `__class__`, which lazy proxies among these objects may
     # implement.
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.optim.Optimizer):
-            yield from ((key, state) for key, state in one.state.items() if id(key) in parameters)
+    return (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
 
 
 def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:

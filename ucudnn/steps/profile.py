@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import Span
-from ucudnn.execution.channels_last import optimizer_states
+from ucudnn.execution.channels_last import optimizer_states, optimizers
 from ucudnn.execution.micro_batching import batch_of, has_samples, named_parts
 from ucudnn.execution.nesting import take_apart
 from ucudnn.outcomes import Foresight, StepMemory
 from ucudnn.problem import Problem
 from ucudnn.solvers import Option
-from ucudnn.steps.run import tensors_of
+from ucudnn.steps.run import STEP_ERRORS, tensors_of
+
+# Functions that an optimiser calls before and after each of its steps.
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @dataclass(eq=False)
@@ -268,17 +282,54 @@ class Held:
 
 
 def held_by(model: nn.Module, inputs: Any, allocated: int = 0) -> Held:
-    """The memory held before a step; `allocated` is what the allocator has counted by then."""
+    """The memory held before a step; `allocated` is what the allocator has counted by then.
+
+    Optimisers that have run no step yet count with the state that their first step will make, and
+    a DistributedDataParallel with its buckets.
+    """
     parameters = list(model.parameters())
     gradients = [one.grad for one in parameters if one.grad is not None]
     states = [state for _, state in optimizer_states(set(map(id, parameters)))]
+    to_come = _state_to_come({id(one) for one in parameters if one.requires_grad})
+    wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    buckets = sum(bytes_of([p for p in one.parameters() if p.requires_grad]) for one in wrapped)
     named = Held(
         bytes_of(parameters),
         bytes_of(gradients),
         bytes_of(states),
         bytes_of([*model.buffers(), inputs]),
     )
-    return replace(named, others=named.others + max(0, allocated - named.total))
+    more = max(buckets, allocated - named.total)
+    return replace(named, optimizers=named.optimizers + to_come, others=named.others + more)
+
+
+def _state_to_come(parameters: Container[int]) -> int:
+    """Bytes of state that optimisers will make for parameters with these ids."""
+    found = 0
+    # A wrapper of an optimiser, as Accelerate makes, has no attributes of its own for these.
+    for one in (one for one in optimizers() if {"state", "param_groups"} <= vars(one).keys()):
+        groups = [
+            (group, [p for p in group["params"] if id(p) in parameters and p not in one.state])
+            for group in one.param_groups
+        ]
+        if not any(new for _, new in groups):
+            continue
+        # Optimisers that need values, or a closure, refuse to run on tensors without memory. Their
+        # state is not known.
+        with FakeTensorMode(allow_non_fake_inputs=True), suppress(*STEP_ERRORS):
+            twin = object.__new__(type(one))
+            hooks = dict.fromkeys(_OPTIMIZER_HOOKS, {})
+            vars(twin).update({**vars(one), **hooks, "state": defaultdict(dict)})
+            twin.param_groups = [{**group, "params": [*map(_fake, new)]} for group, new in groups]
+            type(one).step(twin)
+            found += bytes_of(list(twin.state.values()))
+    return found
+
+
+def _fake(parameter: Tensor) -> Tensor:
+    fake = torch.empty_like(parameter).requires_grad_()
+    fake.grad = torch.empty_like(fake)
+    return fake
 
 
 def bytes_of(tree: Any) -> int:

@@ -1,0 +1,34 @@
+"""An engine of MONAI, with its tensors."""
+
+import torch
+from meter import STEPS, Meter
+from monai.data import DataLoader, Dataset
+from monai.engines import SupervisedTrainer
+from monai.losses import DiceLoss
+from monai.networks.nets import SegResNet
+from monai.transforms import EnsureTyped
+from monai.utils import set_determinism
+
+if __name__ == "__main__":
+    set_determinism(0)
+    network, meter = (
+        SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
+        Meter(),
+    )
+    volumes, masks = torch.randn(4, 1, 16, 16, 16), torch.randint(2, (4, 1, 16, 16, 16))
+    samples = [{"image": x, "label": y} for x, y in zip(volumes, masks, strict=True)]
+    data = Dataset(samples, EnsureTyped(["image", "label"], track_meta=True))
+    trainer = SupervisedTrainer(
+        device=torch.device("cpu"),
+        max_epochs=STEPS,
+        train_data_loader=DataLoader(data, batch_size=4),
+        network=network,
+        optimizer=torch.optim.Adam(network.parameters(), 1e-3),
+        loss_function=DiceLoss(to_onehot_y=True, softmax=True),
+    )
+    trainer.add_event_handler("iteration_started", lambda: meter.step())
+    trainer.add_event_handler(
+        "iteration_completed", lambda: print("loss", trainer.state.output[0]["loss"])
+    )
+    trainer.run()
+    meter.end()
