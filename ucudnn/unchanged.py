@@ -53,6 +53,8 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _Convert = Callable[[nn.Module, _Arguments], Plan | None]
 # Installations that `follow_startup` has made in this process; they last until the process ends.
 _started: list[Any] = []
+# The most segments that are named.
+_LISTED = 3
 # Seconds that other ranks wait for the plan of the first.
 _WAIT_S = 3600.0
 # By these modules, a script plans its models itself. Then the variable is only a default of its
@@ -266,16 +268,18 @@ def _within(budget: str, module: nn.Module, arguments: _Arguments) -> Plan | Non
     with _plain(module):
         plan, told = _agreed(name, budget, module, arguments)
     if isinstance(plan, UcudnnError):
-        is_refused = isinstance(plan, PlanError)
+        is_refused = isinstance(plan, PlanError) and plan.smallest_bytes is not None
         if _is_first():
             goes_on = "" if is_refused else "; training goes on by torch, without a budget"
             _tell(f"{name} cannot be planned within {budget}: {plan}{goes_on}")
         if is_refused:
             sys.exit(1)
         return None
-    done = convert_(module, plan)
+    convert_(module, plan)
     if _is_first():
-        _tell(f"{told}; {done}")
+        listed = [str(one) for one in plan.segments]
+        more = [f"{len(listed) - _LISTED} more"] * (len(listed) > _LISTED)
+        _tell("; ".join([told, *listed[:_LISTED], *more]))
     return plan
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 STEPS, COUNTED, BATCH, IMAGE = 30, range(20, 23), 64, 32
 
@@ -45,18 +47,14 @@ class Meter:
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             live = peak = self._before
-            for event in self._profile.profiler.kineto_results.events():
-                if event.name() == "[memory]":
-                    live += event.nbytes()
-                    peak = max(peak, live)
+            events = self._profile.profiler.kineto_results.events()
+            for event in sorted(events, key=lambda one: one.start_ns()):
+                live += event.nbytes() if event.name() == "[memory]" else 0
+                peak = max(peak, live)
             self._peak, self._profile = max(self._peak, peak), None
         self._number += 1
         if self._number in COUNTED:
-            gc.collect()
-            alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-            alive += [one.grad for one in alive if one.is_leaf and one.grad is not None]
-            storages = [_local(one).untyped_storage() for one in alive]
-            self._before = sum({one._cdata: one.nbytes() for one in storages}.values())
+            self._before = _held()
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
 
@@ -64,6 +62,18 @@ class Meter:
         """Print the peak."""
         self.step()
         print("peak", self._peak, flush=True)
+
+
+def _held() -> int:
+    """Bytes of what is there before a step: parameters, buffers, gradients, and optimisers' state."""
+    gc.collect()
+    known = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
+    modules = [one for one in known if isinstance(one, nn.Module)]
+    tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+    tensors += [one.grad for one in tensors if one.grad is not None]
+    tensors += [one for it in known if isinstance(it, Optimizer) for one in tree_leaves([*it.state.values()])]
+    storages = [_local(one).untyped_storage() for one in tensors if isinstance(one, torch.Tensor)]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

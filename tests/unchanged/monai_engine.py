@@ -1,6 +1,7 @@
 """An engine of MONAI, with its tensors."""
 
 import torch
+from ignite.engine import Events
 from meter import STEPS, Meter
 from monai.data import DataLoader, Dataset
 from monai.engines import SupervisedTrainer
@@ -26,9 +27,9 @@ if __name__ == "__main__":
         optimizer=torch.optim.Adam(network.parameters(), 1e-3),
         loss_function=DiceLoss(to_onehot_y=True, softmax=True),
     )
-    trainer.add_event_handler("iteration_started", lambda: meter.step())
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: meter.step())
     trainer.add_event_handler(
-        "iteration_completed", lambda: print("loss", trainer.state.output[0]["loss"])
+        Events.ITERATION_COMPLETED, lambda: print("loss", trainer.state.output[0]["loss"])
     )
     trainer.run()
     meter.end()

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-# Attributes of modules by which FSDP2 acts; they refer to its state, which cannot be copied.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")
+# Attributes of modules by which FSDP2 acts, beside its hooks; they refer to its state, which cannot
+# be copied.
 _STATE = "__composable_api_state_key"
 
 
@@ -49,12 +49,12 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def _make_plain(module: nn.Module, attributes: dict[str, Any], *, is_sharded: bool) -> None:
-    for name in _HOOKS:
-        own = {key: hook for key, hook in attributes[name].items() if not _is_of_fsdp(hook)}
-        vars(module)[name] = OrderedDict(own)
-    for name in attributes:
+    for name, value in attributes.items():
         if name.startswith(_STATE):
             del vars(module)[name]
+        elif name.endswith("_hooks") and value:
+            own = {key: hook for key, hook in value.items() if not _is_of_fsdp(hook)}
+            vars(module)[name] = OrderedDict(own)
     if is_sharded:
         # A subclass of the module's own class, because no plan can swap a module that is sharded.
         name, _, own_class = (type(module).__name__, *type(module).__bases__)
