@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ucudnn import cache as caches
 from ucudnn.backends.registry import identify
-from ucudnn.backends.tensors import PLAIN
 from ucudnn.config import Config, Startup, settings_here
 from ucudnn.distributed.sharding import unsharded
 from ucudnn.errors import ConfigError, PlanError, PlanFileError, UcudnnError, UnsupportedError
@@ -46,7 +45,6 @@ from ucudnn.plan import Plan
 from ucudnn.segment import WHOLE
 from ucudnn.steps.profile import held_by
 from ucudnn.system.lines import lines
-from ucudnn.units import format_bytes
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Converts the outermost module, given the arguments of its forward; returns the plan, if any.
@@ -77,12 +75,16 @@ def follow_startup(files: Startup) -> None:
     elif files.plan is not None:
         plan = Plan.load(files.plan)
         if plan.division == WHOLE:
-            runner = Runner(plan, settings_here(plan.config), is_checked=False)
-            _started.append(Installation(plan.device.type, runner).__enter__())
+            _install(plan)
         else:
             _started.append(_FirstStep(partial(_by_file, plan, files.plan)))
     elif files.memory_budget is not None:
         _started.append(_FirstStep(partial(_within, files.memory_budget)))
+
+
+def _install(plan: Plan) -> None:
+    runner = Runner(plan, settings_here(plan.config), is_checked=False)
+    _started.append(Installation(plan.device.type, runner).__enter__())
 
 
 def _record(path: str) -> None:
@@ -184,31 +186,36 @@ class _FirstStep:
         if not self.has_gone_back and any(one() is not None for one in self.results):
             self._give_up("a step calls it several times before its backward")
             return
-        if not self.has_gone_back and _sizes(arguments) != self.sizes:
-            # The first forward was none of a step, such as one that finds sizes.
+        # The first forward may have been none of a step, such as one that finds sizes. And this
+        # script may keep gradients during the next forward, which the first step did not have.
+        is_other = not self.has_gone_back and _sizes(arguments) != self.sizes
+        gradients = held_by(module, ()).gradients
+        memory = self.plan.memory if self.plan is not None else None
+        if memory is not None:
+            is_other |= memory.plan_peak_bytes + gradients > memory.budget_bytes
+        if is_other:
+            _tell("this step differs from the first: other inputs, or gradients of the one before")
+            _revert(module)
             self._convert(module, arguments)
         self._end()
-        memory = self.plan.memory if self.plan is not None else None
-        gradients = [one.grad for one in module.parameters() if one.grad is not None]
-        size = sum(one.nbytes for one in gradients)
-        if memory is not None and memory.plan_peak_bytes + size > memory.budget_bytes:
-            _tell(
-                f"this script keeps the gradients of the step before during the next forward, "
-                f"{format_bytes(size)}, and the plan counts them in backward only; call "
-                f"optimizer.zero_grad() before the forward"
-            )
 
     def _give_up(self, reason: str) -> None:
-        from ucudnn.convert import revert_
-
         assert self.converted is not None
         name = type(original_of(self.converted)).__name__
-        revert_(self.converted)
+        _revert(self.converted)
         self._end()
         _tell(
             f"no memory budget is kept, training goes on by torch: {name} was planned, and "
             f"{reason}; make one module of it whose forward runs once in a step"
         )
+
+
+def _revert(module: nn.Module) -> None:
+    from ucudnn.convert import revert_
+
+    revert_(module)
+    while _started and isinstance(_started[-1], Installation):
+        _started.pop().__exit__()
 
 
 def _is_redirected(module: nn.Module) -> bool:
@@ -246,6 +253,7 @@ def _by_file(plan: Plan, path: str, module: nn.Module, arguments: _Arguments) ->
             raise PlanError(f"the plan is of {traced}")
         require_modules(original_of(module), plan.segments)
         done = convert_(module, plan)
+        _install(plan)
     except PlanError as error:
         _tell(
             f"the plan {path} is not one of {kind}, the outermost module of this script: {error}; "
@@ -276,6 +284,7 @@ def _within(budget: str, module: nn.Module, arguments: _Arguments) -> Plan | Non
             sys.exit(1)
         return None
     convert_(module, plan)
+    _install(plan)  # compiled code and functional calls follow it, too
     if _is_first():
         listed = [str(one) for one in plan.segments]
         more = [f"{len(listed) - _LISTED} more"] * (len(listed) > _LISTED)
@@ -330,10 +339,8 @@ def _planned(
 
 def _inputs(module: nn.Module, arguments: _Arguments) -> Any:
     """The arguments of a forward as example inputs."""
-    # MONAI's tensors, for example, carry metadata, without which a step computes the same.
-    args, kwargs = tree_map_only(
-        Tensor, lambda one: one if type(one) in PLAIN else one.as_subclass(Tensor), arguments
-    )
+    # Tensors of a class that adds attributes, such as MONAI's, are planned as plain ones.
+    args, kwargs = tree_map_only(Tensor, lambda one: one.as_subclass(Tensor), arguments)
     if not kwargs:
         return args
     if not args:
@@ -350,7 +357,7 @@ def _place_of(module: nn.Module, arguments: _Arguments, config: Config) -> Path:
     kinds = {type(one) for one in model.modules()}
     own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
     facts = [
-        *(str(model), config.to_dict(), identify(config.backend), held_by(model, ()).optimizers),
+        *(str(model), config.to_dict(), identify(config.backend), held_by(model, ())),
         *(torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled()),
         *((name, one.shape, one.dtype, one.stride(), one.requires_grad) for name, one in tensors),
         *((name, one.training) for name, one in model.named_modules()),

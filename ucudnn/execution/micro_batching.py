@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ucudnn.errors import PlanError, warn
@@ -43,6 +44,8 @@ _GLOBAL_HOOKS = (
     *(every_module._global_forward_hooks, every_module._global_forward_pre_hooks),
     *(every_module._global_backward_hooks, every_module._global_backward_pre_hooks),
 )
+# The module of MONAI with its class of tensors.
+_MONAI = "monai.data.meta_tensor"
 # The most operations of a result that are looked at for one that fills a tensor too late.
 _MOST_NODES = 5000
 
@@ -72,6 +75,9 @@ class SegmentForward:
     @untraced_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all samples, divided as the segment says."""
+        if _MONAI in sys.modules and (with_metadata := _with_metadata(args, kwargs)):
+            plain, renewed = with_metadata
+            return renewed(self(*plain[0], **plain[1]))
         segment, whole = self.segment, (args, kwargs)
         if segment is None or _is_rewritten() or not self._is_as_planned(segment):
             return self._forward(args, kwargs)
@@ -766,6 +772,29 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
     # Those inside others come after them.
     for stretch, one in sorted(inner, key=lambda pair: pair[0].begin - pair[0].end):
         _installed(found[one.module][0]).add(stretch, one)
+    if segments and _MONAI in sys.modules:
+        _installed(model)  # the whole model is called with tensors without metadata
+
+
+def _with_metadata(args: Any, kwargs: Any) -> tuple[Any, _Run] | None:
+    """Arguments without MONAI's metadata, and what adds it to results; None if there is none.
+
+    MONAI's tensors are plain ones with metadata, which each operator passes on. Those that operators
+    in place leave are freed only by Python's garbage collector, much later than plain ones.
+    """
+    kind: Any = sys.modules[_MONAI].MetaTensor
+    given = tuple(one for one in tree_leaves((args, kwargs)) if type(one) is kind)
+    if not given:
+        return None
+
+    def renewed(result: Any) -> Any:
+        def one(tensor: Tensor) -> Any:
+            # As if the module were a single function of torch.
+            return kind.__torch_function__(lambda *_: tensor, (kind,), given)
+
+        return tree_map_only(Tensor, one, result)
+
+    return tree_map_only(kind, kind.as_tensor, (args, kwargs)), renewed
 
 
 def _installed(module: nn.Module) -> SegmentForward:
