@@ -28,16 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn import cache as caches
 from ucudnn.backends.registry import identify
 from ucudnn.config import Config, Startup, settings_here
 from ucudnn.distributed.sharding import unsharded
-from ucudnn.errors import ConfigError, PlanError, PlanFileError, UcudnnError, UnsupportedError
+from ucudnn.errors import PlanError, PlanFileError, UcudnnError
 from ucudnn.execution.compiling import is_compiled, original_of, untraced
-from ucudnn.execution.micro_batching import require_modules
 from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
@@ -82,7 +81,13 @@ def follow_startup(files: Startup) -> None:
         _started.append(_FirstStep(partial(_within, files.memory_budget)))
 
 
-def _install(plan: Plan) -> None:
+def _install(plan: Plan, module: nn.Module | None = None) -> None:
+    """Let functional calls follow a plan, too.
+
+    Compiled code has its convolutions in layouts of its own, which the plan does not cover.
+    """
+    if module is not None and is_compiled(module):
+        return
     runner = Runner(plan, settings_here(plan.config), is_checked=False)
     _started.append(Installation(plan.device.type, runner).__enter__())
 
@@ -119,13 +124,14 @@ class _FirstStep:
     # The results of its first forward, and whether backward has reached them.
     results: list[ref[Tensor]] = field(default_factory=list)
     has_gone_back: bool = False
+    inside: threading.local = field(default_factory=threading.local)  # is a call of a module
 
     def __post_init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        own_call, inside = nn.Module.__call__, threading.local()
-        self.own_call = own_call
+        own_call = self.own_call = nn.Module.__call__
+        inside = self.inside
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Dynamo takes the first test for true, and traces torch's own call.
@@ -247,16 +253,17 @@ def _by_file(plan: Plan, path: str, module: nn.Module, arguments: _Arguments) ->
     from ucudnn.convert import convert_
 
     traced, kind = plan.origin.model if plan.origin else "", type(original_of(module)).__name__
+    # The name on a command line has a colon.
+    reason = f"it is of {traced}" if traced not in ("", kind) and ":" not in traced else ""
     try:
-        # The name on a command line has a colon.
-        if traced not in ("", kind) and ":" not in traced:
-            raise PlanError(f"the plan is of {traced}")
-        require_modules(original_of(module), plan.segments)
-        done = convert_(module, plan)
-        _install(plan)
+        if not reason:
+            done = convert_(module, plan)
+            _install(plan, module)
     except PlanError as error:
+        reason = str(error)
+    if reason:
         _tell(
-            f"the plan {path} is not one of {kind}, the outermost module of this script: {error}; "
+            f"the plan {path} does not fit {kind}, the outermost module of this script: {reason}; "
             f"add these lines to the script, with its own name of the model that was tuned:\n"
             f"    import ucudnn\n    ucudnn.convert_(model, {path!r})"
         )
@@ -284,7 +291,7 @@ def _within(budget: str, module: nn.Module, arguments: _Arguments) -> Plan | Non
             sys.exit(1)
         return None
     convert_(module, plan)
-    _install(plan)  # compiled code and functional calls follow it, too
+    _install(plan, module)
     if _is_first():
         listed = [str(one) for one in plan.segments]
         more = [f"{len(listed) - _LISTED} more"] * (len(listed) > _LISTED)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +57,9 @@ def inputs():
     yield {"x": torch.rand(2, 3, 8, 8), "t": torch.tensor([3, 9])}
     yield torch.rand(4, 3, 6, 6), torch.tensor([0, 1, 2, 3])
 """
+
+# Scripts that train when they are imported.
+collect_ignore = ["unchanged"]
 
 HEADER = (
     "name,n,c,d,h,w,k,kd,kh,kw,pad_d,pad_h,pad_w,stride_d,stride_h,stride_w,"
@@ -135,3 +141,37 @@ def table(tmp_path) -> Callable[..., object]:
         return path
 
     return write
+
+
+@pytest.fixture
+def run(
+    repository: Path, package: Path, tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python in an empty folder where ucudnn is installed, as its metadata say."""
+    declared = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["entry-points"]
+    metadata = tmp_path / "site" / "ucudnn_here-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ucudnn-here\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        "\n".join(
+            f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in entries.items())
+            for group, entries in declared.items()
+        )
+    )
+    folder = tmp_path / "work"
+    folder.mkdir()
+    path = os.pathsep.join([str(package.parent), str(metadata.parent)])
+
+    def call(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *map(str, words)],
+            check=False,
+            capture_output=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+            text=True,
+            timeout=300,
+        )
+
+    call.folder = folder  # type: ignore[attr-defined]
+    return call

@@ -6,10 +6,7 @@ Everything here runs in processes of its own, beside plain Python where the two 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,38 +51,6 @@ runner.build = spied
 atexit.register(lambda: print("used", *sorted(used), file=sys.stderr))
 """
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def run(repository: Path, package: Path, tmp_path: Path) -> Run:
-    """Runs Python in an empty folder where ucudnn is installed, as its metadata say."""
-    declared = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["entry-points"]
-    metadata = tmp_path / "site" / "ucudnn_here-1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ucudnn-here\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "\n".join(
-            f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in entries.items())
-            for group, entries in declared.items()
-        )
-    )
-    folder = tmp_path / "work"
-    folder.mkdir()
-    path = os.pathsep.join([str(package.parent), str(metadata.parent)])
-
-    def call(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *map(str, words)],
-            check=False,
-            capture_output=True,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-            text=True,
-            timeout=300,
-        )
-
-    call.folder = folder  # type: ignore[attr-defined]
-    return call
 
 
 @pytest.fixture
@@ -337,10 +302,15 @@ def test_bad_calls(
     divided = train.with_name("divided.json")
     replace(Plan.load(plan), micro_batch=2).save(divided)
     for words, said in (
-        (("run", "--plan", divided, "--", train), "use ucudnn.convert_(model, plan) and plan.mi"),
+        (
+            ("run", "--plan", divided, "--", train),
+            "for part in plan.micro_batches(images, labels):",
+        ),
         (("run", "--plan", plan, "--", "none.py"), "a script that exists"),
         (("record", "--outptu", train), "a script that exists, or -m MODULE, got '--outptu'"),
-        (("run", "--", train), "--plan is needed"),
+        (("run", "--", train), "--plan FILE is needed, which `ucudnn tune -o` writes, or --mem"),
+        (("run", "--memory-budget", "lots", "--", train), "--memory-budget must be a number of by"),
+        (("run", "--plan", plan, "--memory-budget", "50%", "--", train), "leave one out"),
         (("run", "--plan", plan, "--", "-m"), "the name of a module"),
         (("run", "--plan", plan, "--", "torchrun", train), "or -m torch.distributed.run, got"),
         (("record", "-o", "nowhere/layers.csv", "--", train), "a folder that exists"),

@@ -76,8 +76,12 @@ class SegmentForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all samples, divided as the segment says."""
         if _MONAI in sys.modules and (with_metadata := _with_metadata(args, kwargs)):
-            plain, renewed = with_metadata
-            return renewed(self(*plain[0], **plain[1]))
+            (args, kwargs), renewed = with_metadata
+            return renewed(self._divided(args, kwargs))
+        return self._divided(args, kwargs)
+
+    @untraced_alone
+    def _divided(self, args: Any, kwargs: Any) -> Any:
         segment, whole = self.segment, (args, kwargs)
         if segment is None or _is_rewritten() or not self._is_as_planned(segment):
             return self._forward(args, kwargs)
@@ -779,8 +783,8 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
 def _with_metadata(args: Any, kwargs: Any) -> tuple[Any, _Run] | None:
     """Arguments without MONAI's metadata, and what adds it to results; None if there is none.
 
-    MONAI's tensors are plain ones with metadata, which each operator passes on. Those that operators
-    in place leave are freed only by Python's garbage collector, much later than plain ones.
+    MONAI's tensors are plain ones with metadata, which each operator passes on. Those that
+    operators in place leave are freed only by Python's garbage collector, later than plain ones.
     """
     kind: Any = sys.modules[_MONAI].MetaTensor
     given = tuple(one for one in tree_leaves((args, kwargs)) if type(one) is kind)

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -318,7 +310,7 @@ def _state_to_come(parameters: Container[int]) -> int:
         # state is not known.
         with FakeTensorMode(allow_non_fake_inputs=True), suppress(*STEP_ERRORS):
             twin = object.__new__(type(one))
-            hooks = dict.fromkeys(_OPTIMIZER_HOOKS, {})
+            hooks: dict[str, Any] = {name: {} for name in _OPTIMIZER_HOOKS}
             vars(twin).update({**vars(one), **hooks, "state": defaultdict(dict)})
             twin.param_groups = [{**group, "params": [*map(_fake, new)]} for group, new in groups]
             type(one).step(twin)

@@ -12,10 +12,7 @@ from monai.utils import set_determinism
 
 if __name__ == "__main__":
     set_determinism(0)
-    network, meter = (
-        SegResNet(3, 8, 1, 2, blocks_down=(1, 2, 2), blocks_up=(1, 1)),
-        Meter(),
-    )
+    network, meter = (SegResNet(3, 8, 1, 2, blocks_down=(1, 2, 2), blocks_up=(1, 1)), Meter())
     volumes, masks = torch.randn(4, 1, 24, 24, 24), torch.randint(2, (4, 1, 24, 24, 24))
     samples = [{"image": x, "label": y} for x, y in zip(volumes, masks, strict=True)]
     data = Dataset(samples, EnsureTyped(["image", "label"], track_meta=True))
@@ -27,7 +24,7 @@ if __name__ == "__main__":
         optimizer=torch.optim.SGD(network.parameters(), 0.01, momentum=0.9),
         loss_function=DiceLoss(to_onehot_y=True, softmax=True),
     )
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: meter.step())
+    trainer.add_event_handler(Events.ITERATION_STARTED, meter.step)
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: print("loss", trainer.state.output[0]["loss"])
     )

@@ -1,4 +1,4 @@
-"""A program with a class of its own, epochs, an evaluation, dropout, and a last batch that is smaller."""
+"""A program with a class of its own, epochs, evaluations, dropout, and a smaller last batch."""
 
 from __future__ import annotations
 

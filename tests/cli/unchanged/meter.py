@@ -36,7 +36,7 @@ def data(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Meter:
-    """Counts the memory of tensors in some steps; call `step` when a step begins, and at the end."""
+    """Counts the memory of tensors in some steps; `step` is called when a step begins."""
 
     def __init__(self) -> None:
         self._number, self._peak = -1, 0
@@ -65,13 +65,18 @@ class Meter:
 
 
 def _held() -> int:
-    """Bytes of what is there before a step: parameters, buffers, gradients, and optimisers' state."""
+    """Bytes of parameters, buffers, gradients, and of the state of optimisers."""
     gc.collect()
     known = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     modules = [one for one in known if isinstance(one, nn.Module)]
     tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
     tensors += [one.grad for one in tensors if one.grad is not None]
-    tensors += [one for it in known if isinstance(it, Optimizer) for one in tree_leaves([*it.state.values()])]
+    tensors += [
+        one
+        for it in known
+        if isinstance(it, Optimizer)
+        for one in tree_leaves([*it.state.values()])
+    ]
     storages = [_local(one).untyped_storage() for one in tensors if isinstance(one, torch.Tensor)]
     return sum({one._cdata: one.nbytes() for one in storages}.values())
 
