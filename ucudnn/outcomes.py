@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,6 +12,8 @@ from msgspec import Meta
 
 from ucudnn.errors import PlanError
 from ucudnn.segment import WHOLE, StepDivision
+from ucudnn.system.files import write
+from ucudnn.timeline import Block, snapshot
 from ucudnn.units import Count, Ratio, format_bytes, format_ns, format_ratio, format_sizes
 from ucudnn.verdict import HINTED_GAIN, Interval, is_loss
 
@@ -338,6 +342,8 @@ class StepMemory:
         plan_foreseen_bytes: foreseen peak of a step by the plan.
         plan_foreseen_ns: foreseen time of a step by the plan.
         plan_ns: measured time of a step by the plan; 0 if it was not measured yet.
+        torch_blocks: the largest blocks that an undivided step by torch allocates, as foreseen.
+        plan_blocks: those of a step by the plan.
     """
 
     budget_bytes: Count
@@ -355,6 +361,28 @@ class StepMemory:
     plan_foreseen_bytes: Count = 0
     plan_foreseen_ns: Count = 0
     plan_ns: Count = 0
+    torch_blocks: tuple[Block, ...] = ()
+    plan_blocks: tuple[Block, ...] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a snapshot of torch's step and the plan's, for https://pytorch.org/memory_viz.
+
+        It shows both steps one after the other, as they were foreseen: which module allocates
+        what, and when it is freed. Memory of a CPU is shown, too.
+
+        >>> import tempfile
+        >>> StepMemory(100, 20, 0, 40, 10, 90, 130).save(tempfile.mkdtemp() + "/step.pickle")
+
+        Args:
+            path: a file, such as step.pickle.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        held = {what: size for what, size in self.causes[1:-1] if size}
+        steps = {"torch's step": self.torch_blocks, "the plan's step": self.plan_blocks}
+        # The viewer reads no later protocol.
+        write(path, pickle.dumps(snapshot(held, steps), protocol=4), "the snapshot")
 
     @property
     def held_bytes(self) -> int:

@@ -43,7 +43,7 @@ __all__ = [
     "Timing",
 ]
 _FORMAT = "ucudnn-plan"
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True, repr=False)

@@ -616,3 +616,19 @@ def test_a_default_time_budget_is_no_less_than_twelve_steps(monkeypatch):
     monkeypatch.setattr(_Tuning, "_begin", lambda one, ns: ends.append(begin(one, ns)) or ends[0])
     ucudnn.tune(model, torch.randn(2, 3, 8, 8), Config(**QUICK))
     assert ends[0].at_s - began > 12 * 0.3
+
+
+def test_blocks_of_both_steps_add_up_to_their_peaks(tmp_path):
+    model, x = small(), torch.randn(BATCH, 3, SIDE, SIDE)
+    config = Config(memory_budget="70%", policy="undivided", cache=str(tmp_path))
+    memory = ucudnn.tune(model, x, config).memory
+    for blocks, peak in (
+        (memory.torch_blocks, memory.torch_peak_bytes),
+        (memory.plan_blocks, memory.plan_foreseen_bytes),
+    ):
+        moments = {one.begin for one in blocks}
+        live = [
+            sum(one.bytes for one in blocks if one.begin <= now and (now < one.end or not one.end))
+            for now in moments
+        ]
+        assert memory.held_bytes + max(live) == peak

@@ -40,6 +40,13 @@ def show(
             help="Modules that run in parts, those that cannot, and peaks of all ways.",
         ),
     ] = False,
+    memory_snapshot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the memory of both steps for PyTorch's viewer, pytorch.org/memory_viz.",
+            metavar="FILE",
+        ),
+    ] = None,
     cache: CacheOption = None,
     everything: AllOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one row per kernel.")] = False,
@@ -49,9 +56,22 @@ def show(
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
-    if sum([as_csv, as_json, segments, kernel is not None]) > 1:
-        raise ConfigError("--csv, --json, --segments and --kernel exclude each other; leave one")
+    asked = as_csv, as_json, segments, kernel is not None, memory_snapshot is not None
+    if sum(asked) > 1:
+        raise ConfigError(
+            "--csv, --json, --segments, --kernel and --memory-snapshot exclude each other; leave "
+            "one"
+        )
     loaded = Plan.load(plan)
+    if memory_snapshot is not None:
+        if loaded.memory is None:
+            raise ConfigError(
+                f"--memory-snapshot needs a plan that was made with --memory-budget, and {plan} is "
+                f"none"
+            )
+        loaded.memory.save(memory_snapshot)
+        say(f"{memory_snapshot} is written; open it at https://pytorch.org/memory_viz")
+        return
     if as_csv or as_json:
         from ucudnn.reports.text import plan_csv, plan_document
 

@@ -356,6 +356,7 @@ class _Fitting:
                     plan.memory,
                     plan_foreseen_bytes=profile.peak_bytes,
                     plan_foreseen_ns=profile.time_ns,
+                    plan_blocks=profile.blocks,
                     calls=_calls(plan, profile),
                 )
                 return replace(plan, memory=noted)

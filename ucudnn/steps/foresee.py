@@ -58,6 +58,7 @@ from ucudnn.steps.tracing import (
     require_tensors,
     uninterrupted,
 )
+from ucudnn.timeline import Block, largest
 from ucudnn.units import format_bytes
 
 # An operator with fewer bytes of operands and results is not measured: it allocates nothing beside
@@ -90,6 +91,8 @@ class _Event(NamedTuple):
     # For a convolution, its kernels, with the bytes of operands that a kernel copies first.
     kernels: Mapping[Problem, int] = MappingProxyType({})
     is_mark: bool = False
+    # The number of the storage that is allocated or freed.
+    storage: int = 0
 
 
 class _StepLog(StepRecorder):
@@ -243,8 +246,10 @@ class _StepLog(StepRecorder):
 
     def _allocated(self, storage: Any, module: str) -> None:
         size = -(-storage.nbytes() // self._rounding) * self._rounding
-        self.events.append(_Event(size, None, module))
-        freed = weakref.finalize(storage, self.events.append, _Event(-size, None, module))
+        number = len(self.events)
+        self.events.append(_Event(size, None, module, storage=number))
+        free = _Event(-size, None, module, storage=number)
+        freed = weakref.finalize(storage, self.events.append, free)
         freed.atexit = False
 
     def _inside(
@@ -603,8 +608,20 @@ def _profile(log: _StepLog, root: ModuleCall, held: Held, torchs: Collection[Lay
         own_peak_bytes=held.total + own_peak,
         calls=tuple(calls),
         alive=_alive(log.events[: top + 1]),
+        blocks=largest(_blocks(log.events)),
         notes=log.notes,
     )
+
+
+def _blocks(events: Sequence[_Event]) -> Iterator[Block]:
+    """What is allocated and freed; the number of an event is its place, from 1 on."""
+    ends = {one.storage: place for place, one in enumerate(events, 1) if one.change < 0}
+    for place, event in enumerate(events, 1):
+        if event.change > 0:
+            yield Block(event.module or "the model", event.change, place, ends.get(place - 1, 0))
+        if event.inside is not None and event.inside.workspace_bytes:
+            name = f"inside an operator of {event.module or 'the model'}"
+            yield Block(name, event.inside.workspace_bytes, place, place + 1)
 
 
 def _alive(events: Sequence[_Event]) -> dict[str, int]:

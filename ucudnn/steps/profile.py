@@ -22,6 +22,7 @@ from ucudnn.outcomes import Foresight, StepMemory
 from ucudnn.problem import Problem
 from ucudnn.solvers import Option
 from ucudnn.steps.run import STEP_ERRORS, tensors_of
+from ucudnn.timeline import Block
 
 # Functions that an optimiser calls before and after each of its steps.
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -360,6 +361,7 @@ class StepProfile:
         calls: the kernels of convolutions, in the order of the step.
         alive: what is allocated at the peak: for each module that runs in forward, the bytes that
             it allocated; those of backward; and what an operator needs inside.
+        blocks: the largest blocks that it allocates.
         notes: what was not foreseen exactly, and why.
         layers: (name of the module, kernel) of each call of a convolution, in order.
         biased: kernels to whose result a layer adds a bias.
@@ -373,6 +375,7 @@ class StepProfile:
     own_peak_bytes: int
     calls: tuple[ConvolutionCall, ...] = ()
     alive: Mapping[str, int] = field(default_factory=dict)
+    blocks: tuple[Block, ...] = ()
     notes: tuple[str, ...] = ()
     layers: tuple[tuple[str, Problem], ...] = ()
     biased: frozenset[Problem] = frozenset()
@@ -398,6 +401,7 @@ class StepProfile:
             own_peak_bytes=self.own_peak_bytes,
             torch_peak_bytes=self.peak_bytes,
             torch_foreseen_ns=self.time_ns,
+            torch_blocks=self.blocks,
             is_training=is_training,
         )
 
