@@ -52,7 +52,7 @@ _MODULE_BY_NAME = {
     "tune_": "convert",
 }
 # Submodules that can be used after `import ucudnn` alone, such as `ucudnn.nn`.
-_SUBMODULES = ("cache", "distributed", "nn", "solvers")
+_SUBMODULES = ("cache", "distributed", "frameworks", "nn", "solvers")
 __all__ = list(_MODULE_BY_NAME)
 
 
