@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -50,7 +51,8 @@ def follow(trainer: Any, plan: Plan, count: Count | None = None) -> None:
             _divide(trainer, plan, count)
     else:
         raise ConfigError(
-            f"trainer must be one of PyTorch Lightning or Transformers, got {type(trainer).__name__}"
+            f"trainer must be one of PyTorch Lightning or Transformers, got "
+            f"{type(trainer).__name__}"
         )
 
 
@@ -113,51 +115,51 @@ def _divide(trainer: Any, plan: Plan, count: Count | None) -> None:
 
 def _lightning(trainer: Any, plan: Plan, count: Count | None) -> Any:
     """A callback for Lightning; only a process that has imported Lightning makes it."""
-    library = __import__(type(trainer).__module__.partition(".")[0])
-    base: Any = getattr(library, "Callback", None) or library.pytorch.Callback
+    library = import_module(type(trainer).__module__.partition(".")[0])
+    base = getattr(library, "Callback", None) or library.pytorch.Callback
+    kind: Any = type("FollowPlan", (_LightningSteps, base), {})
+    return kind(plan, count)
 
-    class FollowPlan(base):  # type: ignore[misc]
-        """Runs the step of a module on the first micro-batch, and after its backward on the others.
 
-        Lightning sets gradients to zero between forward and backward.
-        """
+class _LightningSteps:
+    """Runs the step of a module on the first micro-batch, and after its backward on the others.
 
-        def __init__(self) -> None:
-            self._left: list[Callable[[], None]] = []
-            self._sync: AbstractContextManager[object] = nullcontext()
+    Lightning sets gradients to zero between forward and backward.
+    """
 
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            """Convert the module, before its optimisers are made."""
-            del stage
-            if trainer.training:
-                _say(convert_(_planned(pl_module, plan), plan), plan)
-                if plan.micro_batch is not None and pl_module.automatic_optimization:
-                    step = trainer.strategy.training_step
-                    trainer.strategy.training_step = partial(self._step, trainer, step)
+    def __init__(self, plan: Plan, count: Count | None) -> None:
+        self._plan, self._count = plan, count
+        self._left: list[Callable[[], None]] = []
+        self._sync: AbstractContextManager[object] = nullcontext()
 
-        def _step(self, trainer: Any, step: Any, batch: Any, *args: Any) -> Any:
-            first, *others = _parts(batch, plan, count)
-            self._left = [partial(self._part, trainer, step, one, args) for one in others]
-            if others:
-                self._sync = getattr(trainer.strategy, "block_backward_sync", nullcontext)()
-                self._sync.__enter__()
-            return _weighed(step(first[0], *args), first.weight)
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Convert the module, before its optimisers are made."""
+        if stage == "fit":
+            _say(convert_(_planned(pl_module, self._plan), self._plan), self._plan)
+            if self._plan.micro_batch is not None and pl_module.automatic_optimization:
+                step = trainer.strategy.training_step
+                trainer.strategy.training_step = partial(self._step, trainer, step)
 
-        def _part(self, trainer: Any, step: Any, part: MicroBatch, args: Any) -> None:
-            result = _weighed(step(part[0], *args), part.weight)
-            loss = result["loss"] if isinstance(result, dict) else result
-            trainer.strategy.backward(loss / trainer.accumulate_grad_batches, None)
+    def _step(self, trainer: Any, step: Any, batch: Any, *args: Any) -> Any:
+        first, *others = _parts(batch, self._plan, self._count)
+        self._left = [partial(self._part, trainer, step, one, args) for one in others]
+        if others:
+            self._sync = getattr(trainer.strategy, "block_backward_sync", nullcontext)()
+            self._sync.__enter__()
+        return _weighed(step(first[0], *args), first.weight)
 
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            """Run what is left of the batch; ranks exchange gradients in the last part."""
-            del trainer, pl_module
-            left, self._left = self._left, []
-            for number, run in enumerate(left, 1):
-                if number == len(left):
-                    self._sync.__exit__(None, None, None)
-                run()
+    def _part(self, trainer: Any, step: Any, part: MicroBatch, args: Any) -> None:
+        result = _weighed(step(part[0], *args), part.weight)
+        loss = result["loss"] if isinstance(result, dict) else result
+        trainer.strategy.backward(loss / trainer.accumulate_grad_batches, None)
 
-    return FollowPlan()
+    def on_after_backward(self, *_: Any) -> None:
+        """Run what is left of the batch; ranks exchange gradients in the last part."""
+        left, self._left = self._left, []
+        for number, run in enumerate(left, 1):
+            if number == len(left):
+                self._sync.__exit__(None, None, None)
+            run()
 
 
 def _weighed(result: Any, weight: float) -> Any:

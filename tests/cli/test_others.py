@@ -236,9 +236,9 @@ def test_the_version(ucudnn):
 
 @pytest.mark.slow
 def test_progress_without_a_terminal_is_lines(ucudnn, model, monkeypatch):
-    from ucudnn.cli import console
+    from ucudnn.system import lines
 
-    monkeypatch.setattr(console, "_LINE_S", 0.0)
+    monkeypatch.setattr(lines, "_LINE_S", 0.0)
     arguments = ("tune", f"{model}:net", "--input", "2x3x9x9", "--ops", "fprop")
     arguments += ("--no-step-race", "--policy", "undivided")
     loud = ucudnn(*arguments)

@@ -56,7 +56,7 @@ def test_every_module_can_be_imported_without_optional_packages() -> None:
 
 def test_what_tab_and_help_show() -> None:
     assert [name for name in dir(ucudnn) if not name.startswith("_")] == sorted(
-        [*ucudnn.__all__, "cache", "distributed", "nn", "solvers"]
+        [*ucudnn.__all__, "cache", "distributed", "frameworks", "nn", "solvers"]
     )
     shown = inspect.signature(ucudnn.Config).parameters
     settings = ucudnn.Config.from_dict(ucudnn.Config().to_dict())

@@ -15,9 +15,14 @@ from ucudnn.outcomes import StepMemory
 from ucudnn.timeline import Block, largest, snapshot
 
 # What the page of pytorch.org/memory_viz can unpickle (torch/utils/viz/MemoryViz.js).
-KNOWN = set(
-    ["APPEND", "APPENDS", "BINGET", "BININT", "BININT1", "BININT2", "EMPTY_DICT", "EMPTY_LIST", "FRAME", "LONG1", "LONG_BINGET", "MARK", "MEMOIZE", "PROTO", "SETITEMS", "SHORT_BINUNICODE", "STOP", "TUPLE2", "NEWFALSE", "BINPUT", "BINUNICODE", "EMPTY_TUPLE", "NEWTRUE", "NONE", "BINFLOAT", "TUPLE", "TUPLE1", "TUPLE3", "LONG_BINPUT", "LIST", "DICT", "SETITEM"]
-)
+KNOWN = {
+    *("APPEND", "APPENDS", "BINGET", "BININT", "BININT1", "BININT2"),
+    *("EMPTY_DICT", "EMPTY_LIST", "FRAME", "LONG1", "LONG_BINGET", "MARK"),
+    *("MEMOIZE", "PROTO", "SETITEMS", "SHORT_BINUNICODE", "STOP", "TUPLE2"),
+    *("NEWFALSE", "BINPUT", "BINUNICODE", "EMPTY_TUPLE", "NEWTRUE", "NONE"),
+    *("BINFLOAT", "TUPLE", "TUPLE1", "TUPLE3", "LONG_BINPUT", "LIST"),
+    *("DICT", "SETITEM"),
+}
 
 
 def blocks(seed: int, count: int = 60) -> tuple[Block, ...]:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_LINE_S = 10.0  # seconds between two lines
+# Seconds between two lines. CI systems end jobs that are silent for minutes.
+_LINE_S = 10.0
 
 
 @contextmanager
