@@ -46,3 +46,4 @@ from ucudnn.segment import Segment as Segment
 from ucudnn.segment import SlabRows as SlabRows
 from ucudnn.segment import StepDivision as StepDivision
 from ucudnn.split import Chunk as Chunk
+from ucudnn.timeline import Block as Block

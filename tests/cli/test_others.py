@@ -252,8 +252,9 @@ def test_progress_without_a_terminal_is_lines(ucudnn, model, monkeypatch):
 
 def test_lines_of_progress_come_while_nothing_is_reported(capsys, monkeypatch):
     from ucudnn.cli import console
+    from ucudnn.system import lines
 
-    monkeypatch.setattr(console, "_LINE_S", 0.01)
+    monkeypatch.setattr(lines, "_LINE_S", 0.01)
     monkeypatch.setattr(console, "_is_quiet", False)
     said, threads = "", threading.active_count()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ucudnn.cli.console import say_error
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.problem import LAYOUTS
 from ucudnn.system.files import parse_json
@@ -67,19 +69,28 @@ class Recipe(NamedTuple):
                 f"--memory-format must be one of {', '.join(LAYOUTS)}, got "
                 f"{quoted(self.memory_format)}"
             )
-        if self.is_table:
-            return
-        _split_name(self.model, "MODEL")
+        if not self.is_table:
+            self._require_model()
+
+    def _require_model(self) -> None:
+        # What is wrong is told together, so that the next attempt can be right.
+        wrong = list[str]()
+        try:
+            _split_name(self.model, "MODEL")
+        except ConfigError as error:
+            wrong.append(str(error))
+        if bool(self.input) == (self.inputs is not None):
+            wrong.append(
+                f"a model needs --input with a shape such as 64x3x224x224, or else --inputs with a "
+                f"function that yields inputs, for {self.model}"
+            )
+        if wrong:
+            raise ConfigError("; and ".join(wrong))
         _parse_arguments(self.args)
         if self.autocast_dtype not in (None, *AUTOCAST_DTYPES):
             raise ConfigError(
                 f"--autocast-dtype must be one of {', '.join(AUTOCAST_DTYPES)}, got "
                 f"{quoted(self.autocast_dtype)}"
-            )
-        if bool(self.input) == (self.inputs is not None):
-            raise ConfigError(
-                f"a model needs --input with a shape such as 64x3x224x224, or else --inputs with a "
-                f"function that yields inputs, for {self.model}"
             )
         self.specs()
         if self.inputs is not None:
@@ -187,6 +198,11 @@ def _parse_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
 def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
     """Call what `module:callable` or `file.py:callable` names; if it is a made model, return it."""
     folder, name, attribute = _split_name(spec, what)
+    if spec.rpartition(":")[0].endswith(".py") and _runs_on_import(folder / f"{name}.py"):
+        say_error(
+            f"importing {name}.py, which runs it; what it should not do now belongs below "
+            f"`if __name__ == '__main__':`"
+        )
     # The folder is put on the path, as Python does for a script, so that the file of the model can
     # import modules beside it.
     sys.path.insert(0, str(folder.resolve()))
@@ -224,6 +240,13 @@ def _split_name(spec: str, what: str) -> tuple[Path, str, str]:
     if not path.is_file():
         raise ConfigError(f"{what} must name a file that is there, and {path} is not")
     return path.parent, path.stem, attribute
+
+
+def _runs_on_import(path: Path) -> bool:
+    """True if a file does more than define names when it is imported."""
+    body = ast.parse(path.read_bytes()).body
+    calls = (one for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call))
+    return any(calls) or any(isinstance(one, (ast.For, ast.While, ast.With)) for one in body)
 
 
 def _imported(name: str, attribute: str, what: str) -> Any:

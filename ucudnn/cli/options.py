@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from traceback import format_exception
 from types import NoneType
 from typing import Annotated, Any, get_type_hints
@@ -15,7 +16,7 @@ import typer
 from ucudnn.cli.console import Answer, err, set_quiet
 from ucudnn.cli.models import Recipe
 from ucudnn.config import SETTINGS, Config
-from ucudnn.errors import ConfigError, UcudnnError, quoted
+from ucudnn.errors import ConfigError, OutputError, UcudnnError, quoted
 from ucudnn.system.files import parse_json
 
 Command = Callable[..., Answer | None]
@@ -28,6 +29,9 @@ _MODELS, _TABLES = "More about a model", "For a CSV of layers without such colum
 _SETTINGS, _SWITCHES, _OUTPUT = "More settings", "Settings that are on or off", "Output and errors"
 # Settings whose flags are in the first panel.
 _FIRST = ("memory_budget", "workspace_limit", "layout", "effort", "time_budget_s")
+
+# A file of this size is written and removed, before an output that takes minutes to make is made.
+_TRIAL_BYTES = 1 << 16
 
 
 def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> Any:
@@ -226,9 +230,23 @@ def _read_config(path: Path) -> Config:
 
 
 def require_file(output: Path) -> None:
-    """Refuse an --output that could not be written."""
-    if output.is_dir() or not output.resolve().parent.is_dir():
+    """Refuse an --output that could not be written; a file that exists is left as it is.
+
+    Raises:
+        ConfigError: its folder does not exist, or it is a folder.
+        OutputError: there is no room in the folder, or it is read-only.
+    """
+    folder = output.resolve().parent
+    if output.is_dir() or not folder.is_dir():
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    try:
+        with NamedTemporaryFile(dir=folder) as trial:
+            trial.write(bytes(_TRIAL_BYTES))
+            trial.flush()
+    except OSError as error:
+        raise OutputError(
+            f"--output cannot be written to {output} ({error.strerror}); choose another path"
+        ) from error
 
 
 def settings(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Config:

@@ -213,8 +213,12 @@ class Runner(AbstractRunner):
                 f"shape and at least this batch, or set unplanned='torch'"
             )
         why = "has no plan"
+        others = [] if self.plan is None else other_dtypes(problem, self.plan)
         if self.plan is None:
             remedy = "tune the model, and convert it by that plan"
+        elif others:
+            why = f"has no plan in {problem.dtype}, only in {' and '.join(others)}"
+            remedy = "tune under autocast, too (--autocast), or train without it"
         elif other_layout or Layer.of(problem) not in self._layers:
             return  # a warning was given already, or the plan was not made for this layer
         elif _is_left_out(problem, self.plan):
@@ -226,6 +230,18 @@ class Runner(AbstractRunner):
         else:
             remedy = "tune with an example input of this shape and at least this batch"
         self._warn(problem, f"{problem} {why}: torch's own convolution computes it; {remedy}")
+
+
+def other_dtypes(problem: Problem, plan: Plan) -> list[str]:
+    """The other dtypes in which a plan covers a problem."""
+    found = {
+        one.problem.dtype
+        for one in plan.kernels
+        if one.covers(problem.batch)
+        and replace(one.problem, dtype=problem.dtype, math=problem.math, batch=problem.batch)
+        == problem
+    }
+    return sorted(found - {problem.dtype})
 
 
 def _is_left_out(problem: Problem, plan: Plan) -> bool:

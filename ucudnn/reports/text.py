@@ -160,8 +160,8 @@ def plan_verdict(plan: Plan) -> list[str]:
     sentences += _kernel_verdict(plan)
     if plan.segments:
         sentences.append(
-            "Modules are divided where a script calls `ucudnn.convert_(model, plan)`; `ucudnn show "
-            "--segments` lists them."
+            "Modules are divided where a script calls `ucudnn.convert_(model, plan)`, or by "
+            "`ucudnn run --plan FILE -- train.py`; `ucudnn show --segments` lists them."
         )
     if plan.micro_batch is not None:
         sentences.append(

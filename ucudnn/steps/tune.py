@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, prod
+from textwrap import shorten
 from time import monotonic
 from typing import Any
 
@@ -128,6 +129,7 @@ class _Tuning:
 
     def run(self) -> Plan:
         """Tune the model, judge the plan, and compare divided steps with torch's."""
+        self._say("a step is foreseen")
         if self.config.memory_budget is not None:
             plan = fit(
                 *(self.model, self.inputs, self.config),
@@ -158,6 +160,8 @@ class _Tuning:
 
     def _within(self, step: DividedStep) -> Plan:
         """The plan of a divided step, whose kernels stay within its limits."""
+        division = ", ".join(map(str, step.division.segments)) or "the undivided step"
+        self._say(f"kernels of {shorten(division, 60)}")
         self.step, self.division, self.config = step, step.division, step.config
         # A judge of its own would copy the model again. The copy is divided anew for each division.
         self.copies.clear()
@@ -166,6 +170,7 @@ class _Tuning:
 
     def _compared(self, plan: Plan, is_unaligned: bool) -> tuple[Plan, Mapping[Segment, str]]:
         """The plan after a comparison with torch, and the segments by which they differ."""
+        self._say("a step by the plan is compared with torch's")
         (inputs,) = self.inputs if isinstance(self.inputs, list) else [self.inputs]
         comparer = PlanComparer(
             self.model,
@@ -256,6 +261,7 @@ class _Tuning:
             seconds = EFFORTS[self.config.effort].budget_s(step_ns, on_gpu=on_gpu)
             seconds = seconds and max(seconds, _LEAST_STEPS * step_ns / 1e9)
         self.end = None if seconds is None else Deadline(self.began + seconds)
+        self._say("ways to divide the step are foreseen")
         return self.end or Deadline.never()
 
     def _part(self, share: float) -> Deadline | None:
@@ -301,6 +307,11 @@ class _Tuning:
         left_s = end.left_s()
         race_s = min(left_s / 2, max(left_s / 4, race_steps * self.step_ns / 1e9))
         return end.at_most(left_s - race_s)
+
+    def _say(self, what: str) -> None:
+        """Report what is done now, beside kernels."""
+        if self.on_progress is not None:
+            self.on_progress(replace(self.latest, kernel=what))
 
     def _report(self, more: int, event: Progress) -> None:
         """Report with what was done before, and with the budget of all of tuning."""
