@@ -1,0 +1,411 @@
+"""Every way to train within less memory, each at the best setting of its own sweep, and plans.
+
+    python benchmarks/peers.py --out peers.json                     # four networks, two hours
+    python benchmarks/peers.py segresnet --out peers.json           # goes on where it was cut off
+    python benchmarks/peers.py resnet50 --budgets 0.5,0.3 --rounds 5
+
+Ways of torch: eager and channels_last; a malloc that keeps large blocks; checkpoints of each block,
+of pairs of blocks and of whole stages; gradient accumulation, where samples are independent;
+torch.compile of the whole model, by activation budgets, in both layouts, by both estimators.
+Each runs in a process of its own. Beside a compiled way are its graphs and their nodes, so that one
+that is half compiled shows. The ways that no other beats in both peak and time go into the race,
+with a plan at the peak of each of them.
+
+Before a way runs, what it will take is predicted: foreseen by ucudnn; of a compiled way, the share
+of the activations that its budget allows, in the time of eager. Before the race, who wins it is.
+What was right and wrong is printed and kept. lightstream is no way here: its backward fails on a
+CPU (1.0.7, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import fit_the_step as fit
+import torch
+import torch._functorch.config as compiler
+from fit_the_step import CASES, Case, Contestant, Losses, shape
+from provenance import provenance
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ucudnn
+from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
+from ucudnn.errors import UcudnnError, first_line
+
+NETWORKS = ("segresnet", "convnext", "resnet50", "unet3d")
+# Samples of these depend on each other.
+DEPENDENT = ("resnet50", "unet3d-batchnorm")
+LAYOUTS = ("", "channels_last")
+BUDGETS = (1.0, 0.7, 0.5, 0.35)
+# A way beats another if it takes so much less of one, and no more of the other.
+CLEARLY = 0.02
+# A predicted peak, and a predicted time over eager's, are right if they are so near.
+NEAR_PEAK, NEAR_TIME = 0.03, 0.1
+Entry = Callable[[nn.Module, Tensor], Contestant]
+
+
+class Way(NamedTuple):
+    """A way by torch.
+
+    Args:
+        title: its name.
+        entry: makes it, in its process.
+        layout: "" or "channels_last".
+        budget: the activation budget of a compiled way; 0: it is not compiled.
+        environment: of its process.
+    """
+
+    title: str
+    entry: Entry
+    layout: str = ""
+    budget: float = 0.0
+    environment: dict[str, str] = {}  # noqa: RUF012 - nothing changes it
+
+
+def in_stages(model: nn.Module, _: Tensor) -> Contestant:
+    """A copy of which whole stages are recomputed: the outermost modules that hold others."""
+    twin = copy.deepcopy(model)
+    for one in stages_of(twin):
+        vars(one)["forward"] = partial(checkpoint, one.forward, use_reentrant=False)
+    return Contestant(twin)
+
+
+def stages_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that are called and hold others, below containers of one child."""
+    found = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += [one for one in child if any(one.children())]
+        elif any(child.children()):
+            found.append(child)
+    return stages_of(found[0]) if len(found) == 1 else found
+
+
+class Accumulated(NamedTuple):
+    """A loop over micro-batches, as `fit_the_step.Contestant`."""
+
+    model: nn.Module
+    size: int
+    plan: None = None
+    infers: bool = False
+
+    def step(self, x: Tensor) -> None:
+        """Forward and backward of each part."""
+        self.model.zero_grad()
+        for part in x.split(self.size):
+            weight = len(part) / len(x)
+            losses = [weight * one.square().mean() for one in fit.tensors_of(self.model(part))]
+            torch.autograd.backward(losses)
+
+
+def accumulated(parts: int, model: nn.Module, x: Tensor) -> Any:
+    """A loop over so many parts."""
+    return Accumulated(copy.deepcopy(model), len(x) // parts)
+
+
+# The graphs that this process has compiled, as their numbers of nodes.
+GRAPHS: list[int] = []
+
+
+def compiled(budget: float, estimator: str, model: nn.Module, x: Tensor) -> Contestant:
+    """The whole model compiled, with a budget that holds for each of its compilations."""
+    from torch._inductor.compile_fx import compile_fx
+
+    del x
+
+    # A backend of its own: Dynamo does not guard the setting, and reads it at each compilation.
+    def backend(graph: Any, inputs: Any) -> Any:
+        GRAPHS.append(len(graph.graph.nodes))
+        settings = {
+            "activation_memory_budget": budget,
+            "activation_memory_budget_runtime_estimator": estimator,
+        }
+        with compiler.patch(settings):
+            return compile_fx(graph, inputs)
+
+    # `model.compile()` would compile an nn.Sequential child by child.
+    whole: Any = torch.compile(copy.deepcopy(model), backend=backend)
+    return Contestant(whole)
+
+
+def ways_of(name: str, case: Case, budgets: Sequence[float]) -> list[Way]:
+    """The ways by torch, eager first."""
+    eager = partial(fit.unchanged, False)
+    keeping = {"GLIBC_TUNABLES": LARGE_THRESHOLD_TUNABLES}
+    found = [
+        Way("eager", eager),
+        Way("eager, channels_last", eager, "channels_last"),
+        Way(fit.KEEPING, eager, environment=keeping),
+        Way("checkpoint of each block", partial(fit.recomputing, 1)),
+        Way("checkpoint of two blocks", partial(fit.recomputing, 2)),
+        Way("checkpoint of each stage", in_stages),
+        Way("checkpoint of each block, channels_last", partial(fit.recomputing, 1), LAYOUTS[1]),
+    ]
+    if name not in DEPENDENT:
+        halves = [parts for parts in (2, 4) if parts <= case.shape[0]]
+        found += [
+            Way(f"accumulation of {parts} parts", partial(accumulated, parts)) for parts in halves
+        ]
+    for layout in LAYOUTS:
+        for budget in budgets:
+            title = f"torch.compile, budget {budget}" + f", {layout}" * bool(layout)
+            found.append(Way(title, partial(compiled, budget, "flops"), layout, budget))
+    middle = sorted(budgets)[len(budgets) // 2]
+    title = f"torch.compile, budget {middle}, channels_last, profiled"
+    found.append(Way(title, partial(compiled, middle, "profile"), LAYOUTS[1], middle))
+    return found
+
+
+def entered(case: Case, layout: str, entry: Entry) -> tuple[Contestant, Tensor]:
+    """A way of a case, and its input."""
+    model, x = fit.drawn(case)
+    if layout:
+        form = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+        model, x = model.to(memory_format=form), x.to(memory_format=form)
+    return entry(model, x), x
+
+
+def measured() -> dict[str, Any]:
+    """Peak, time and gradients of this process's way, and the graphs that it consists of."""
+    [(way, x)] = fit.SERVED
+    began = time.monotonic()
+    way.step(x)
+    first_s = round(time.monotonic() - began, 1)
+    times = [fit.served_ns() for _ in range(3)]
+    gradients = fit.gradients(way, x)
+    peak = fit.peak_bytes(way, x)
+    return {
+        "peak_bytes": peak,
+        "step_ns": times,
+        "gradient_norm": float(torch.stack([one.norm() for one in gradients]).norm()),
+        "first_step_s": first_s,  # with compiling
+        "graphs": GRAPHS,
+    }
+
+
+def served(case: Case, way: Way) -> Any:
+    """A process that runs one way and nothing else."""
+    server = fit.serving(partial(entered, case, way.layout, way.entry))
+    with patch.dict(os.environ, way.environment):  # malloc reads it when the process starts
+        server.submit(os.getpid).result()
+    return server
+
+
+class Book:
+    """What was predicted and found of one network, in a file that is written after each way."""
+
+    def __init__(self, name: str, case: Case, out: Path | None) -> None:
+        self._out = out
+        self._all = json.loads(out.read_text()) if out is not None and out.exists() else []
+        same = [
+            one for one in self._all if (one["network"], tuple(one["shape"])) == (name, case.shape)
+        ]
+        self._all = [one for one in self._all if one["network"] != name]
+        fresh = {"network": name, "shape": case.shape, "made": provenance()}
+        self.found: dict[str, Any] = {
+            **(same[0] if same else {**fresh, "ways": {}, "plans": {}, "failed": {}, "race": {}})
+        }
+        self._all.append(self.found)
+
+    def write(self) -> None:
+        """Write the file: all or nothing."""
+        fit.save(self._out, self._all)
+
+
+def predicted(case: Case, way: Way, eager: dict[str, Any]) -> dict[str, Any]:
+    """Peak and time over eager's that a way is expected to take, before it has run."""
+    if way.budget:
+        held, peak = eager["held_bytes"], eager["predicted"]["peak_bytes"]
+        return {"peak_bytes": round(held + way.budget * (peak - held)), "ratio": 1.0}
+    model, x = entered(case, way.layout, way.entry)[0].model, fit.drawn(case)[1]
+    size = getattr(way.entry, "args", (0,))[0] if way.title.startswith("accumulation") else 1
+    x = x[: len(x) // size] if size > 1 else x
+    if way.layout:
+        x = x.to(memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last)
+    found = ucudnn.foresee(Losses(model), x)
+    first = eager.get("predicted", {}).get("time_ns", found.time_ns)
+    rest = fit.held_bytes(nn.Identity(), fit.drawn(case)[1]) * (size - 1) // size
+    return {
+        "peak_bytes": found.peak_bytes + rest,
+        "time_ns": found.time_ns,
+        "ratio": size * found.time_ns / first,
+    }
+
+
+def sweep(book: Book, case: Case, ways: Iterable[Way]) -> None:
+    """Predict and measure each way that the book does not have."""
+    rows, failed = book.found["ways"], book.found["failed"]
+    for way in ways:
+        if way.title in rows or way.title in failed:
+            continue
+        try:
+            row: dict[str, Any] = {"predicted": predicted(case, way, rows.get("eager", {}))}
+            if way.title == "eager":
+                model, x = fit.drawn(case)
+                row["held_bytes"] = fit.held_bytes(model, x)
+            book.found["next"] = {way.title: row}
+            book.write()  # the prediction comes first
+            with served(case, way) as server:
+                row |= server.submit(measured).result()
+        # What torch.compile raises is a RuntimeError, and so is a lack of memory.
+        except (UcudnnError, RuntimeError) as error:
+            failed[way.title] = first_line(error)
+        else:
+            rows[way.title] = row
+            torchs = rows["eager"]
+            share = row["peak_bytes"] / torchs["peak_bytes"]
+            ratio = median(row["step_ns"]) / median(torchs["step_ns"])
+            print(f"{book.found['network']}: {way.title}: {share:.0%} at {ratio:.2f}", flush=True)
+        book.found.pop("next", None)
+        book.write()
+
+
+def front(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The ways that no other beats, by falling peak; of those that are about equal, one."""
+    kept = list[str]()
+    sizes = {title: (row["peak_bytes"], median(row["step_ns"])) for title, row in rows.items()}
+    for title in sorted(sizes, key=lambda one: sizes[one]):
+        _, time_ns = sizes[title]
+        # Those that are kept so far have smaller peaks.
+        if all(time_ns < (1 - CLEARLY) * sizes[one][1] for one in kept):
+            kept.append(title)
+    return kept[::-1]
+
+
+def plan_at(case: Case, peak: int, config: ucudnn.Config) -> ucudnn.Plan:
+    """A plan within a rival's peak; called in a process of its own."""
+    return ucudnn.tune(*fit.drawn(case), replace(config, memory_budget=peak))
+
+
+def planned(book: Book, case: Case, rivals: Iterable[str], config: ucudnn.Config) -> None:
+    """Plans at the peaks of the rivals, with who is expected to be faster."""
+    rows, plans = book.found["ways"], book.found["plans"]
+    for title in rivals:
+        peak = rows[title]["peak_bytes"]
+        if title in plans or peak > rows["eager"]["peak_bytes"]:
+            continue
+        with fit.process() as own:
+            try:
+                plan = own.submit(plan_at, case, peak, config).result()
+            except UcudnnError as error:
+                plans[title] = {"refused": first_line(error)}
+                book.write()
+                continue
+        memory = plan.memory
+        ratio = memory.plan_foreseen_ns / memory.torch_foreseen_ns
+        rival = median(rows[title]["step_ns"]) / median(rows["eager"]["step_ns"])
+        plans[title] = {
+            "predicted": {
+                "peak_bytes": memory.plan_foreseen_bytes,
+                "ratio": ratio,
+                "is_faster": ratio < rival,
+            },
+            "tuning_s": plan.origin.seconds,
+            **fit.described(plan),
+            "plan": plan.to_dict(),
+        }
+        book.write()
+        print(f"{book.found['network']}: plan at the peak of {title}", flush=True)
+
+
+def raced(book: Book, case: Case, ways: dict[str, Way], rounds: int) -> None:
+    """Times of the ways of the front and of the plans, in turn."""
+    from msgspec import convert
+
+    entries: dict[str, Way] = {"eager": ways["eager"]}
+    for title in book.found["front"]:
+        entries[title] = ways[title]
+    for title, row in book.found["plans"].items():
+        if "plan" in row:
+            config = ucudnn.Config.from_dict(row["plan"]["config"])
+            plan = convert({**row["plan"], "config": config}, ucudnn.Plan)
+            name = f"plan at the peak of {title}"
+            entries[name] = Way(name, partial(fit.following, plan, False))
+    race = book.found["race"]
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(served(case, way)) for name, way in entries.items()}
+        for name, server in servers.items():
+            if name not in race:
+                found = server.submit(measured).result()
+                race[name] = {"peak_bytes": found["peak_bytes"], "samples_ns": []}
+        for _ in range(rounds - min(len(row["samples_ns"]) for row in race.values())):
+            for name, server in servers.items():
+                race[name]["samples_ns"].append(fit.step_ns(server))
+            book.write()
+
+
+def judged(book: Book) -> list[str]:
+    """What was predicted right and wrong, as sentences."""
+    rows, race = book.found["ways"], book.found["race"]
+    torchs = rows["eager"]
+    peaks = times = right_peaks = right_times = 0
+    for row in rows.values():
+        ratio = median(row["step_ns"]) / median(torchs["step_ns"])
+        peaks, times = peaks + 1, times + (row is not torchs)
+        right_peaks += abs(row["predicted"]["peak_bytes"] / row["peak_bytes"] - 1) <= NEAR_PEAK
+        right_times += row is not torchs and abs(row["predicted"]["ratio"] / ratio - 1) <= NEAR_TIME
+    lines = [
+        f"peaks of torch's ways: {right_peaks} of {peaks} within {NEAR_PEAK:.0%}",
+        f"times of torch's ways: {right_times} of {times} within {NEAR_TIME:.0%}",
+    ]
+    won = right = count = near = 0
+    for title, row in book.found["plans"].items():
+        name = f"plan at the peak of {title}"
+        if name not in race:
+            continue
+        pairs = zip(race[name]["samples_ns"], race[title]["samples_ns"], strict=True)
+        is_faster = median(one / other for one, other in pairs) < 1
+        count, won = count + 1, won + is_faster
+        right += is_faster == row["predicted"]["is_faster"]
+        near += abs(row["predicted"]["peak_bytes"] / race[name]["peak_bytes"] - 1) <= NEAR_PEAK
+    lines.append(f"peaks of plans: {near} of {count} within {NEAR_PEAK:.0%}")
+    lines.append(f"winners: {right} of {count} right; plans are faster in {won}")
+    return lines
+
+
+def main() -> None:
+    """Run the networks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help="default: four")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shape", type=shape, help="of the inputs, such as 4,1,32,32,32")
+    parser.add_argument(
+        "--budgets", type=lambda text: tuple(map(float, fit.listed(text))), default=BUDGETS
+    )
+    parser.add_argument("--time-budget-s", type=float, help="for tuning each plan")
+    arguments = parser.parse_args()
+    if unknown := {*arguments.networks} - {*CASES}:
+        parser.error(f"networks must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    config = ucudnn.Config(effort="quick", time_budget_s=arguments.time_budget_s)
+    for name in arguments.networks or NETWORKS:
+        case = CASES[name]._replace(**({"shape": arguments.shape} if arguments.shape else {}))
+        book = Book(name, case, arguments.out)
+        ways = {way.title: way for way in ways_of(name, case, arguments.budgets)}
+        sweep(book, case, ways.values())
+        book.found["front"] = front(book.found["ways"])
+        planned(book, case, book.found["front"], config)
+        raced(book, case, ways, arguments.rounds)
+        book.found["predictions"] = judged(book)
+        book.write()
+        for line in book.found["predictions"]:
+            print(f"{name}: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
