@@ -25,8 +25,8 @@ def steps_table(found: Sequence[Values], names: Mapping[str, str]) -> list[list[
         names: of networks, where they have a better one.
     """
     published = json.loads((PUBLISHED / "published.json").read_text())
-    heading = ["network", "limit", "policy", "step", "undivided's step over this one's (95 %)"]
-    heading += ["the same by µ-cuDNN on a GPU", "torch's step over this one's"]
+    heading = ["network", "limit", "policy", "step", "this step over the undivided one (95 %)"]
+    heading += ["the same by µ-cuDNN on a GPU", "this step over torch's"]
     heading += ["workspace", "kernels over the limit", "peak of a step", "tuned in", "divided"]
     rows = [heading]
     for one in found:
@@ -47,14 +47,14 @@ def steps_row(name: str, rows: Sequence[Values], row: Values, published: Values)
         (one for one in rows if (one["limit"], one["policy"]) == (row["limit"], UNDIVIDED)), None
     )
     theirs = published.get(row["policy"]) if published.get("limit") == row["limit"] else None
-    over = "-" if alone is None else ratio_text(alone["samples_ns"], samples)
+    over = "-" if alone is None else ratio_text(samples, alone["samples_ns"])
     # Such an undivided row is no rival within the limit.
     over += "*" if alone is not None and alone["over_limit"] else ""
     return [
         *cells,
         "1" if row is alone else over,
-        "-" if theirs is None else f"{theirs:.2f}",
-        ratio_text(torchs, samples),
+        "-" if theirs is None else f"{1 / theirs:.2f}",
+        ratio_text(samples, torchs),
         format_bytes(row["workspace_bytes"]),
         str(row["over_limit"]),
         format_bytes(row["peak_bytes"]),
@@ -77,12 +77,12 @@ def layers_row(layer: Values) -> list[str]:
     own = layer["splits"][0]
     cells = [layer["problem"], time_text(own["samples_ns"]), format_bytes(own["workspace_bytes"])]
     for limit, ratio in layer["published"].items():
-        cells += [layer_gain(layer, limit), f"{ratio:.2f}"]
+        cells += [layer_ratio(layer, limit), f"{1 / ratio:.2f}"]
     return cells
 
 
-def layer_gain(layer: Values, limit: str) -> str:
-    """Time of the undivided split over that of the best one, both within a limit."""
+def layer_ratio(layer: Values, limit: str) -> str:
+    """Time of the best split over that of the undivided one, both within a limit."""
     alone, planned = (layer["chosen"][limit][policy] for policy in (UNDIVIDED, ALL))
     if planned is None:
         return "nothing fits"
@@ -90,7 +90,7 @@ def layer_gain(layer: Values, limit: str) -> str:
         return "only divided fits"
     if alone == planned:
         return "1, undivided"
-    return ratio_text(*(layer["splits"][place]["samples_ns"] for place in (alone, planned)))
+    return ratio_text(*(layer["splits"][place]["samples_ns"] for place in (planned, alone)))
 
 
 def ratio_text(numerators: Sequence[int], denominators: Sequence[int]) -> str:

@@ -151,8 +151,8 @@ class Found:
         # In some files, compiled models have a plan of their own.
         return self.values.get("plan_of_compiled", self.values) if is_compiled else self.values
 
-    def gain(self, with_malloc: bool = True) -> tuple[float, float, float]:
-        """Time of the fastest way without a plan over that of the fastest with it.
+    def ratio(self, with_malloc: bool = True) -> tuple[float, float, float]:
+        """Time of the fastest way with a plan over that of the fastest without it.
 
         Args:
             with_malloc: as for `fastest`.
@@ -163,7 +163,7 @@ class Found:
         other, planned = (self.fastest(on, with_malloc) for on in (False, True))
         if other is None or planned is None:
             return 1.0, 1.0, 1.0
-        samples = other.steps.samples_ns, planned.steps.samples_ns
+        samples = planned.steps.samples_ns, other.steps.samples_ns
         # A process that ended early has fewer rounds.
         count = min(map(len, samples))
         return ratio_interval(samples[0][:count], samples[1][:count])
@@ -173,9 +173,9 @@ class Found:
         other, planned = self.fastest(is_planned=False), self.fastest(is_planned=True)
         if other is None or planned is None:
             return "nothing to compare"
-        middle, low, high = self.gain()
+        middle, low, high = self.ratio()
         return (
-            f"a step by {planned.name} is {middle:.2f} ({low:.2f} to {high:.2f}) times as fast as "
-            f"by {other.name}, the fastest without a plan: {format_ns(planned.steps.time_ns)} "
+            f"a step by {planned.name} takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long "
+            f"as by {other.name}, the fastest without a plan: {format_ns(planned.steps.time_ns)} "
             f"against {format_ns(other.steps.time_ns)}"
         )

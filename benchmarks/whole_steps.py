@@ -228,18 +228,18 @@ def saved_by_segments(one: dict[str, Any], step_ns: int) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> Table:
-    """All networks: the fastest without the plan over the fastest with it."""
-    result = Table(title="Fastest step without a plan over the fastest with one")
+    """All networks: the fastest with the plan over the fastest without it."""
+    result = Table(title="Fastest step with a plan over the fastest without one")
     for heading in ("network", "mode", "tuned in", "changed", "layout", "without", "with", "ratio"):
         result.add_column(heading)
     result.add_column("peak: without, with")
     result.add_column("layouts of single layers save at most")
-    for one in sorted(map(Found, found), key=lambda one: -one.gain()[0]):
+    for one in sorted(map(Found, found), key=lambda one: one.ratio()[0]):
         other, planned = one.fastest(is_planned=False), one.fastest(is_planned=True)
         if other is None or planned is None:
             result.add_row(one.values["network"], one.values["mode"], one.sentence())
             continue
-        middle, low, high = one.gain()
+        middle, low, high = one.ratio()
         result.add_row(
             f"{one.values['network']} {'x'.join(map(str, one.values['input']))}",
             one.values["mode"],

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from make_steps import text
+
+from ucudnn.benchmark.statistics import ratio_interval
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc" / "fit_the_step.json"
@@ -27,14 +28,13 @@ NAMES = {
     "unet3d": ("3-D U-Net", "#777"),
     "unet3d-batchnorm": ("3-D U-Net, BatchNorm", "#000"),
 }
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 430, 70, 520, 60, 370
-# Fractions of torch's peak, and multiples of its time.
-MOST_TIME, LEAST_TIME = 1.7, 0.7
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 500, 80, 520, 74, 440
+# Multiples of torch's time. Every point lies between them; an interval may end beyond.
+MOST_TIME, LEAST_TIME = 1.5, 0.5
 
 
 def place(share: float, ratio: float) -> tuple[float, float]:
     """Where a share of torch's peak and a multiple of its time are drawn."""
-    ratio = min(max(ratio, LEAST_TIME), MOST_TIME)
     height = (ratio - LEAST_TIME) / (MOST_TIME - LEAST_TIME)
     return LEFT + (RIGHT - LEFT) * min(share, 1.1) / 1.1, BOTTOM - (BOTTOM - TOP) * height
 
@@ -58,12 +58,17 @@ def marks(network: dict[str, Any]) -> list[str]:
     found = []
     for title, way in network["ways"].items():
         if way is not torchs:
-            ratio = median(
-                one / two for one, two in zip(way["samples_ns"], torchs["samples_ns"], strict=True)
-            )
+            ratio, *ends = ratio_interval(way["samples_ns"], torchs["samples_ns"])
             share = way["peak_bytes"] / torchs["peak_bytes"]
-            found.append(shape(title, *place(share, ratio), colour))
+            (x, y), (low, high) = place(share, ratio), (inside(one) for one in ends)
+            line = f'<path d="M{x:.1f},{low:.1f}V{high:.1f}" stroke="{colour}" opacity="0.35"/>'
+            found += [line, shape(title, x, y, colour)]
     return found
+
+
+def inside(ratio: float) -> float:
+    """The height of the end of an interval, or of the edge beyond which it lies."""
+    return place(0, min(max(ratio, LEAST_TIME), MOST_TIME))[1]
 
 
 def axes() -> list[str]:
@@ -74,7 +79,7 @@ def axes() -> list[str]:
         colour = "#222" if share == 1 else "#ddd"
         lines.append(f'<path d="M{x:.1f},{TOP}V{BOTTOM}" stroke="{colour}"/>')
         lines.append(text(x, BOTTOM + 18, f"{share:.0%}"))
-    for tenths in (8, 10, 12, 14, 16):
+    for tenths in (6, 8, 10, 12, 14):
         _, y = place(0, tenths / 10)
         colour = "#222" if tenths == 10 else "#ddd"
         lines.append(f'<path d="M{LEFT},{y:.1f}H{RIGHT}" stroke="{colour}"/>')
@@ -109,13 +114,22 @@ def draw() -> str:
         "<title>Time of a training step over its peak memory</title>",
         '<rect width="100%" height="100%" fill="#fff"/>',
         text(
-            WIDTH / 2, 24, "Training steps: time over peak memory, both over torch's (CPU, 2 cores)"
+            *(WIDTH / 2, 24),
+            "Training steps of eight networks: less memory is further left, less time further down",
         ),
-        text(WIDTH / 2, 44, "further left: less memory; below 1: faster than torch"),
+        text(
+            WIDTH / 2,
+            44,
+            "plans (filled) reach what no checkpoint (open squares) reaches: they lie",
+        ),
+        text(WIDTH / 2, 62, "left of it and lower. CPU, 2 cores; lines: 95 % intervals"),
         *axes(),
         *(line for network in found for line in marks(network)),
         *legend([network["network"] for network in found]),
-        text((LEFT + RIGHT) / 2, BOTTOM + 42, "peak of the step, of torch's"),
+        text((LEFT + RIGHT) / 2, BOTTOM + 42, "peak memory of a step, of torch's"),
+        f'<g transform="translate(24,{(TOP + BOTTOM) / 2}) rotate(-90)">',
+        text(0, 0, "time of a step, over torch's"),
+        "</g>",
         "</g>",
         "</svg>\n",
     ]

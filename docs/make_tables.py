@@ -55,6 +55,12 @@ def ratio(values: Iterable[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
+def inverse(values: Iterable[float]) -> tuple[float, float, float]:
+    """A ratio and its interval the other way round: the small numbers are good."""
+    middle, low, high = values
+    return 1 / middle, 1 / high, 1 / low
+
+
 def results(name: str) -> Any:
     """The values of a file of results."""
     return json.loads((RESULTS / MACHINES.get(name, "intel-xeon") / name).read_text())
@@ -67,8 +73,8 @@ def tuned() -> list[Row]:
         "torch's step",
         "tuned in",
         "kernels changed",
-        "torch's step over the plan's (95 %)",
-        "the faster layout of torch over the plan's",
+        "the plan's step over torch's (95 %)",
+        "the plan's over the faster layout of torch",
         "saved in the layers that the plan changes",
         "peak memory of tuning over a step's",
     ]
@@ -91,8 +97,8 @@ def tuned_row(one: dict[str, Any]) -> Row:
         f"{samples[len(samples) // 2] / 1e6:.0f} ms",
         f"{one['seconds']:.0f} s",
         f"{one['changed']} of {one['kernels']}",
-        ratio(one["speed_up"]),
-        ratio(one["speed_up_over_fastest"]),
+        ratio(inverse(one["speed_up"])),
+        ratio(inverse(one["speed_up_over_fastest"])),
         saved(one, "plan"),
         f"{one['peak_of_tuning_bytes'] / one['peak_of_steps_bytes']:.2f}",
     ]
@@ -110,8 +116,8 @@ def hasty() -> list[Row]:
         "budget",
         "tuned in",
         "thorough plan tuned in",
-        "torch's step over the plan's (95 %)",
-        "the thorough plan's step over the plan's",
+        "the plan's step over torch's (95 %)",
+        "the plan's step over the thorough plan's",
         "saved in the layers by the plan",
         "by the thorough one",
     ]
@@ -121,25 +127,25 @@ def hasty() -> list[Row]:
 def hasty_row(one: dict[str, Any]) -> Row:
     """A network of tuning_haste.json."""
     seconds = (f"{one[name]:.0f} s" for name in ("budget_s", "seconds", "thorough_seconds"))
-    steps = ratio(one["speed_up"]), ratio(one["thorough_over_plan"])
+    steps = (ratio(inverse(one[name])) for name in ("speed_up", "thorough_over_plan"))
     return [tuned_name(one), *seconds, *steps, saved(one, "plan"), saved(one, "thorough")]
 
 
 def founds(name: str) -> list[Found]:
     """The entries of a file of whole_steps.py, the largest gain first."""
-    return sorted(map(Found, results(name)), key=lambda one: -gain(one)[0])
+    return sorted(map(Found, results(name)), key=lambda one: over(one)[0])
 
 
-def gain(one: Found) -> tuple[float, float, float]:
-    """What the plan gains over the fastest way without one, as malloc comes."""
-    return one.gain(with_malloc=False)
+def over(one: Found) -> tuple[float, float, float]:
+    """The plan's time over that of the fastest way without one, as malloc comes."""
+    return one.ratio(with_malloc=False)
 
 
 def stepped(mode: str) -> list[Row]:
     """Steps by all ways, from whole_steps.json; the largest gain first."""
     found = [one for one in founds("whole_steps.json") if one.values["mode"] == mode]
     names = list(dict.fromkeys(way.name for one in found for way in one.own))
-    heading = ["network", *names, "fastest without over fastest with a plan (95 %)", "peak"]
+    heading = ["network", *names, "fastest with over fastest without a plan (95 %)", "peak"]
     return [heading, *(stepped_row(one, names) for one in found)]
 
 
@@ -147,7 +153,7 @@ def stepped_row(one: Found, names: list[str]) -> Row:
     """A network of whole_steps.json."""
     taken = {way.name: way.steps for way in one.own if way.steps.samples_ns}
     times = [f"{taken[name].time_ns / 1e6:.0f} ms" if name in taken else "-" for name in names]
-    return [NAMES[one.values["network"]], *times, ratio(gain(one)), peaks(one)]
+    return [NAMES[one.values["network"]], *times, ratio(over(one)), peaks(one)]
 
 
 def peaks(one: Found) -> str:
@@ -160,7 +166,7 @@ def made() -> list[Row]:
     """Steps of `make bench`, from bench.json; the largest gain first."""
     found = founds("bench.json")
     names = list(dict.fromkeys(way.name for one in found for way in one.ways))
-    heading = ["network", "input", "mode", "fastest without over fastest with a plan (95 %)"]
+    heading = ["network", "input", "mode", "fastest with over fastest without a plan (95 %)"]
     heading += ["the same, out of the ways with `+malloc`, too", *names]
     heading += ["peak: fastest without, with a plan", "tuned in", "kernels changed"]
     return [heading, *(made_row(one, names) for one in found)]
@@ -174,8 +180,8 @@ def made_row(one: Found, names: list[str]) -> Row:
         SHORT_NAMES[values["network"]],
         "x".join(map(str, values["input"])),
         values["mode"],
-        ratio(gain(one)),
-        ratio(one.gain()),
+        ratio(over(one)),
+        ratio(one.ratio()),
         *(taken.get(name, "-") for name in names),
         peaks(one),
         f"{one.followed['tuned_s']:.0f} s",
@@ -190,9 +196,9 @@ def gained() -> list[Row]:
     """
     heading = ["network", "mode", "fastest without a plan", "by the plan", "ratio (95 %)"]
     found = founds("whole_steps.json")
-    faster = [one for one in found if gain(one)[1] > 1]
-    slower = [one for one in found if gain(one)[2] < 1]
-    rest = [gain(one)[0] for one in found if one not in (*faster, *slower)]
+    faster = [one for one in found if over(one)[2] < 1]
+    slower = [one for one in found if over(one)[1] > 1]
+    rest = [over(one)[0] for one in found if one not in (*faster, *slower)]
     middle = [f"{len(rest)} others", "", "", "", f"{min(rest):.2f} to {max(rest):.2f}: noise"]
     return [heading, *map(gained_row, faster), middle, *map(gained_row, slower)]
 
@@ -201,7 +207,7 @@ def gained_row(one: Found) -> Row:
     """A network of the table of README.md."""
     fastest = (one.fastest(on, with_malloc=False) for on in (False, True))
     times = [f"{way.name}: {way.steps.time_ns / 1e6:.0f} ms" for way in fastest if way]
-    return [NAMES[one.values["network"]], one.values["mode"], *times, ratio(gain(one))]
+    return [NAMES[one.values["network"]], one.values["mode"], *times, ratio(over(one))]
 
 
 # Networks of benchmarks/fit_the_step.py, in the order of the table.

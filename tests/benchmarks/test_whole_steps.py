@@ -53,18 +53,18 @@ def tables(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleTyp
 
 def test_the_fastest_way_may_be_in_either_process(script, entries):
     lost, won = map(script("found_steps").Found, entries)
-    assert lost.gain() == pytest.approx((10 / 12,) * 3)
-    assert won.gain() == (1.6, 1.6, 1.6)
-    assert won.gain(with_malloc=False) == pytest.approx((9 / 7,) * 3)
+    assert lost.ratio() == pytest.approx((12 / 10,) * 3)
+    assert won.ratio() == (0.625, 0.625, 0.625)
+    assert won.ratio(with_malloc=False) == pytest.approx((7 / 9,) * 3)
     assert won.fastest(is_planned=False).name == "eager+malloc"
-    assert won.sentence().startswith("a step by plan+malloc is 1.60 (1.60 to 1.60) times as fast")
+    assert won.sentence().startswith("a step by plan+malloc takes 0.62 (0.62 to 0.62) times as")
     entries[0] |= {"plan_of_compiled": {"changed": 5}, "bench": bench(eager=(9,), plan=(9,))}
     assert script("found_steps").Found(entries[0]).followed["changed"] == 2
     entries[0]["bench"]["ways"].append({"way": "plan+compile", "samples_ns": [8]})
     assert script("found_steps").Found(entries[0]).followed["changed"] == 5
     # a process that ended early has fewer rounds
     entries[1]["malloc"]["bench"] = bench(eager=(8,) * 2)
-    assert script("found_steps").Found(entries[1]).gain() == pytest.approx((8 / 7,) * 3)
+    assert script("found_steps").Found(entries[1]).ratio() == pytest.approx((7 / 8,) * 3)
 
 
 def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(tables, entries, tmp_path):
