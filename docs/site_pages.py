@@ -79,9 +79,17 @@ def relinked(markdown: str, folder: Path, address: str) -> str:
             path, text = file.relative_to(ROOT).as_posix(), link["text"]
             return f"`{path}`" if text.strip("/") == path else f"{text} (`{path}`)"
         target = os.path.relpath(target, Path(address).parent)
-        return f"[{link['text']}]({target}{link['anchor'] or ''})"
+        # Readers of a checkout look for files, those of the site for pages.
+        text = title_of(file) if link["text"].endswith(".md") else link["text"]
+        return f"[{text}]({target}{link['anchor'] or ''})"
 
     return _LINK.sub(rewritten, _MARK.sub("", markdown))
+
+
+def title_of(file: Path) -> str:
+    """The first heading of a page."""
+    headings = re.findall(r"^# (.+)$", file.read_text("utf-8"), re.M)
+    return headings[0] if headings else file.name
 
 
 def interface(module: str) -> str:

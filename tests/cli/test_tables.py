@@ -190,6 +190,8 @@ def test_what_is_wrong_by_itself_is_refused_without_torch(python, model, table, 
             (command, "train.py", *shape): "MODEL must be module:callable",
             (command, "train.py:net", *shape): "a file that is there, and train.py is not",
             (command, net): "a model needs --input",
+            # Two mistakes are told together.
+            (command, "train.py"): "got 'train.py'; and a model needs --input",
             (command, net, "--input", "8x"): "--input must be",
             (command, net, "--inputs", "inputs"): "--inputs must be module:callable",
             (command, net, *shape, "--args", "{"): "--args must be JSON",

@@ -199,6 +199,22 @@ def test_bad_calls_say_one_sentence(ucudnn, model, table, arguments, said):
     assert "Traceback" not in done.err
 
 
+def test_an_output_that_cannot_be_written_is_found_before_tuning(ucudnn, table):
+    done = ucudnn("tune", table(), "-o", "/proc/plan.json")
+    assert done.status == 3
+    assert "--output cannot be written to /proc/plan.json" in done.err
+    assert "tuning for" not in done.err
+
+
+def test_a_script_that_runs_when_it_is_imported_is_named(ucudnn, model):
+    script = Path(model).with_name("runs.py")
+    script.write_text(Path(model).read_text() + "\nfor _ in range(2):\n    print('trained')\n")
+    done = ucudnn("trace", f"{script}:net", "--input", SHAPE)
+    assert done.status == 0, done.err
+    assert "importing runs.py, which runs it" in done.err
+    assert "importing" not in ucudnn("trace", f"{model}:net", "--input", SHAPE).err
+
+
 @pytest.mark.process
 def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     """A real process, a real signal, and the cache that it leaves."""

@@ -284,6 +284,14 @@ class TestUnplanned:
         assert len(caught) == 1
         assert torch.equal(outputs[0], layer(larger))
 
+    def test_another_dtype_alone_is_named(self, plan_by_hand):
+        _, planned, x = plain_pair(plan_by_hand)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.warns(UserWarning, match=r"no plan in bfloat16, only in float32.*--autocast"),
+        ):
+            planned(x)
+
     def test_a_layer_made_without_a_plan(self):
         layer, reference = ucudnn.nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
         reference.load_state_dict(layer.state_dict())
