@@ -28,6 +28,8 @@ ROLE_BY_ROOM = {
     "convert": "swaps the layers of a model",
     "distributed": "one plan for all ranks of a job",
     "doctor": "describes this machine",
+    "frameworks": "trainers of Lightning and Transformers follow a plan",
+    "unchanged": "plans the model of a script that is not changed",
     "types": "names of types, for annotations",
     "nn": "layers that follow a plan",
     "steps": "a whole step becomes a plan: its convolutions, its memory, its segments, "
