@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from make_steps import text
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc" / "step_memory.json"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, GAP = 720, 400, 70, 700, 56, 320, 30
+COLUMNS = 250  # in which a step is drawn
 # Kinds of blocks, from below, with their colours.
 KINDS = {
     "kept and recomputed activations": "#0072b2",
@@ -49,6 +51,20 @@ def levels(blocks: Sequence[Any], kind: str) -> list[int]:
     return found
 
 
+def fullest(layers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """These levels at the fullest moment of each of so many parts of the step."""
+    totals = [sum(column) for column in zip(*layers, strict=True)]
+    size = len(totals) / COLUMNS
+    parts = [range(round(n * size), round((n + 1) * size)) for n in range(COLUMNS)]
+    moments = [max(part, key=totals.__getitem__) for part in parts if part]
+    return [[layer[moment] for moment in moments] for layer in layers]
+
+
+def across(begin: float, unit: float, value: float) -> float:
+    """The place of a value on an axis."""
+    return begin + unit * value
+
+
 def area(
     low: Sequence[int],
     high: Sequence[int],
@@ -77,7 +93,7 @@ def draw() -> str:
             "backward: by torch (left), and by a plan within half of its peak (right)",
         ),
     ]
-    y = lambda size: BOTTOM - (BOTTOM - TOP - 20) * size / torchs  # noqa: E731 - a scale
+    y = partial(across, BOTTOM, -(BOTTOM - TOP - 20) / torchs)
     for mib in range(0, torchs >> 20, 50):
         parts.append(f'<path d="M{LEFT},{y(mib << 20):.1f}H{RIGHT}" stroke="#ddd"/>')
         parts.append(text(LEFT - 8, y(mib << 20) + 5, f"{mib} MiB", "end"))
@@ -85,11 +101,12 @@ def draw() -> str:
     width = (RIGHT - LEFT - GAP) / 2
     for place, (blocks, peak) in enumerate(zip(found["steps"], (torchs, plans), strict=True)):
         begin = LEFT + place * (width + GAP)
-        low = [held] * len(levels(blocks, ""))
-        x = lambda n, begin=begin, low=low: begin + width * n / (len(low) - 1)  # noqa: E731
+        layers = fullest([levels(blocks, kind) for kind in KINDS])
+        low = [held] * len(layers[0])
+        x = partial(across, begin, width / (len(low) - 1))
         parts.append(f'<path d="{area([0] * len(low), low, x, y)}" fill="#555"/>')
-        for kind, colour in KINDS.items():
-            high = [a + b for a, b in zip(low, levels(blocks, kind), strict=True)]
+        for layer, colour in zip(layers, KINDS.values(), strict=True):
+            high = [a + b for a, b in zip(low, layer, strict=True)]
             parts.append(f'<path d="{area(low, high, x, y)}" fill="{colour}"/>')
             low = high
         parts.append(
