@@ -37,6 +37,7 @@ from ucudnn.config import Config, Startup, settings_here
 from ucudnn.distributed.sharding import unsharded
 from ucudnn.errors import PlanError, PlanFileError, UcudnnError
 from ucudnn.execution.compiling import is_compiled, original_of, untraced
+from ucudnn.execution.micro_batching import strip_
 from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
@@ -291,6 +292,8 @@ def _within(budget: str, module: nn.Module, arguments: _Arguments) -> Plan | Non
             sys.exit(1)
         return None
     convert_(module, plan)
+    if any(type(one).__module__.startswith("monai.") for one in tree_leaves(arguments)):
+        strip_(original_of(module))
     _install(plan, module)
     if _is_first():
         listed = [str(one) for one in plan.segments]

@@ -66,6 +66,8 @@ class SegmentForward:
         # The stretches of its children that are segments, by the places at which they begin and
         # end. Shorter ones inside these belong to them.
         self.stretches: dict[tuple[int, int], nn.Sequential] = {}
+        # Whether the module is called with tensors without MONAI's metadata.
+        self.strips = False
         # Another library may have given the module a forward of its own as an attribute.
         self.hidden = vars(module).get("forward")
         # For training and evaluation: True if forward ends in an operator that fills a tensor after
@@ -75,7 +77,7 @@ class SegmentForward:
     @untraced_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all samples, divided as the segment says."""
-        if _MONAI in sys.modules and (with_metadata := _with_metadata(args, kwargs)):
+        if self.strips and (with_metadata := _with_metadata(args, kwargs)):
             (args, kwargs), renewed = with_metadata
             return renewed(self._divided(args, kwargs))
         return self._divided(args, kwargs)
@@ -174,7 +176,7 @@ class SegmentForward:
         """Let the module run undivided again."""
         attributes = vars(self.module)
         del attributes["extra_repr"]
-        self.segment, self.stretches = None, {}
+        self.segment, self.stretches, self.strips = None, {}, False
         # If another library has put its own forward in the place of this one since, that forward
         # stays.
         if attributes.get("forward") is self:
@@ -776,8 +778,12 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
     # Those inside others come after them.
     for stretch, one in sorted(inner, key=lambda pair: pair[0].begin - pair[0].end):
         _installed(found[one.module][0]).add(stretch, one)
-    if segments and _MONAI in sys.modules:
-        _installed(model)  # the whole model is called with tensors without metadata
+
+
+def strip_(model: nn.Module) -> None:
+    """Call a model with plain tensors, in place, where it is called with those of MONAI."""
+    if _MONAI in sys.modules:
+        _installed(model).strips = True
 
 
 def _with_metadata(args: Any, kwargs: Any) -> tuple[Any, _Run] | None:

@@ -309,8 +309,8 @@ class _Tuning:
         return end.at_most(left_s - race_s)
 
     def _say(self, what: str) -> None:
-        """Report what is done now, beside kernels."""
-        if self.on_progress is not None:
+        """Report what is done now, beside kernels, which may take long with a memory budget."""
+        if self.on_progress is not None and self.config.memory_budget is not None:
             self.on_progress(replace(self.latest, kernel=what))
 
     def _report(self, more: int, event: Progress) -> None:
