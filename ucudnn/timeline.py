@@ -17,7 +17,7 @@ _ALIGNED, _BASE = 512, 1 << 32
 class Block(NamedTuple):
     """Memory that a step allocates at one moment and frees at another.
 
-    Args:
+    Attributes:
         name: the module that allocated it, and what for.
         bytes: its size.
         begin: number of the event that allocated it.
