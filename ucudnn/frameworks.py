@@ -13,9 +13,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 
-from ucudnn.convert import convert_
+from ucudnn.convert import convert_, revert_
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.plan import Plan
 from ucudnn.segment import MicroBatch
@@ -90,11 +91,14 @@ def _parts(batch: Any, plan: Plan, count: Count | None) -> list[MicroBatch]:
 def _divide(trainer: Any, plan: Plan, count: Count | None) -> None:
     """Let a trainer of Transformers run its step on each micro-batch of a batch."""
     whole_step, whole_loss, weight = trainer.training_step, trainer.compute_loss, 1.0
+    divides: list[bool] = []  # whether the model divides its loss by the items of the batch
 
     def loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = whole_loss(model, inputs, *args, **kwargs)
         items = kwargs.get("num_items_in_batch")
-        if items is not None and count is None:
+        if items is not None and not divides:
+            divides.append(_divides(partial(whole_loss, model, inputs), items))
+        found = whole_loss(model, inputs, *args, **kwargs)
+        if items is not None and count is None and divides[0]:
             return found  # a sum, divided by the items of all micro-batches
         return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
@@ -111,6 +115,15 @@ def _divide(trainer: Any, plan: Plan, count: Count | None) -> None:
         return sum(losses)
 
     trainer.training_step, trainer.compute_loss = step, loss
+
+
+def _divides(loss: Callable[..., Any], items: Any) -> bool:
+    """True if a loss is divided by a number of items; many models take it and ignore it."""
+    halves = []
+    for number in (items, 2 * items):
+        with torch.no_grad(), torch.random.fork_rng():
+            halves.append(float(loss(num_items_in_batch=number)))
+    return abs(halves[1] - halves[0] / 2) < abs(halves[1] - halves[0])
 
 
 def _lightning(trainer: Any, plan: Plan, count: Count | None) -> Any:
@@ -136,9 +149,16 @@ class _LightningSteps:
         """Convert the module, before its optimisers are made."""
         if stage == "fit":
             _say(convert_(_planned(pl_module, self._plan), self._plan), self._plan)
-            if self._plan.micro_batch is not None and pl_module.automatic_optimization:
+            is_divided = self._plan.micro_batch is not None and pl_module.automatic_optimization
+            if is_divided and "training_step" not in vars(trainer.strategy):
                 step = trainer.strategy.training_step
                 trainer.strategy.training_step = partial(self._step, trainer, step)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Revert the module, after training."""
+        if stage == "fit":
+            revert_(_planned(pl_module, self._plan))
+            vars(trainer.strategy).pop("training_step", None)
 
     def _step(self, trainer: Any, step: Any, batch: Any, *args: Any) -> Any:
         first, *others = _parts(batch, self._plan, self._count)

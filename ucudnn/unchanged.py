@@ -9,9 +9,11 @@ converted in place; then that forward goes on.
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -35,7 +38,7 @@ from ucudnn import cache as caches
 from ucudnn.backends.registry import identify
 from ucudnn.config import Config, Startup, settings_here
 from ucudnn.distributed.sharding import unsharded
-from ucudnn.errors import PlanError, PlanFileError, UcudnnError
+from ucudnn.errors import PlanError, PlanFileError, UcudnnError, first_line
 from ucudnn.execution.compiling import is_compiled, original_of, untraced
 from ucudnn.execution.micro_batching import strip_
 from ucudnn.execution.observers import Recorder
@@ -43,7 +46,7 @@ from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.plan import Plan
 from ucudnn.segment import WHOLE
-from ucudnn.steps.profile import held_by
+from ucudnn.steps.profile import bytes_of, held_by
 from ucudnn.system.lines import lines
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -113,8 +116,9 @@ def _tell(sentence: str) -> None:
 class _FirstStep:
     """Finds the outermost module in its first training forward, and has it converted.
 
-    Calls of modules pass here until the second step begins: by then it is known whether steps call
-    this module once, and no other.
+    When the second step begins, it is known whether steps call this module once, and no other.
+    From then on only a model that comes later is looked at. It is planned, too, if the first one is
+    gone by then.
     """
 
     convert: _Convert
@@ -125,6 +129,9 @@ class _FirstStep:
     # The results of its first forward, and whether backward has reached them.
     results: list[ref[Tensor]] = field(default_factory=list)
     has_gone_back: bool = False
+    settled: ref[nn.Module] | None = None  # the module, after its first step
+    has_planned: bool = False
+    has_told: bool = False
     inside: threading.local = field(default_factory=threading.local)  # is a call of a module
 
     def __post_init__(self) -> None:
@@ -153,10 +160,15 @@ class _FirstStep:
 
     def _outermost(self, module: nn.Module, arguments: _Arguments) -> Any:
         args, kwargs = arguments
+        if self.settled is not None and not self._is_new(module):
+            return self.own_call(module, *args, **kwargs)
         if self.converted is None:
-            if any(name in sys.modules for name in _OWN_WAYS):
+            if not self.has_planned and any(name in sys.modules for name in _OWN_WAYS):
                 self._end()
                 return module(*args, **kwargs)
+            # Parameters get their sizes in this forward, and the next one is planned.
+            if any(map(is_lazy, module.parameters())):
+                return self.own_call(module, *args, **kwargs)
             self._convert(module, arguments)
         elif module is self.converted:
             self._second(module, arguments)
@@ -166,13 +178,34 @@ class _FirstStep:
             # Dynamo must find torch's own call.
             self._end()
         result = self.own_call(module, *args, **kwargs)
-        if not self.results:
+        if self.converted is not None and not self.results:
             self._watch(result)
         return result
+
+    def _is_new(self, module: nn.Module) -> bool:
+        """True if a module is to be planned after another, which is gone."""
+        assert self.settled is not None
+        before = self.settled()
+        if module is before:
+            return False
+        if before is not None and module not in set(before.modules()):
+            gc.collect()  # it may be gone but for references in cycles
+            before = self.settled()
+            if before is not None and not self.has_told:
+                self.has_told = True
+                _tell(
+                    f"{type(module).__name__} trains without a memory budget, beside "
+                    f"{type(original_of(before)).__name__}, which was planned"
+                )
+        if before is None:
+            self.settled, self.has_gone_back = None, False
+            _uninstall()
+        return before is None
 
     def _convert(self, module: nn.Module, arguments: _Arguments) -> None:
         # What runs meanwhile belongs to planning.
         self._end()
+        self.has_planned = True
         self.plan = self.convert(module, arguments)
         if self.plan is not None:
             self._begin()
@@ -196,7 +229,7 @@ class _FirstStep:
         # The first forward may have been none of a step, such as one that finds sizes. And this
         # script may keep gradients during the next forward, which the first step did not have.
         is_other = not self.has_gone_back and _sizes(arguments) != self.sizes
-        gradients = held_by(module, ()).gradients
+        gradients = bytes_of([one.grad for one in module.parameters()])
         memory = self.plan.memory if self.plan is not None else None
         if memory is not None:
             is_other |= memory.plan_peak_bytes + gradients > memory.budget_bytes
@@ -204,7 +237,9 @@ class _FirstStep:
             _tell("this step differs from the first: other inputs, or gradients of the one before")
             _revert(module)
             self._convert(module, arguments)
-        self._end()
+        self.settled = ref(module)
+        # From now on no reference keeps the model, or what it computes.
+        self.converted, self.plan, self.results = None, None, []
 
     def _give_up(self, reason: str) -> None:
         assert self.converted is not None
@@ -221,6 +256,10 @@ def _revert(module: nn.Module) -> None:
     from ucudnn.convert import revert_
 
     revert_(module)
+    _uninstall()
+
+
+def _uninstall() -> None:
     while _started and isinstance(_started[-1], Installation):
         _started.pop().__exit__()
 
@@ -238,6 +277,8 @@ def _is_training(module: nn.Module, args: Any, kwargs: Any) -> bool:
         return False
     if not any(one.requires_grad for one in module.parameters()):
         return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # the parameters are those of torch.func
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     is_real = not torch._C._len_torch_dispatch_stack()
     is_real &= not any(is_traceable_wrapper_subclass(one) or one.is_meta for one in tensors)
@@ -340,8 +381,9 @@ def _planned(
         plan.save(path)
     except UcudnnError as error:
         return error, ""
-    except OSError as error:
-        return UcudnnError(f"{path} cannot be written ({error}); set UCUDNN_CACHE"), ""
+    # Other ranks wait, and the script can go on by torch.
+    except Exception as error:  # noqa: BLE001
+        return UcudnnError(f"{type(error).__name__}: {first_line(error)}"), ""
     for card in cards(plan)[:2]:
         _tell(f"{card.name.lower()} {card.value}, {card.note}")
     return plan, f"planned in {plan.origin.seconds if plan.origin else 0} s, kept in {path}"
@@ -370,8 +412,9 @@ def _place_of(module: nn.Module, arguments: _Arguments, config: Config) -> Path:
         *(str(model), config.to_dict(), identify(config.backend), held_by(model, ())),
         *(torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled()),
         *((name, one.shape, one.dtype, one.stride(), one.requires_grad) for name, one in tensors),
-        *((name, one.training) for name, one in model.named_modules()),
+        *((name, *_attributes(one)) for name, one in model.named_modules()),
         *sorted(map(_source, own)),
+        *_own_files(),
         *(_described(one) for one in tree_leaves(arguments)),
     ]
     digest = sha256(repr(facts).encode()).hexdigest()[:16]
@@ -383,6 +426,23 @@ def _source(kind: type[nn.Module]) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):  # such as a class that was typed in
         return kind.__qualname__
+
+
+def _attributes(module: nn.Module) -> Iterator[Any]:
+    """Attributes on which the course of a forward may depend."""
+    for name, value in sorted(vars(module).items()):
+        if isinstance(value, (bool, int, float, str, tuple, type(None))) or name == "config":
+            yield name, str(value)
+
+
+def _own_files() -> Iterator[str]:
+    """The contents of the script and of the modules that were imported from beside it."""
+    installed = (*sysconfig.get_paths().values(), str(Path(__file__).parent))
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not file.startswith(installed):
+            with suppress(OSError):
+                yield f"{name} {sha256(Path(file).read_bytes()).hexdigest()}"
 
 
 def _described(argument: Any) -> Any:

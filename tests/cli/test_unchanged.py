@@ -120,6 +120,42 @@ for _ in range(3):
     optimizer.zero_grad(set_to_none=False)
     print("loss", loss.item())
 """
+# Three models, one after the other; the first is not used before its sizes are known.
+FOLDS = """
+for fold in range(2):
+    torch.manual_seed(fold)
+    one = nn.Sequential(net(), *pooled, nn.LazyLinear(4) if fold == 0 else nn.Linear(8, 4))
+    for _ in range(3):
+        loss = one(images()).square().mean()
+        loss.backward()
+        one.zero_grad()
+        print("loss", loss.item())
+"""
+# The optimiser that trains is inside of another one, and its state is made by its own first step.
+WRAPPED = """
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+    def step(self):
+        self.inner.step()
+one = net(*pooled)
+optimizer = Wrapper(torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9))
+for _ in range(4):
+    loss = one(images()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    print("loss", loss.item())
+"""
+FUNCTIONAL = """
+one = net(*pooled)
+def loss(parameters, x):
+    return torch.func.functional_call(one, parameters, (x,)).square().mean()
+for _ in range(2):
+    gradients = torch.func.grad(loss)(dict(one.named_parameters()), images())
+    print("loss", gradients["0.bias"].sum().item())
+"""
 OWN_PLAN = """
 import ucudnn
 one = net(*pooled)
@@ -155,11 +191,25 @@ with torch.no_grad():
             marks=pytest.mark.nightly,
         ),
         (SIZES_FIRST, ["is planned", "this step differs from the first", "is planned"]),
+        (FOLDS, ["is planned", "follows the plan"]),
+        (WRAPPED, ["is planned"]),
+        pytest.param(FUNCTIONAL, [], marks=pytest.mark.nightly),
         (OWN_PLAN, []),
         (WITHOUT_STEPS, []),
         pytest.param(COMPILED, ["is planned"], marks=pytest.mark.nightly),
     ],
-    ids=["gan", "twice", "in parts", "sizes first", "own plan", "no steps", "compiled"],
+    ids=[
+        "gan",
+        "twice",
+        "in parts",
+        "sizes first",
+        "folds",
+        "wrapped",
+        "functional",
+        "own plan",
+        "no steps",
+        "compiled",
+    ],
 )
 def test_what_is_no_step_of_one_module_goes_on_as_torch(
     run: Run, tmp_path: Path, code: str, said: list[str]
@@ -174,7 +224,9 @@ def test_what_is_no_step_of_one_module_goes_on_as_torch(
     if own is not None:
         assert within.losses == pytest.approx(own.losses, rel=1e-4)
     told = [line for line in within.said if "planning" not in line]
-    kinds = [line for line in told if re.search("is planned|no memory budget|differs", line)]
+    kinds = [
+        line for line in told if re.search("is planned|follows|no memory budget|differs", line)
+    ]
     assert len(kinds) == len(said), told
     assert all(one in line for one, line in zip(said, kinds, strict=True)), told
 
@@ -194,6 +246,39 @@ def test_ranks_of_which_one_cannot_plan_end_together(run: Run, tmp_path: Path) -
     done = run(*WITHIN, "4KiB", "--", *RANKS, SCRIPTS / "ddp.py", UCUDNN_CACHE=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.count("cannot be planned within 4KiB") == 1
+
+
+EXCHANGES = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+class Exchanging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+    def forward(self, x):
+        y = self.convolution(x).mean((2, 3))
+        dist.all_reduce(total := y.detach().clone())
+        return y * total
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Exchanging())
+loss = model(torch.ones(4, 3, 9, 9)).sum()
+loss.backward()
+if dist.get_rank() == 0:
+    print("loss", loss.item())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+def test_a_forward_that_waits_for_other_ranks_is_not_planned(run: Run, tmp_path: Path) -> None:
+    script = tmp_path / "exchanges.py"
+    script.write_text(EXCHANGES)
+    own = read(run(*RANKS, script))
+    within = read(run(*WITHIN, "80%", "--", *RANKS, script, UCUDNN_CACHE=str(tmp_path / "cache")))
+    assert within.losses == own.losses
+    assert "exchanges tensors with other ranks" in within.said[-1]
 
 
 @pytest.fixture

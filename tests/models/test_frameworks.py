@@ -139,6 +139,53 @@ def test_transformers(plan: Any, tmp_path: Any) -> None:
         torch.testing.assert_close(one, expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_loss_may_be_divided_by_the_items_of_the_batch(
+    plan: Any, tmp_path: Any, divides: bool
+) -> None:
+    """Transformers gives their number to every model that takes more arguments."""
+    transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, images: Any, labels: Any, **kwargs: Any) -> Any:
+            scores = self.network(images)
+            if divides:
+                total = cross_entropy(scores, labels, reduction="sum")
+                return {"loss": total / kwargs["num_items_in_batch"]}
+            return {"loss": cross_entropy(scores, labels)}
+
+    settings = transformers.TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    images, labels = data()
+    labels = labels.clamp(0)  # all count, so the mean is over samples
+    samples = [{"images": x, "labels": y} for x, y in zip(images, labels, strict=True)]
+    found = []
+    for is_divided in (False, True):
+        trainer = transformers.Trainer(Model(), settings, train_dataset=samples)
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
+        if is_divided:
+            follow(trainer, plan)
+        trainer.train()
+        found.append(trainer.model.network.state_dict())
+    for name, one in found[0].items():
+        torch.testing.assert_close(found[1][name], one, rtol=1e-5, atol=1e-6)
+
+
 def test_a_trainer_of_another_model_is_refused(plan: Any, tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
     settings = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")

@@ -32,15 +32,20 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     if not sharded:
         yield
         return
+    parts = dict(model.named_parameters())
     for one in sharded:
         one._get_fsdp_state()._lazy_init()  # as in its first forward; does nothing a second time
         one.unshard()
+    for name, whole in model.named_parameters():
+        vars(whole)["sharded"] = parts[name]  # which optimisers know
     before = [(one, type(one), dict(vars(one))) for one in model.modules()]
     try:
         for module, _, attributes in before:
             _make_plain(module, attributes, is_sharded=module in sharded)
         yield
     finally:
+        for whole in model.parameters():
+            del vars(whole)["sharded"]
         for module, kind, attributes in before:
             module.__class__ = kind
             vars(module).update(attributes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +27,7 @@ from ucudnn.timeline import Block
 
 # Functions that an optimiser calls before and after each of its steps.
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_OPTIMIZERS = {"state", "param_groups", "step", *_OPTIMIZER_HOOKS}
 
 
 @dataclass(eq=False)
@@ -282,8 +284,10 @@ def held_by(model: nn.Module, inputs: Any, allocated: int = 0) -> Held:
     """
     parameters = list(model.parameters())
     gradients = [one.grad for one in parameters if one.grad is not None]
-    states = [state for _, state in optimizer_states(set(map(id, parameters)))]
-    to_come = _state_to_come({id(one) for one in parameters if one.requires_grad})
+    # Optimisers have the part on this rank of a parameter that is gathered to plan it.
+    optimized = [getattr(one, "sharded", one) for one in parameters]
+    states = [state for _, state in optimizer_states(set(map(id, optimized)))]
+    to_come = _state_to_come({id(one) for one in optimized if one.requires_grad})
     wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     buckets = sum(bytes_of([p for p in one.parameters() if p.requires_grad]) for one in wrapped)
     named = Held(
@@ -299,8 +303,12 @@ def held_by(model: nn.Module, inputs: Any, allocated: int = 0) -> Held:
 def _state_to_come(parameters: Container[int]) -> int:
     """Bytes of state that optimisers will make for parameters with these ids."""
     found = 0
-    # A wrapper of an optimiser, as Accelerate makes, has no attributes of its own for these.
-    for one in (one for one in optimizers() if {"state", "param_groups"} <= vars(one).keys()):
+    for one in optimizers():
+        attributes = dict(vars(one))
+        # A wrapper around another optimiser has none of these, or would run that one.
+        is_wrapper = any(isinstance(value, torch.optim.Optimizer) for value in attributes.values())
+        if is_wrapper or not {"state", "param_groups"} <= attributes.keys():
+            continue
         groups = [
             (group, [p for p in group["params"] if id(p) in parameters and p not in one.state])
             for group in one.param_groups
@@ -309,17 +317,19 @@ def _state_to_come(parameters: Container[int]) -> int:
             continue
         # Optimisers that need values, or a closure, refuse to run on tensors without memory. Their
         # state is not known.
-        with FakeTensorMode(allow_non_fake_inputs=True), suppress(*STEP_ERRORS):
+        with suppress(*STEP_ERRORS), FakeTensorMode(allow_non_fake_inputs=True):
             twin = object.__new__(type(one))
-            hooks: dict[str, Any] = {name: {} for name in _OPTIMIZER_HOOKS}
-            vars(twin).update({**vars(one), **hooks, "state": defaultdict(dict)})
+            others = {name: attributes[name] for name in attributes.keys() - _OF_OPTIMIZERS}
+            vars(twin).update(copy.deepcopy(others))
+            vars(twin).update({name: {} for name in _OPTIMIZER_HOOKS}, state=defaultdict(dict))
             twin.param_groups = [{**group, "params": [*map(_fake, new)]} for group, new in groups]
             type(one).step(twin)
             found += bytes_of(list(twin.state.values()))
     return found
 
 
-def _fake(parameter: Tensor) -> Tensor:
+def _fake(parameter: Any) -> Tensor:
+    parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     fake = torch.empty_like(parameter).requires_grad_()
     fake.grad = torch.empty_like(fake)
     return fake
@@ -327,8 +337,19 @@ def _fake(parameter: Tensor) -> Tensor:
 
 def bytes_of(tree: Any) -> int:
     """Bytes of the memory that tensors lie in; memory that tensors share is counted once."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    parts = [part for leaf in leaves for part in _strided(leaf)]
+    storages = [one.untyped_storage() for one in parts]
     return sum({one._cdata: one.nbytes() for one in storages}.values())
+
+
+def _strided(tensor: Any) -> tuple[Tensor, ...]:
+    """The tensors with memory that a tensor consists of."""
+    if hasattr(tensor, "to_local"):  # sharded: its part on this rank
+        return (tensor.to_local(),)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    return (tensor,)
 
 
 class ConvolutionCall(NamedTuple):

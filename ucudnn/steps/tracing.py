@@ -41,6 +41,8 @@ from ucudnn.steps.copying import copied
 from ucudnn.steps.run import MODEL_ERRORS, parts_of, run_step, same_random_states, tensors_of
 from ucudnn.steps.strays import Watched, without_strays
 
+# Where operators are that exchange tensors between ranks.
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # Below autograd and autocast every convolution of torch is one of these two operators.
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -263,6 +265,10 @@ class StepRecorder(TorchDispatchMode):
         return result
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise UnsupportedError(
+                f"it exchanges tensors with other ranks ({func}), which do not run the step"
+            )
         if func is _CONVOLUTION:
             x, w, bias, *geometry = args
             self._record_forward(x, w, bias, geometry)
