@@ -13,7 +13,6 @@ import gc
 import inspect
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -436,13 +435,14 @@ def _attributes(module: nn.Module) -> Iterator[Any]:
 
 
 def _own_files() -> Iterator[str]:
-    """The contents of the script and of the modules that were imported from beside it."""
-    installed = (*sysconfig.get_paths().values(), str(Path(__file__).parent))
+    """The contents of the script, and of the modules that were imported from its folder."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    folder = Path(script).resolve().parent if script else Path.cwd()
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not file.startswith(installed):
+        file = Path(getattr(module, "__file__", None) or "/").resolve()
+        if file.is_relative_to(folder) and "site-packages" not in file.parts:
             with suppress(OSError):
-                yield f"{name} {sha256(Path(file).read_bytes()).hexdigest()}"
+                yield f"{name} {sha256(file.read_bytes()).hexdigest()}"
 
 
 def _described(argument: Any) -> Any:
