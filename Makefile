@@ -20,6 +20,9 @@
 #   make bench  .venv-test  steps of ten networks, or of NETWORKS, by torch in every way and by a plan,
 #                           in turn; a run that was stopped goes on with what is in
 #                           build/bench.json
+#   make peers  .venv-test  four networks, or NETWORKS, within less memory: every way by torch at the best
+#                           setting of its own sweep, and plans at the same peaks; two hours; a run
+#                           that was stopped goes on with what is in build/peers.json
 #   make paper  .venv-test  the tables of µ-cuDNN on this machine: steps and layers by each policy within
 #                           workspace limits, in build/limits.json and build/limits_layers.json
 #   make docs   .venv-docs  the documentation site, in build/docs
@@ -34,7 +37,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo quick test avx2 bare cudnn simulated-gpu nightly gpu bench paper docs lint types dist clean
+.PHONY: demo quick test avx2 bare cudnn simulated-gpu nightly gpu bench peers paper docs lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
@@ -140,6 +143,10 @@ nightly: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 bench: .venv-test/.installed
 	mkdir -p build
 	.venv-test/bin/python benchmarks/whole_steps.py $(NETWORKS) --quick --out build/bench.json
+
+peers: .venv-test/.installed
+	mkdir -p build
+	.venv-test/bin/python benchmarks/peers.py $(NETWORKS) --out build/peers.json
 
 paper: .venv-test/.installed
 	mkdir -p build

@@ -83,6 +83,14 @@ def in_stages(model: nn.Module, _: Tensor) -> Contestant:
     return Contestant(twin)
 
 
+def in_pairs(model: nn.Module, x: Tensor) -> Contestant:
+    """A copy of which two blocks of a sequence at a time are one checkpoint."""
+    way = fit.recomputing(2, model, x)
+    if not any("forward" in vars(one) for one in way.model.modules()):
+        raise RuntimeError("its blocks are in no sequences of several")
+    return way
+
+
 def stages_of(model: nn.Module) -> list[nn.Module]:
     """The outermost modules that are called and hold others, below containers of one child."""
     found = []
@@ -150,7 +158,7 @@ def ways_of(name: str, case: Case, budgets: Sequence[float]) -> list[Way]:
         Way("eager, channels_last", eager, "channels_last"),
         Way(fit.KEEPING, eager, environment=keeping),
         Way("checkpoint of each block", partial(fit.recomputing, 1)),
-        Way("checkpoint of two blocks", partial(fit.recomputing, 2)),
+        Way("checkpoint of two blocks", in_pairs),
         Way("checkpoint of each stage", in_stages),
         Way("checkpoint of each block, channels_last", partial(fit.recomputing, 1), LAYOUTS[1]),
     ]
