@@ -43,7 +43,12 @@ from torch.utils.checkpoint import checkpoint
 
 import ucudnn
 from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
+from ucudnn.backends.registry import identify
+from ucudnn.cli.models import in_layout
+from ucudnn.config import Config
 from ucudnn.errors import UcudnnError, first_line
+from ucudnn.measurement import Conditions
+from ucudnn.plan import Plan
 
 NETWORKS = ("segresnet", "convnext", "resnet50", "unet3d")
 # Samples of these depend on each other.
@@ -102,26 +107,10 @@ def stages_of(model: nn.Module) -> list[nn.Module]:
     return stages_of(found[0]) if len(found) == 1 else found
 
 
-class Accumulated(NamedTuple):
-    """A loop over micro-batches, as `fit_the_step.Contestant`."""
-
-    model: nn.Module
-    size: int
-    plan: None = None
-    infers: bool = False
-
-    def step(self, x: Tensor) -> None:
-        """Forward and backward of each part."""
-        self.model.zero_grad()
-        for part in x.split(self.size):
-            weight = len(part) / len(x)
-            losses = [weight * one.square().mean() for one in fit.tensors_of(self.model(part))]
-            torch.autograd.backward(losses)
-
-
-def accumulated(parts: int, model: nn.Module, x: Tensor) -> Any:
-    """A loop over so many parts."""
-    return Accumulated(copy.deepcopy(model), len(x) // parts)
+def accumulated(parts: int, model: nn.Module, x: Tensor) -> Contestant:
+    """A loop over so many parts: a plan that asks for nothing else."""
+    loop = Plan((), *identify("torch_cpu"), Conditions(), Config(), micro_batch=len(x) // parts)
+    return Contestant(copy.deepcopy(model), loop)
 
 
 # The graphs that this process has compiled, as their numbers of nodes.
@@ -181,8 +170,7 @@ def entered(case: Case, layout: str, entry: Entry) -> tuple[Contestant, Tensor]:
     """A way of a case, and its input."""
     model, x = fit.drawn(case)
     if layout:
-        form = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
-        model, x = model.to(memory_format=form), x.to(memory_format=form)
+        model, (x,) = in_layout(model), in_layout([x])
     return entry(model, x), x
 
 
@@ -238,18 +226,16 @@ def predicted(case: Case, way: Way, eager: dict[str, Any]) -> dict[str, Any]:
     if way.budget:
         held, peak = eager["held_bytes"], eager["predicted"]["peak_bytes"]
         return {"peak_bytes": round(held + way.budget * (peak - held)), "ratio": 1.0}
-    model, x = entered(case, way.layout, way.entry)[0].model, fit.drawn(case)[1]
-    size = getattr(way.entry, "args", (0,))[0] if way.title.startswith("accumulation") else 1
-    x = x[: len(x) // size] if size > 1 else x
-    if way.layout:
-        x = x.to(memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last)
-    found = ucudnn.foresee(Losses(model), x)
+    contestant, x = entered(case, way.layout, way.entry)
+    # A loop holds the whole batch, and runs a part of it at a time.
+    size = len(x) if contestant.plan is None else contestant.plan.micro_batch
+    found = ucudnn.foresee(Losses(contestant.model), x[:size])
+    parts = len(x) // size
     first = eager.get("predicted", {}).get("time_ns", found.time_ns)
-    rest = fit.held_bytes(nn.Identity(), fit.drawn(case)[1]) * (size - 1) // size
     return {
-        "peak_bytes": found.peak_bytes + rest,
+        "peak_bytes": found.peak_bytes + x.nbytes - x[:size].nbytes,
         "time_ns": found.time_ns,
-        "ratio": size * found.time_ns / first,
+        "ratio": parts * found.time_ns / first,
     }
 
 

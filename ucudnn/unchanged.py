@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ucudnn import cache as caches
 from ucudnn.backends.registry import identify
 from ucudnn.config import Config, Startup, settings_here
+from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.distributed.sharding import unsharded
 from ucudnn.errors import PlanError, PlanFileError, UcudnnError, first_line
 from ucudnn.execution.compiling import is_compiled, original_of, untraced
@@ -144,7 +145,7 @@ class _FirstStep:
             # Dynamo takes the first test for true, and traces torch's own call.
             if is_compiling() or getattr(inside, "is_set", False):
                 return own_call(module, *args, **kwargs)
-            if _is_redirected(module) or not _is_training(module, args, kwargs):
+            if not _is_training(module, args, kwargs) or _is_redirected(module):
                 return own_call(module, *args, **kwargs)
             inside.is_set = True
             try:
@@ -156,6 +157,11 @@ class _FirstStep:
 
     def _end(self) -> None:
         nn.Module.__call__ = self.own_call  # type: ignore[method-assign]
+        self._drop()
+
+    def _drop(self) -> None:
+        """From now on no reference keeps the model, or what it computes."""
+        self.converted, self.plan, self.results = None, None, []
 
     def _outermost(self, module: nn.Module, arguments: _Arguments) -> Any:
         args, kwargs = arguments
@@ -208,7 +214,7 @@ class _FirstStep:
         self.plan = self.convert(module, arguments)
         if self.plan is not None:
             self._begin()
-        self.converted, self.sizes = module, _sizes(arguments)
+            self.converted, self.sizes = module, _sizes(arguments)
 
     def _watch(self, result: Any) -> None:
         def back(gradient: Tensor) -> None:
@@ -237,8 +243,7 @@ class _FirstStep:
             _revert(module)
             self._convert(module, arguments)
         self.settled = ref(module)
-        # From now on no reference keeps the model, or what it computes.
-        self.converted, self.plan, self.results = None, None, []
+        self._drop()
 
     def _give_up(self, reason: str) -> None:
         assert self.converted is not None
@@ -343,17 +348,13 @@ def _within(budget: str, module: nn.Module, arguments: _Arguments) -> Plan | Non
 
 
 def _is_first() -> bool:
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _agreed(
     name: str, budget: str, module: nn.Module, arguments: _Arguments
 ) -> tuple[Plan | UcudnnError, str]:
     """The plan of the first rank, or the error, and what to say about it."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return _planned(name, budget, module, arguments)
-    from ucudnn.distributed.rendezvous import Rendezvous
-
     with Rendezvous("first step", timeout_s=_WAIT_S) as rendezvous:
         if _is_first():
             rendezvous.send("plan", _planned(name, budget, module, arguments))

@@ -99,8 +99,28 @@ def test_lightning(plan: Any, accumulated: int) -> None:
         torch.testing.assert_close(one, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_transformers(plan: Any, tmp_path: Any) -> None:
+def trainer_of(model: nn.Module, samples: list[dict[str, Any]], folder: Any) -> Any:
+    """A trainer of Transformers that takes the samples in their order, by plain SGD."""
     transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
+    settings = transformers.TrainingArguments(
+        str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, settings, train_dataset=samples)
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
+    return trainer
+
+
+def test_transformers(plan: Any, tmp_path: Any) -> None:
     sizes = []
 
     class Model(nn.Module):
@@ -113,23 +133,9 @@ def test_transformers(plan: Any, tmp_path: Any) -> None:
             scores = self.network(images)
             return {"loss": cross_entropy(scores, labels), "logits": scores}
 
-    settings = transformers.TrainingArguments(
-        str(tmp_path),
-        num_train_epochs=1,
-        per_device_train_batch_size=BATCH,
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
     samples = [{"images": x, "labels": y} for x, y in zip(*data(), strict=True)]
     model = Model()
-    trainer = transformers.Trainer(model, settings, train_dataset=samples)
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
+    trainer = trainer_of(model, samples, tmp_path)
     follow(trainer, plan, counted)
     trainer.train()
     assert sizes == [3, 3, 2, 3, 2]
@@ -144,7 +150,6 @@ def test_a_loss_may_be_divided_by_the_items_of_the_batch(
     plan: Any, tmp_path: Any, divides: bool
 ) -> None:
     """Transformers gives their number to every model that takes more arguments."""
-    transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -158,26 +163,12 @@ def test_a_loss_may_be_divided_by_the_items_of_the_batch(
                 return {"loss": total / kwargs["num_items_in_batch"]}
             return {"loss": cross_entropy(scores, labels)}
 
-    settings = transformers.TrainingArguments(
-        str(tmp_path),
-        num_train_epochs=1,
-        per_device_train_batch_size=BATCH,
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
     images, labels = data()
     labels = labels.clamp(0)  # all count, so the mean is over samples
     samples = [{"images": x, "labels": y} for x, y in zip(images, labels, strict=True)]
     found = []
     for is_divided in (False, True):
-        trainer = transformers.Trainer(Model(), settings, train_dataset=samples)
-        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
+        trainer = trainer_of(Model(), samples, tmp_path)
         if is_divided:
             follow(trainer, plan)
         trainer.train()

@@ -521,7 +521,14 @@ class Foreseer:
         # Of a forward that is repeated in backward, the names of modules are not known.
         torchs = self.torchs(log.layers if division == WHOLE else None)
         found = _profile(log, roots[0], held, {layer for _, layer in torchs})
-        return replace(found, layers=tuple(log.layers), biased=frozenset(log.biased))
+        # Of the many other steps that a search foresees, no plan tells what they hold.
+        is_told = division == WHOLE or plan is not None
+        return replace(
+            found,
+            layers=tuple(log.layers),
+            biased=frozenset(log.biased),
+            blocks=largest(_blocks(log.events)) if is_told else (),
+        )
 
 
 @contextmanager
@@ -608,7 +615,6 @@ def _profile(log: _StepLog, root: ModuleCall, held: Held, torchs: Collection[Lay
         own_peak_bytes=held.total + own_peak,
         calls=tuple(calls),
         alive=_alive(log.events[: top + 1]),
-        blocks=largest(_blocks(log.events)),
         notes=log.notes,
     )
 
