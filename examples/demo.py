@@ -216,7 +216,7 @@ def faster_layers() -> None:
                 time_ns = backend.elapsed_ns(partial(network, x))
                 if number:  # the first round warms up
                     samples[name].append(time_ns)
-    ratio, low, high = ratio_interval(samples["torch"], samples["plan"])
+    ratio, low, high = ratio_interval(samples["plan"], samples["torch"])
     console.print(
         f"Inference of conformer blocks, 8 x 512 x 200: {format_ns(median_ns(samples['torch']))} "
         f"by torch, {format_ns(median_ns(samples['plan']))} by the plan, {ratio:.2f} ({low:.2f} "
