@@ -9,7 +9,7 @@ of pairs of blocks and of whole stages; gradient accumulation, where samples are
 torch.compile of the whole model, by activation budgets, in both layouts, by both estimators.
 Each runs in a process of its own. Beside a compiled way are its graphs and their nodes, so that one
 that is half compiled shows. The ways that no other beats in both peak and time go into the race,
-with a plan at the peak of each of them.
+with a plan at the peak of each of them, which may have their layout, malloc and loop.
 
 Before a way runs, what it will take is predicted: foreseen by ucudnn; of a compiled way, the share
 of the activations that its budget allows, in the time of eager. Before the race, who wins it is.
@@ -71,6 +71,7 @@ class Way(NamedTuple):
         layout: "" or "channels_last".
         budget: the activation budget of a compiled way; 0: it is not compiled.
         environment: of its process.
+        loops: it changes the training loop, so a plan may, too.
     """
 
     title: str
@@ -78,6 +79,7 @@ class Way(NamedTuple):
     layout: str = ""
     budget: float = 0.0
     environment: dict[str, str] = {}  # noqa: RUF012 - nothing changes it
+    loops: bool = False
 
 
 def in_stages(model: nn.Module, _: Tensor) -> Contestant:
@@ -154,7 +156,8 @@ def ways_of(name: str, case: Case, budgets: Sequence[float]) -> list[Way]:
     if name not in DEPENDENT:
         halves = [parts for parts in (2, 4) if parts <= case.shape[0]]
         found += [
-            Way(f"accumulation of {parts} parts", partial(accumulated, parts)) for parts in halves
+            Way(f"accumulation of {parts} parts", partial(accumulated, parts), loops=True)
+            for parts in halves
         ]
     for layout in LAYOUTS:
         for budget in budgets:
@@ -279,27 +282,28 @@ def front(rows: dict[str, dict[str, Any]]) -> list[str]:
     return kept[::-1]
 
 
-def plan_at(case: Case, peak: int, config: ucudnn.Config) -> ucudnn.Plan:
-    """A plan within a rival's peak; called in a process of its own."""
-    return ucudnn.tune(*fit.drawn(case), replace(config, memory_budget=peak))
+def plan_for(case: Case, config: ucudnn.Config) -> ucudnn.Plan:
+    """A plan of a case; called in a process of its own."""
+    return ucudnn.tune(*fit.drawn(case), config)
 
 
-def planned(book: Book, case: Case, rivals: Iterable[str], config: ucudnn.Config) -> None:
-    """Plans at the peaks of the rivals, with who is expected to be faster."""
+def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config) -> None:
+    """Plans at the peaks of the rivals, by their malloc, with who is expected to be faster."""
     rows, plans = book.found["ways"], book.found["plans"]
-    for title in rivals:
-        peak = rows[title]["peak_bytes"]
+    for way in rivals:
+        title, peak = way.title, rows[way.title]["peak_bytes"]
         if title in plans or peak > rows["eager"]["peak_bytes"]:
             continue
-        with fit.process() as own:
+        within = replace(config, memory_budget=peak, loop=way.loops)
+        with patch.dict(os.environ, way.environment), fit.process() as own:
             try:
-                plan = own.submit(plan_at, case, peak, config).result()
+                plan = own.submit(plan_for, case, within).result()
             except UcudnnError as error:
                 plans[title] = {"refused": first_line(error)}
                 book.write()
                 continue
         memory = plan.memory
-        ratio = memory.plan_foreseen_ns / memory.torch_foreseen_ns
+        ratio = memory.plan_foreseen_ns / rows["eager"]["predicted"]["time_ns"]
         rival = median(rows[title]["step_ns"]) / median(rows["eager"]["step_ns"])
         plans[title] = {
             "predicted": {
@@ -327,7 +331,8 @@ def raced(book: Book, case: Case, ways: dict[str, Way], rounds: int) -> None:
             config = ucudnn.Config.from_dict(row["plan"]["config"])
             plan = convert({**row["plan"], "config": config}, ucudnn.Plan)
             name = f"plan at the peak of {title}"
-            entries[name] = Way(name, partial(fit.following, plan, False))
+            follow = partial(fit.following, plan, False)
+            entries[name] = Way(name, follow, environment=ways[title].environment)
     race = book.found["race"]
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(case, way)) for name, way in entries.items()}
@@ -386,16 +391,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := {*arguments.networks} - {*CASES}:
         parser.error(f"networks must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
-    config = ucudnn.Config(effort="quick", time_budget_s=arguments.time_budget_s)
+    # A rival may be in channels_last, so a plan may, too.
+    config = ucudnn.Config(effort="quick", layout="auto", time_budget_s=arguments.time_budget_s)
     for name in arguments.networks or NETWORKS:
+        began = time.monotonic()
         case = CASES[name]._replace(**({"shape": arguments.shape} if arguments.shape else {}))
         book = Book(name, case, arguments.out)
         ways = {way.title: way for way in ways_of(name, case, arguments.budgets)}
         sweep(book, case, ways.values())
         book.found["front"] = front(book.found["ways"])
-        planned(book, case, book.found["front"], config)
+        planned(book, case, [ways[title] for title in book.found["front"]], config)
         raced(book, case, ways, arguments.rounds)
         book.found["predictions"] = judged(book)
+        book.found["wall_s"] = book.found.get("wall_s", 0) + round(time.monotonic() - began)
         book.write()
         for line in book.found["predictions"]:
             print(f"{name}: {line}", flush=True)
