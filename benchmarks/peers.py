@@ -387,7 +387,9 @@ def main() -> None:
     parser.add_argument(
         "--budgets", type=lambda text: tuple(map(float, fit.listed(text))), default=BUDGETS
     )
-    parser.add_argument("--time-budget-s", type=float, help="for tuning each plan")
+    parser.add_argument(
+        "--time-budget-s", type=float, default=240, help="for tuning each plan, in both layouts"
+    )
     arguments = parser.parse_args()
     if unknown := {*arguments.networks} - {*CASES}:
         parser.error(f"networks must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")

@@ -34,6 +34,7 @@ MACHINES = dict.fromkeys(
     (
         *("tuning_time.json", "tuning_haste.json", "fit_the_step.json", "communication.json"),
         *("fit_one.json", "fit_one_avx2.json", "algorithms.json", "algorithms_avx2.json"),
+        "peers.json",
     ),
     "amd-epyc",
 )
@@ -274,6 +275,61 @@ def fitted(file: str, names: dict[str, str]) -> list[Row]:
     return rows if any(row[5] for row in rows[1:]) else [[*row[:5], row[6]] for row in rows]
 
 
+def rivals() -> list[Row]:
+    """Every way to need less memory, and plans within the peaks of the best, from peers.json."""
+    heading = [
+        "network",
+        "step by",
+        "peak, of eager's",
+        "time over eager's",
+        "expected before",
+        "nodes of its graph",
+        "a plan within its peak: peak",
+        "time over eager's (95 %)",
+        "time over this way's (95 %)",
+    ]
+    rows = [heading]
+    for one in results("peers.json"):
+        names = iter([FITTED[one["network"]]])
+        for title in one["ways"]:
+            rows.append([next(names, ""), title, *rival(one, title), *meeting(one, title)])
+    return rows
+
+
+def rival(one: dict[str, Any], title: str) -> Row:
+    """A way of a network of peers.json: what it takes, what was expected, and its graphs."""
+    row, torchs = one["ways"][title], one["ways"]["eager"]
+    share = torchs["peak_bytes"] / 100
+    expected = row["predicted"]
+    if title in one["race"]:
+        time = ratio(raced(one, title, "eager"))
+    else:
+        time = f"{median_ns(row['step_ns']) / median_ns(torchs['step_ns']):.2f}"
+    return [
+        f"{row['peak_bytes'] / share:.0f}%",
+        "1" if row is torchs else time,
+        f"{expected['peak_bytes'] / share:.0f}%, {expected['ratio']:.2f}",
+        ", ".join(map(str, row["graphs"])),
+    ]
+
+
+def meeting(one: dict[str, Any], title: str) -> Row:
+    """The plan within the peak of a way of peers.json, beside it."""
+    plan = f"plan at the peak of {title}"
+    if "refused" in one["plans"].get(title, {}):
+        return ["refused", "", ""]
+    if plan not in one["race"]:
+        return ["", "", ""]
+    share = one["race"][plan]["peak_bytes"] / one["ways"]["eager"]["peak_bytes"]
+    return [f"{share:.0%}", *(ratio(raced(one, plan, other)) for other in ("eager", title))]
+
+
+def raced(one: dict[str, Any], title: str, other: str) -> tuple[float, float, float]:
+    """The time of one way of a race of peers.json over that of another."""
+    samples = (one["race"][name]["samples_ns"] for name in (title, other))
+    return ratio_interval(*samples)
+
+
 # How benchmarks/communication.py names the links.
 LINK_NAMES = {
     "loopback": "none: loopback",
@@ -372,6 +428,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "fits": lambda: fitted("fit_the_step.json", FITTED),
     "ones": lambda: fitted("fit_one.json", FITTED_ONE),
     "avx2": lambda: fitted("fit_one_avx2.json", FITTED_ONE),
+    "peer": rivals,
     "link": linked,
     "half": halved,
     "algo": special,
@@ -386,6 +443,7 @@ FILES = {
     "fits": "fit_the_step.json",
     "ones": "fit_one.json",
     "avx2": "fit_one_avx2.json",
+    "peer": "peers.json",
     "link": "communication.json",
 }
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.
