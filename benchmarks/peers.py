@@ -35,7 +35,6 @@ from unittest.mock import patch
 
 import fit_the_step as fit
 import torch
-import torch._functorch.config as compiler
 from fit_the_step import CASES, Case, Contestant, Losses, shape
 from provenance import provenance
 from torch import Tensor, nn
@@ -59,6 +58,8 @@ BUDGETS = (1.0, 0.7, 0.5, 0.35)
 CLEARLY = 0.02
 # A predicted peak, and a predicted time over eager's, are right if they are so near.
 NEAR_PEAK, NEAR_TIME = 0.03, 0.1
+# A way whose gradients' norm deviates by more than this from eager's computes something else.
+OTHER = 0.05
 Entry = Callable[[nn.Module, Tensor], Contestant]
 
 
@@ -115,31 +116,6 @@ def accumulated(parts: int, model: nn.Module, x: Tensor) -> Contestant:
     return Contestant(copy.deepcopy(model), loop)
 
 
-# The graphs that this process has compiled, as their numbers of nodes.
-GRAPHS: list[int] = []
-
-
-def compiled(budget: float, estimator: str, model: nn.Module, x: Tensor) -> Contestant:
-    """The whole model compiled, with a budget that holds for each of its compilations."""
-    from torch._inductor.compile_fx import compile_fx
-
-    del x
-
-    # A backend of its own: Dynamo does not guard the setting, and reads it at each compilation.
-    def backend(graph: Any, inputs: Any) -> Any:
-        GRAPHS.append(len(graph.graph.nodes))
-        settings = {
-            "activation_memory_budget": budget,
-            "activation_memory_budget_runtime_estimator": estimator,
-        }
-        with compiler.patch(settings):
-            return compile_fx(graph, inputs)
-
-    # `model.compile()` would compile an nn.Sequential child by child.
-    whole: Any = torch.compile(copy.deepcopy(model), backend=backend)
-    return Contestant(whole)
-
-
 def ways_of(name: str, case: Case, budgets: Sequence[float]) -> list[Way]:
     """The ways by torch, eager first."""
     eager = partial(fit.unchanged, False)
@@ -162,10 +138,10 @@ def ways_of(name: str, case: Case, budgets: Sequence[float]) -> list[Way]:
     for layout in LAYOUTS:
         for budget in budgets:
             title = f"torch.compile, budget {budget}" + f", {layout}" * bool(layout)
-            found.append(Way(title, partial(compiled, budget, "flops"), layout, budget))
+            found.append(Way(title, partial(fit.compiled, budget, "flops"), layout, budget))
     middle = sorted(budgets)[len(budgets) // 2]
     title = f"torch.compile, budget {middle}, channels_last, profiled"
-    found.append(Way(title, partial(compiled, middle, "profile"), LAYOUTS[1], middle))
+    found.append(Way(title, partial(fit.compiled, middle, "profile"), LAYOUTS[1], middle))
     return found
 
 
@@ -191,7 +167,7 @@ def measured() -> dict[str, Any]:
         "step_ns": times,
         "gradient_norm": float(torch.stack([one.norm() for one in gradients]).norm()),
         "first_step_s": first_s,  # with compiling
-        "graphs": GRAPHS,
+        "graphs": fit.GRAPHS,
     }
 
 
@@ -218,9 +194,11 @@ class Book:
             **(same[0] if same else {**fresh, "ways": {}, "plans": {}, "failed": {}, "race": {}})
         }
         self._all.append(self.found)
+        self._began = time.monotonic() - self.found.get("wall_s", 0)
 
     def write(self) -> None:
         """Write the file: all or nothing."""
+        self.found["wall_s"] = round(time.monotonic() - self._began)
         fit.save(self._out, self._all)
 
 
@@ -271,9 +249,16 @@ def sweep(book: Book, case: Case, ways: Iterable[Way]) -> None:
 
 
 def front(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """The ways that no other beats, by falling peak; of those that are about equal, one."""
-    kept = list[str]()
-    sizes = {title: (row["peak_bytes"], median(row["step_ns"])) for title, row in rows.items()}
+    """The ways that no other beats, by falling peak; of those that are about equal, one.
+
+    A way that computes other gradients is none of them.
+    """
+    kept, norm = list[str](), rows["eager"]["gradient_norm"]
+    sizes = {
+        title: (row["peak_bytes"], median(row["step_ns"]))
+        for title, row in rows.items()
+        if abs(row["gradient_norm"] / norm - 1) <= OTHER
+    }
     for title in sorted(sizes, key=lambda one: sizes[one]):
         _, time_ns = sizes[title]
         # Those that are kept so far have smaller peaks.
@@ -312,6 +297,8 @@ def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config
                 "is_faster": ratio < rival,
             },
             "tuning_s": plan.origin.seconds,
+            "memory_format": plan.memory_format,
+            "micro_batch": plan.micro_batch,
             **fit.described(plan),
             "plan": plan.to_dict(),
         }
@@ -375,6 +362,20 @@ def judged(book: Book) -> list[str]:
     return lines
 
 
+def compared(
+    book: Book, case: Case, ways: dict[str, Way], config: ucudnn.Config, rounds: int
+) -> None:
+    """All of a network, from where its book ends."""
+    sweep(book, case, ways.values())
+    book.found["front"] = front(book.found["ways"])
+    planned(book, case, [ways[title] for title in book.found["front"]], config)
+    raced(book, case, ways, rounds)
+    book.found["predictions"] = judged(book)
+    for row in book.found["plans"].values():
+        row.pop("plan", None)  # thousands of lines
+    book.write()
+
+
 def main() -> None:
     """Run the networks."""
     parser = argparse.ArgumentParser(
@@ -396,17 +397,11 @@ def main() -> None:
     # A rival may be in channels_last, so a plan may, too.
     config = ucudnn.Config(effort="quick", layout="auto", time_budget_s=arguments.time_budget_s)
     for name in arguments.networks or NETWORKS:
-        began = time.monotonic()
         case = CASES[name]._replace(**({"shape": arguments.shape} if arguments.shape else {}))
         book = Book(name, case, arguments.out)
-        ways = {way.title: way for way in ways_of(name, case, arguments.budgets)}
-        sweep(book, case, ways.values())
-        book.found["front"] = front(book.found["ways"])
-        planned(book, case, [ways[title] for title in book.found["front"]], config)
-        raced(book, case, ways, arguments.rounds)
-        book.found["predictions"] = judged(book)
-        book.found["wall_s"] = book.found.get("wall_s", 0) + round(time.monotonic() - began)
-        book.write()
+        if "predictions" not in book.found:
+            ways = ways_of(name, case, arguments.budgets)
+            compared(book, case, {way.title: way for way in ways}, config, arguments.rounds)
         for line in book.found["predictions"]:
             print(f"{name}: {line}", flush=True)
 
