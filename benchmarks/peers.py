@@ -5,11 +5,12 @@
     python benchmarks/peers.py resnet50 --budgets 0.5,0.3 --rounds 5
 
 Ways of torch: eager and channels_last; a malloc that keeps large blocks; checkpoints of each block,
-of pairs of blocks and of whole stages; gradient accumulation, where samples are independent;
-torch.compile of the whole model, by activation budgets, in both layouts, by both estimators.
-Each runs in a process of its own. Beside a compiled way are its graphs and their nodes, so that one
-that is half compiled shows. The ways that no other beats in both peak and time go into the race,
-with a plan at the peak of each of them, which may have their layout, malloc and loop.
+of whole stages, and selective ones, which keep what convolutions and products of matrices compute;
+gradient accumulation, where samples are independent; torch.compile of the whole model, by
+activation budgets, in both layouts, by both estimators. Each runs in a process of its own. Beside a
+compiled way are its graphs and their nodes, so that one that is half compiled shows. The ways that
+no other beats in both peak and time go into the race, with a plan at the peak of each of them,
+which may have their layout, malloc and loop.
 
 Before a way runs, what it will take is predicted: foreseen by ucudnn; of a compiled way, the share
 of the activations that its budget allows, in the time of eager. Before the race, who wins it is.
@@ -38,7 +39,7 @@ import torch
 from fit_the_step import CASES, Case, Contestant, Losses, shape
 from provenance import provenance
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ucudnn
 from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
@@ -91,12 +92,15 @@ def in_stages(model: nn.Module, _: Tensor) -> Contestant:
     return Contestant(twin)
 
 
-def in_pairs(model: nn.Module, x: Tensor) -> Contestant:
-    """A copy of which two blocks of a sequence at a time are one checkpoint."""
-    way = fit.recomputing(2, model, x)
-    if not any("forward" in vars(one) for one in way.model.modules()):
-        raise RuntimeError("its blocks are in no sequences of several")
-    return way
+def selectively(model: nn.Module, _: Tensor) -> Contestant:
+    """A copy of whose blocks all is recomputed but convolutions and products of matrices."""
+    twin, aten = copy.deepcopy(model), torch.ops.aten
+    kept = [aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    for one in fit.blocks(twin):
+        again = partial(checkpoint, one.forward, use_reentrant=False, context_fn=contexts)
+        vars(one)["forward"] = again
+    return Contestant(twin)
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
@@ -125,9 +129,10 @@ def ways_of(name: str, case: Case, budgets: Sequence[float]) -> list[Way]:
         Way("eager, channels_last", eager, "channels_last"),
         Way(fit.KEEPING, eager, environment=keeping),
         Way("checkpoint of each block", partial(fit.recomputing, 1)),
-        Way("checkpoint of two blocks", in_pairs),
         Way("checkpoint of each stage", in_stages),
+        Way("selective checkpoint of each block", selectively),
         Way("checkpoint of each block, channels_last", partial(fit.recomputing, 1), LAYOUTS[1]),
+        Way("selective checkpoint of each block, channels_last", selectively, LAYOUTS[1]),
     ]
     if name not in DEPENDENT:
         halves = [parts for parts in (2, 4) if parts <= case.shape[0]]

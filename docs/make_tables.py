@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from communication import chosen
 from found_limits import layers_table, steps_table, time_text
 from found_steps import Found
+from peers import OTHER
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # The machine of each file of results; of the others it is the Intel Xeon.
@@ -291,8 +292,11 @@ def rivals() -> list[Row]:
     rows = [heading]
     for one in results("peers.json"):
         names = iter([FITTED[one["network"]]])
-        for title in one["ways"]:
-            rows.append([next(names, ""), title, *rival(one, title), *meeting(one, title)])
+        norm = one["ways"]["eager"]["gradient_norm"]
+        for title, way in one["ways"].items():
+            is_other = abs(way["gradient_norm"] / norm - 1) > OTHER
+            name = title + ": other gradients" * is_other
+            rows.append([next(names, ""), name, *rival(one, title), *meeting(one, title)])
     return rows
 
 
