@@ -9,8 +9,8 @@ of whole stages, and selective ones, which keep what convolutions and products o
 gradient accumulation, where samples are independent; torch.compile of the whole model, by
 activation budgets, in both layouts, by both estimators. Each runs in a process of its own. Beside a
 compiled way are its graphs and their nodes, so that one that is half compiled shows. The ways that
-no other beats in both peak and time go into the race, with a plan at the peak of each of them,
-which may have their layout, malloc and loop.
+no other beats in both peak and time go into the race. Each of them meets a plan within its peak,
+for the model in its layout, by its malloc, and with a loop if it has one.
 
 Before a way runs, what it will take is predicted: foreseen by ucudnn; of a compiled way, the share
 of the activations that its budget allows, in the time of eager. Before the race, who wins it is.
@@ -272,13 +272,14 @@ def front(rows: dict[str, dict[str, Any]]) -> list[str]:
     return kept[::-1]
 
 
-def plan_for(case: Case, config: ucudnn.Config) -> ucudnn.Plan:
+def plan_for(case: Case, layout: str, config: ucudnn.Config) -> ucudnn.Plan:
     """A plan of a case; called in a process of its own."""
-    return ucudnn.tune(*fit.drawn(case), config)
+    found, x = entered(case, layout, partial(fit.unchanged, False))
+    return ucudnn.tune(found.model, x, config)
 
 
 def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config) -> None:
-    """Plans at the peaks of the rivals, by their malloc, with who is expected to be faster."""
+    """Plans within the peaks of the rivals, with who is expected to be faster."""
     rows, plans = book.found["ways"], book.found["plans"]
     for way in rivals:
         title, peak = way.title, rows[way.title]["peak_bytes"]
@@ -287,7 +288,7 @@ def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config
         within = replace(config, memory_budget=peak, loop=way.loops)
         with patch.dict(os.environ, way.environment), fit.process() as own:
             try:
-                plan = own.submit(plan_for, case, within).result()
+                plan = own.submit(plan_for, case, way.layout, within).result()
             except UcudnnError as error:
                 plans[title] = {"refused": first_line(error)}
                 book.write()
@@ -324,7 +325,7 @@ def raced(book: Book, case: Case, ways: dict[str, Way], rounds: int) -> None:
             plan = convert({**row["plan"], "config": config}, ucudnn.Plan)
             name = f"plan at the peak of {title}"
             follow = partial(fit.following, plan, False)
-            entries[name] = Way(name, follow, environment=ways[title].environment)
+            entries[name] = ways[title]._replace(title=name, entry=follow)
     race = book.found["race"]
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(case, way)) for name, way in entries.items()}
@@ -399,7 +400,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := {*arguments.networks} - {*CASES}:
         parser.error(f"networks must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
-    # A rival may be in channels_last, so a plan may, too.
+    # Within the peak of a rival in the default layout, a plan for channels_last may be faster.
     config = ucudnn.Config(effort="quick", layout="auto", time_budget_s=arguments.time_budget_s)
     for name in arguments.networks or NETWORKS:
         case = CASES[name]._replace(**({"shape": arguments.shape} if arguments.shape else {}))
