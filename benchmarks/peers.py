@@ -9,8 +9,8 @@ of whole stages, and selective ones, which keep what convolutions and products o
 gradient accumulation, where samples are independent; torch.compile of the whole model, by
 activation budgets, in both layouts, by both estimators. Each runs in a process of its own. Beside a
 compiled way are its graphs and their nodes, so that one that is half compiled shows. The ways that
-no other beats in both peak and time go into the race. Each of them meets a plan within its peak,
-for the model in its layout, by its malloc, and with a loop if it has one.
+no other beats in both peak and time go into the race. Each of them meets a plan within its peak, by
+its malloc, in the default layout or its own, and with a loop if it has one.
 
 Before a way runs, what it will take is predicted: foreseen by ucudnn; of a compiled way, the share
 of the activations that its budget allows, in the time of eager. Before the race, who wins it is.
@@ -61,6 +61,8 @@ CLEARLY = 0.02
 NEAR_PEAK, NEAR_TIME = 0.03, 0.1
 # A way whose gradients' norm deviates by more than this from eager's computes something else.
 OTHER = 0.05
+# A plan may exceed its rival's peak by the loss and the like, so that it can do the same.
+ROOM = 2**20
 Entry = Callable[[nn.Module, Tensor], Contestant]
 
 
@@ -278,6 +280,20 @@ def plan_for(case: Case, layout: str, config: ucudnn.Config) -> ucudnn.Plan:
     return ucudnn.tune(found.model, x, config)
 
 
+def best_plan(case: Case, way: Way, config: ucudnn.Config) -> tuple[str, ucudnn.Plan]:
+    """The fastest plan as foreseen, and the layout of its model: the default one or the way's."""
+    found, errors = dict[str, ucudnn.Plan](), list[UcudnnError]()
+    for layout in dict.fromkeys(("", way.layout)):
+        with patch.dict(os.environ, way.environment), fit.process() as own:
+            try:
+                found[layout] = own.submit(plan_for, case, layout, config).result()
+            except UcudnnError as error:
+                errors.append(error)
+    if not found:
+        raise errors[-1]
+    return min(found.items(), key=lambda one: one[1].memory.plan_foreseen_ns)
+
+
 def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config) -> None:
     """Plans within the peaks of the rivals, with who is expected to be faster."""
     rows, plans = book.found["ways"], book.found["plans"]
@@ -285,14 +301,13 @@ def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config
         title, peak = way.title, rows[way.title]["peak_bytes"]
         if title in plans or peak > rows["eager"]["peak_bytes"]:
             continue
-        within = replace(config, memory_budget=peak, loop=way.loops)
-        with patch.dict(os.environ, way.environment), fit.process() as own:
-            try:
-                plan = own.submit(plan_for, case, way.layout, within).result()
-            except UcudnnError as error:
-                plans[title] = {"refused": first_line(error)}
-                book.write()
-                continue
+        within = replace(config, memory_budget=peak + ROOM, loop=way.loops)
+        try:
+            layout, plan = best_plan(case, way, within)
+        except UcudnnError as error:
+            plans[title] = {"refused": first_line(error)}
+            book.write()
+            continue
         memory = plan.memory
         ratio = memory.plan_foreseen_ns / rows["eager"]["predicted"]["time_ns"]
         rival = median(rows[title]["step_ns"]) / median(rows["eager"]["step_ns"])
@@ -303,6 +318,7 @@ def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config
                 "is_faster": ratio < rival,
             },
             "tuning_s": plan.origin.seconds,
+            "layout": layout,  # of the model that was tuned
             "memory_format": plan.memory_format,
             "micro_batch": plan.micro_batch,
             **fit.described(plan),
@@ -325,7 +341,7 @@ def raced(book: Book, case: Case, ways: dict[str, Way], rounds: int) -> None:
             plan = convert({**row["plan"], "config": config}, ucudnn.Plan)
             name = f"plan at the peak of {title}"
             follow = partial(fit.following, plan, False)
-            entries[name] = ways[title]._replace(title=name, entry=follow)
+            entries[name] = ways[title]._replace(title=name, entry=follow, layout=row["layout"])
     race = book.found["race"]
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(case, way)) for name, way in entries.items()}
