@@ -147,7 +147,7 @@ def draw() -> str:
         ),
         text(
             *(WIDTH / 2, 62),
-            "torch.compile is lower for ResNet-50 and the U-Nets. CPU, 2 cores; lines: 95 % intervals",
+            "torch.compile is lower for ResNet-50 and the U-Nets. CPU, 2 cores, 95 % intervals",
         ),
         *axes(),
         *(line for network, ways in found.items() for line in marks(network, ways)),
