@@ -1,6 +1,6 @@
 """Every way to train within less memory, each at the best setting of its own sweep, and plans.
 
-    python benchmarks/peers.py --out peers.json                     # four networks, two hours
+    python benchmarks/peers.py --out peers.json                     # four networks, three hours
     python benchmarks/peers.py segresnet --out peers.json           # goes on where it was cut off
     python benchmarks/peers.py resnet50 --budgets 0.5,0.3 --rounds 5
 
