@@ -72,7 +72,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page: Path, package: Path, tmp_
 def test_figures_are_those_of_the_measurements() -> None:
     """The page for beginners quotes figures; each is in a page that has the measurements."""
     figure = re.compile(r"\b\d+\.\d+\b|\b\d+ of \d+\b|\b\d+ %")
-    sources = [DOCS / "results.md", DOCS / "memory.md"]
+    sources = [DOCS / "results.md", DOCS / "memory.md", DOCS / "gpu-status.md"]
     measured = "\n".join(path.read_text("utf-8") for path in sources)
     quoted = set(figure.findall((DOCS / "will-it-help.md").read_text("utf-8")))
     assert quoted
