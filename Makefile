@@ -21,7 +21,7 @@
 #                           in turn; a run that was stopped goes on with what is in
 #                           build/bench.json
 #   make peers  .venv-test  four networks, or NETWORKS, within less memory: every way by torch at the best
-#                           setting of its own sweep, and plans at the same peaks; three hours; a run
+#                           setting of its own sweep, and plans at the same peaks; four hours; a run
 #                           that was stopped goes on with what is in build/peers.json
 #   make paper  .venv-test  the tables of µ-cuDNN on this machine: steps and layers by each policy within
 #                           workspace limits, in build/limits.json and build/limits_layers.json

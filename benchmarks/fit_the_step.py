@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -172,15 +172,23 @@ def in_runs(blocks: nn.Sequential, run: int, x: Tensor) -> Tensor:
     return x
 
 
+def recompute_(modules: Iterable[nn.Module], **settings: Any) -> None:
+    """Make each of the modules a checkpoint, in place."""
+    for one in {*modules}:
+        again = partial(checkpoint, one.forward, use_reentrant=False, **settings)
+        vars(one)["forward"] = again
+
+
 def checkpointed(model: nn.Module, run: int = 1) -> nn.Module:
     """A copy whose blocks are recomputed, so many of a sequence together."""
     twin = copy.deepcopy(model)
     held = {*blocks(twin)}
+    if run == 1:
+        recompute_(held)
+        return twin
     for one in twin.modules():
-        if run > 1 and isinstance(one, nn.Sequential) and held.issuperset(one):
+        if isinstance(one, nn.Sequential) and held.issuperset(one):
             vars(one)["forward"] = partial(in_runs, one, run)
-        elif run == 1 and one in held:
-            vars(one)["forward"] = partial(checkpoint, one.forward, use_reentrant=False)
     return twin
 
 

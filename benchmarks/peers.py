@@ -1,6 +1,6 @@
 """Every way to train within less memory, each at the best setting of its own sweep, and plans.
 
-    python benchmarks/peers.py --out peers.json                     # four networks, three hours
+    python benchmarks/peers.py --out peers.json                     # four networks, four hours
     python benchmarks/peers.py segresnet --out peers.json           # goes on where it was cut off
     python benchmarks/peers.py resnet50 --budgets 0.5,0.3 --rounds 5
 
@@ -39,7 +39,7 @@ import torch
 from fit_the_step import CASES, Case, Contestant, Losses, shape
 from provenance import provenance
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import ucudnn
 from ucudnn.advice import LARGE_THRESHOLD_TUNABLES
@@ -86,23 +86,23 @@ class Way(NamedTuple):
     loops: bool = False
 
 
-def in_stages(model: nn.Module, _: Tensor) -> Contestant:
-    """A copy of which whole stages are recomputed: the outermost modules that hold others."""
+def checkpointed(
+    members: Callable[[nn.Module], Iterable[nn.Module]],
+    model: nn.Module,
+    _: Tensor,
+    **settings: Any,
+) -> Contestant:
+    """A copy of which some modules are checkpoints."""
     twin = copy.deepcopy(model)
-    for one in stages_of(twin):
-        vars(one)["forward"] = partial(checkpoint, one.forward, use_reentrant=False)
+    fit.recompute_(members(twin), **settings)
     return Contestant(twin)
 
 
-def selectively(model: nn.Module, _: Tensor) -> Contestant:
-    """A copy of whose blocks all is recomputed but convolutions and products of matrices."""
-    twin, aten = copy.deepcopy(model), torch.ops.aten
-    kept = [aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default]
-    contexts = partial(create_selective_checkpoint_contexts, kept)
-    for one in fit.blocks(twin):
-        again = partial(checkpoint, one.forward, use_reentrant=False, context_fn=contexts)
-        vars(one)["forward"] = again
-    return Contestant(twin)
+def keeping_products() -> Any:
+    """Contexts of a checkpoint that keeps what convolutions and products of matrices compute."""
+    aten = torch.ops.aten
+    products = [aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default]
+    return create_selective_checkpoint_contexts(products)
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
@@ -125,16 +125,18 @@ def accumulated(parts: int, model: nn.Module, x: Tensor) -> Contestant:
 def ways_of(name: str, case: Case, budgets: Sequence[float]) -> list[Way]:
     """The ways by torch, eager first."""
     eager = partial(fit.unchanged, False)
+    blocks = partial(checkpointed, fit.blocks)
+    selective = partial(blocks, context_fn=keeping_products)
     keeping = {"GLIBC_TUNABLES": LARGE_THRESHOLD_TUNABLES}
     found = [
         Way("eager", eager),
         Way("eager, channels_last", eager, "channels_last"),
         Way(fit.KEEPING, eager, environment=keeping),
-        Way("checkpoint of each block", partial(fit.recomputing, 1)),
-        Way("checkpoint of each stage", in_stages),
-        Way("selective checkpoint of each block", selectively),
-        Way("checkpoint of each block, channels_last", partial(fit.recomputing, 1), LAYOUTS[1]),
-        Way("selective checkpoint of each block, channels_last", selectively, LAYOUTS[1]),
+        Way("checkpoint of each block", blocks),
+        Way("checkpoint of each stage", partial(checkpointed, stages_of)),
+        Way("selective checkpoint of each block", selective),
+        Way("checkpoint of each block, channels_last", blocks, LAYOUTS[1]),
+        Way("selective checkpoint of each block, channels_last", selective, LAYOUTS[1]),
     ]
     if name not in DEPENDENT:
         halves = [parts for parts in (2, 4) if parts <= case.shape[0]]
@@ -255,16 +257,26 @@ def sweep(book: Book, case: Case, ways: Iterable[Way]) -> None:
         book.write()
 
 
+def computes_other(row: dict[str, Any], eager: dict[str, Any]) -> bool:
+    """True if a way computes other gradients than eager."""
+    return abs(row["gradient_norm"] / eager["gradient_norm"] - 1) > OTHER
+
+
+def plan_within(title: str) -> str:
+    """What a plan within the peak of a way is called in a race."""
+    return f"plan at the peak of {title}"
+
+
 def front(rows: dict[str, dict[str, Any]]) -> list[str]:
     """The ways that no other beats, by falling peak; of those that are about equal, one.
 
     A way that computes other gradients is none of them.
     """
-    kept, norm = list[str](), rows["eager"]["gradient_norm"]
+    kept = list[str]()
     sizes = {
         title: (row["peak_bytes"], median(row["step_ns"]))
         for title, row in rows.items()
-        if abs(row["gradient_norm"] / norm - 1) <= OTHER
+        if not computes_other(row, rows["eager"])
     }
     for title in sorted(sizes, key=lambda one: sizes[one]):
         _, time_ns = sizes[title]
@@ -325,7 +337,7 @@ def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config
             "plan": plan.to_dict(),
         }
         book.write()
-        print(f"{book.found['network']}: plan at the peak of {title}", flush=True)
+        print(f"{book.found['network']}: {plan_within(title)}", flush=True)
 
 
 def raced(book: Book, case: Case, ways: dict[str, Way], rounds: int) -> None:
@@ -339,7 +351,7 @@ def raced(book: Book, case: Case, ways: dict[str, Way], rounds: int) -> None:
         if "plan" in row:
             config = ucudnn.Config.from_dict(row["plan"]["config"])
             plan = convert({**row["plan"], "config": config}, ucudnn.Plan)
-            name = f"plan at the peak of {title}"
+            name = plan_within(title)
             follow = partial(fit.following, plan, False)
             entries[name] = ways[title]._replace(title=name, entry=follow, layout=row["layout"])
     race = book.found["race"]
@@ -371,7 +383,7 @@ def judged(book: Book) -> list[str]:
     ]
     won = right = count = near = 0
     for title, row in book.found["plans"].items():
-        name = f"plan at the peak of {title}"
+        name = plan_within(title)
         if name not in race:
             continue
         pairs = zip(race[name]["samples_ns"], race[title]["samples_ns"], strict=True)

@@ -17,6 +17,9 @@ from make_steps import text
 
 from ucudnn.benchmark.statistics import ratio_interval
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from peers import plan_within
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc"
 NAMES = {
@@ -83,7 +86,7 @@ def met(one: dict[str, Any]) -> dict[str, Any]:
     """The ways of a race of peers.json; a plan has the name of what it does."""
     found = dict(one["race"])
     for title, row in one["plans"].items():
-        name = f"plan at the peak of {title}"
+        name = plan_within(title)
         if name in found:
             kind = "loop" if row["micro_batch"] else "segments"
             found[f"{kind}, {title}"] = found.pop(name)
@@ -143,11 +146,12 @@ def draw() -> str:
         text(
             WIDTH / 2,
             44,
-            "plans (filled) lie left of and below the checkpoints (squares) of their colour;",
+            "left of and below each checkpoint (square) lies a plan (filled) of its colour;",
         ),
         text(
             *(WIDTH / 2, 62),
-            "torch.compile is lower for ResNet-50 and the U-Nets. CPU, 2 cores, 95 % intervals",
+            "torch.compile is lower for ResNet-50, ConvNeXt-T and the 3-D U-Nets. "
+            "CPU, 2 cores, 95 % intervals",
         ),
         *axes(),
         *(line for network, ways in found.items() for line in marks(network, ways)),

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from communication import chosen
 from found_limits import layers_table, steps_table, time_text
 from found_steps import Found
-from peers import OTHER
+from peers import computes_other, plan_within
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # The machine of each file of results; of the others it is the Intel Xeon.
@@ -292,10 +292,8 @@ def rivals() -> list[Row]:
     rows = [heading]
     for one in results("peers.json"):
         names = iter([FITTED[one["network"]]])
-        norm = one["ways"]["eager"]["gradient_norm"]
         for title, way in one["ways"].items():
-            is_other = abs(way["gradient_norm"] / norm - 1) > OTHER
-            name = title + ": other gradients" * is_other
+            name = title + ": other gradients" * computes_other(way, one["ways"]["eager"])
             rows.append([next(names, ""), name, *rival(one, title), *meeting(one, title)])
     return rows
 
@@ -319,7 +317,7 @@ def rival(one: dict[str, Any], title: str) -> Row:
 
 def meeting(one: dict[str, Any], title: str) -> Row:
     """The plan within the peak of a way of peers.json, beside it."""
-    plan = f"plan at the peak of {title}"
+    plan = plan_within(title)
     if "refused" in one["plans"].get(title, {}):
         return ["refused", "", ""]
     if plan not in one["race"]:

@@ -173,9 +173,9 @@ def python(package: Path) -> Python:
 
 @pytest.fixture
 def script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A function that imports a script of benchmarks/ or docs/, which import each other by name."""
-    monkeypatch.syspath_prepend(str(repository / "docs"))
-    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    """A function that imports a script of these folders, which import each other by name."""
+    for folder in ("examples", "docs", "benchmarks"):
+        monkeypatch.syspath_prepend(str(repository / folder))
     return importlib.import_module
 
 
