@@ -217,7 +217,7 @@ class Advice:
             limit = self.suggested_limit
             setting = "" if limit is None else f" with workspace_limit='{_compact(limit)}'"
             return f"tune it{setting}"
-        segments, size = way.division
+        segments, size, _ = way.division
         if size is not None:
             return f"train in a loop of micro-batches of {size} (tune it with loop=True)"
         if [one.module for one in segments if one.micro_batch is not None] == [""]:
@@ -466,7 +466,7 @@ class Advice:
         values = to_builtins(replace(self, kernels=()))
         largest = values.pop("largest")
         for fields, way in zip(values["ways"], self.ways, strict=True):
-            segments, micro_batch = fields.pop("division")
+            segments, micro_batch, _ = fields.pop("division")
             fields.update(
                 how=self.how(way),
                 peak_bytes=way.most_bytes,

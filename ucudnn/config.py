@@ -33,6 +33,7 @@ Backend = Literal["auto", "torch_cpu", "cudnn", "recorded"]
 Solver = Literal["auto", "exact", "highs", "cbc"]
 Effort = Literal["quick", "normal", "thorough"]
 Layout = Literal["keep", "auto"]
+Compile = Literal["keep", "auto"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 # Two environment variables that ucudnn sets for ranks (processes of a distributed job). They are
@@ -283,6 +284,25 @@ class Config:
         "NAME",
         get_args(Layout),
         page="using.md#layout",
+    )
+    compile: Compile = _setting(
+        "keep",
+        _choice,
+        "Compilation of the model. With auto, a model that is not compiled may be compiled by its "
+        "plan, if steps are then faster, or as fast in less memory.",
+        "NAME",
+        get_args(Compile),
+        page="using.md#torchcompile",
+    )
+    compile_budget_s: float | None = _setting(
+        None,
+        _positive,
+        "Seconds for compiling ways to run a step. They are beside those of time_budget_s, and "
+        "count the first steps of each way. The first way is always compiled. Default: three times "
+        "what the first way took.",
+        "SECONDS",
+        is_of_plan=False,
+        page="using.md#torchcompile",
     )
     effort: Effort = _setting(
         "normal",

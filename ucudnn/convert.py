@@ -14,12 +14,12 @@ from ucudnn import nn as planned_nn
 from ucudnn.config import Config, settings_here
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.channels_last import lay_out_, restore_layout_
-from ucudnn.execution.compiling import original_of, untraced
+from ucudnn.execution.compiling import compile_, original_of, untraced
 from ucudnn.execution.micro_batching import require_modules, segment_, unsegment_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.plan import KernelPlan, Plan
-from ucudnn.segment import WHOLE
+from ucudnn.segment import WHOLE, compiled_as_told
 
 Model = TypeVar("Model", bound=nn.Module)
 # To swap a layer is to change its class to the planned class of the same name. Only layers of
@@ -75,6 +75,8 @@ class Conversion:
         )
         if self.segments:
             text += f"; {len(self.segments)} modules run in micro-batches or are recomputed"
+        if self.plan.compiled is not None:
+            text += f"; the model is {compiled_as_told(self.plan.compiled)}"
         return text
 
 
@@ -98,6 +100,9 @@ def convert_(
     strides. The inputs of the model are converted in its forward. If tensors share memory, as by
     `share_memory` or by weights tied through `.data`, all tensors keep their strides, and each
     convolution converts its operands instead; a warning says so.
+
+    A plan that compiles (`plan.compiled`) has the whole model compiled when it is called next, and
+    for each new size of its inputs. Copies of the model are not compiled; convert them, too.
 
     Planned convolutions whose class cannot be changed are listed in the result and in a warning. In
     code compiled by torch.compile, a swapped layer is torch's own convolution again; it follows the
@@ -137,6 +142,7 @@ def convert_(
     # that an earlier plan may have given to the model.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
     segment_(original, plan.segments)
+    compile_(model, plan.compiled)
     swapped, left = _swap(found, changed, runner)
     segments = tuple(one.module for one in plan.segments)
     return Conversion(model, plan, swapped, left, found.unplanned, found.otherwise, segments)
@@ -252,8 +258,8 @@ def _warn_of(otherwise: Sequence[str]) -> None:
 def revert_(model: Model) -> Model:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
-    Tensors whose strides `convert_` changed get their old strides back, and no module runs in
-    micro-batches or is recomputed any more.
+    Tensors whose strides `convert_` changed get their old strides back, no module runs in
+    micro-batches or is recomputed any more, and the model is compiled only if its user did.
 
     >>> revert_(nn.Sequential(planned_nn.Conv2d(3, 8, 3)))
     Sequential(
@@ -261,6 +267,7 @@ def revert_(model: Model) -> Model:
     )
     """
     original = original_of(model)
+    compile_(model, None)
     restore_layout_(original)
     unsegment_(original)
     _unswap(original)

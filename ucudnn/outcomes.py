@@ -128,56 +128,13 @@ class StepRace:
 
 
 @dataclass(frozen=True, slots=True)
-class Compilation:
-    """How the steps that judged a plan were compiled, or the reason why they were not compiled.
-
-    >>> print(Compilation(seconds=34))
-    the steps that judged it were compiled by torch.compile, which took 34 s beside the time budget
-    >>> Compilation(reason="no C++ compiler").is_compiled
-    False
-
-    Args:
-        seconds: seconds that compiling and the first compiled steps took; they are not part of any
-            time of a step.
-        reason: why steps of a compiled model were not compiled; "" if they were compiled.
-        relaid: number of convolutions of a compiled step that do not follow the plan, because in
-            the compiled step they have another layout than in the plan.
-    """
-
-    seconds: Count = 0
-    reason: str = ""
-    relaid: Count = 0
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if the steps were compiled."""
-        return not self.reason
-
-    def __str__(self) -> str:
-        if not self.is_compiled:
-            return (
-                f"the model is compiled, but the steps that judged its plan were not: {self.reason}"
-            )
-        text = (
-            f"the steps that judged it were compiled by torch.compile, which took {self.seconds} s "
-            f"beside the time budget"
-        )
-        if self.relaid:
-            text += (
-                f"; there {self.relaid} convolutions are in another layout than in the plan, which "
-                f"does not act on them: tune with layout='auto', or in the other layout"
-            )
-        return text
-
-
-@dataclass(frozen=True, slots=True)
 class Way:
     """One way to run a step: what it is foreseen to take, and what steps took that were run.
 
     Args:
         kind: "torch" (the undivided step by torch), "segments" (modules run in micro-batches or are
-            recomputed), "loop" (a training loop over micro-batches) or "plan" (the step by the
-            plan).
+            recomputed), "loop" (a training loop over micro-batches), "plan" (the step by the plan)
+            or "compiled" (the step by torch.compile, divided or not).
         name: name of the way in tables.
         foreseen_bytes: the foreseen peak: the most that is allocated at any moment of the step.
         foreseen_ns: the foreseen time of the step.
@@ -196,7 +153,7 @@ class Way:
         division: segments and micro-batches of the step; in a plan, the name alone tells them.
     """
 
-    kind: Literal["torch", "segments", "loop", "plan"]
+    kind: Literal["torch", "segments", "loop", "plan", "compiled"]
     name: str
     foreseen_bytes: Count = 0
     foreseen_ns: Count = 0
@@ -226,6 +183,66 @@ class Way:
     def ratios(self) -> Interval:
         """The ratio and its interval."""
         return self.ratio, self.low, self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """How the steps that judged a plan were compiled, or the reason why they were not compiled.
+
+    >>> print(Compilation(graphs=1, nodes=550))
+    the steps that judged it were compiled by torch.compile: 1 graph of 550 operators
+    >>> Compilation(reason="no C++ compiler").is_compiled
+    False
+
+    Args:
+        seconds: seconds that compiling and the first compiled steps took; they are not part of any
+            time of a step.
+        reason: why steps of a compiled model were not compiled; "" if they were compiled.
+        relaid: number of convolutions of a compiled step that do not follow the plan, because in
+            the compiled step they have another layout than in the plan.
+        graphs: number of graphs that were compiled.
+        nodes: number of operators in these graphs; 0 if it is not known.
+        breaks: number of breaks between graphs.
+        uncompiled: number of operators of a forward that compiled code does not run.
+        ways: the compiled ways that were tried, with measured peaks and times.
+        left_out: (way, reason) of those that cannot be compiled or compute something else.
+        not_tried: ways for which there was no time.
+    """
+
+    seconds: Count = 0
+    reason: str = ""
+    relaid: Count = 0
+    graphs: Count = 0
+    nodes: Count = 0
+    breaks: Count = 0
+    uncompiled: Count = 0
+    ways: tuple[Way, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+    not_tried: tuple[str, ...] = ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the steps were compiled."""
+        return not self.reason
+
+    def __str__(self) -> str:
+        took = f", which took {self.seconds} s beside the time budget" if self.seconds else ""
+        more = f"; not tried for lack of time: {', '.join(self.not_tried)}" * bool(self.not_tried)
+        more += "".join(f"; {name}: {reason}" for name, reason in self.left_out)
+        if not self.is_compiled:
+            return f"the steps that judged it were not compiled{took}: {self.reason}{more}"
+        text = f"the steps that judged it were compiled by torch.compile{took}"
+        if self.graphs:
+            of = f" of {self.nodes} operators" * bool(self.nodes)
+            text += f": {self.graphs} graph{'s' * (self.graphs > 1)}{of}"
+            text += f", {self.uncompiled} operators beside them" * bool(self.uncompiled)
+        text += more
+        if self.relaid:
+            text += (
+                f"; there {self.relaid} convolutions are in another layout than in the plan, which "
+                f"does not act on them: tune with layout='auto', or in the other layout"
+            )
+        return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,15 @@ from ucudnn.outcomes import (
     StepRace,
 )
 from ucudnn.problem import Problem
-from ucudnn.segment import MicroBatch, Segment, StepDivision, is_size, micro_batches
+from ucudnn.segment import (
+    UNCOMPILED,
+    Compiled,
+    MicroBatch,
+    Segment,
+    StepDivision,
+    is_size,
+    micro_batches,
+)
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, Chunk, KernelPlan, Split, Timing
 from ucudnn.system.files import parse_json, write
 from ucudnn.system.processes import cached_property
@@ -43,7 +51,7 @@ __all__ = [
     "Timing",
 ]
 _FORMAT = "ucudnn-plan"
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,12 +82,16 @@ class Plan:
         segments: modules that run in micro-batches or are recomputed; a segment inside another
             segment runs in each micro-batch of the outer segment.
         micro_batch: samples that a training loop should run at once; None: the whole batch.
+        compiled: the model is compiled as a whole, and keeps this share of the activations that
+            torch.compile would keep; "no": it is not compiled, even if its user compiles it; None:
+            it runs as it is.
         comparison: how near a step by the plan is to the step by torch; None if the plan divides no
             step.
         reasons: modules that run as a whole, or are not recomputed, as (name, reason).
 
     Raises:
-        PlanError: a module is a segment twice, or a micro-batch is not an int of at least 1.
+        PlanError: a module is a segment twice, a micro-batch is not an int of at least 1, or a
+            share is none.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -96,6 +108,7 @@ class Plan:
     compilation: Compilation | None = field(default=None, compare=False)
     segments: tuple[Segment, ...] = ()
     micro_batch: Positive | None = None
+    compiled: Compiled | None = None
     comparison: Comparison | None = field(default=None, compare=False)
     reasons: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
@@ -105,6 +118,12 @@ class Plan:
                 f"micro_batch must be an int of at least 1, or None for the whole batch, got "
                 f"{quoted(self.micro_batch)}"
             )
+        share = self.compiled
+        if share not in (None, UNCOMPILED) and not (type(share) is float and 0 <= share <= 1):
+            raise PlanError(
+                f"compiled must be a share of the activations from 0.0 to 1.0, 'no', or None, got "
+                f"{quoted(share)}"
+            )
         names = [one.module for one in self.segments]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise PlanError(
@@ -113,8 +132,8 @@ class Plan:
 
     @property
     def division(self) -> StepDivision:
-        """The division of a step by this plan: its segments, and the micro-batch of a loop."""
-        return StepDivision(self.segments, self.micro_batch)
+        """How a step by this plan is divided and compiled."""
+        return StepDivision(self.segments, self.micro_batch, self.compiled)
 
     def micro_batches(self, *batch: Any) -> Iterator[MicroBatch]:
         """Cut a batch into micro-batches for a training loop, along the first axis of its tensors.
@@ -244,6 +263,7 @@ class Plan:
             "memory_format": self.memory_format,
             "segments": to_builtins(self.segments),
             "micro_batch": self.micro_batch,
+            "compiled": self.compiled,
         }
         return _sha256_of(decisions)
 

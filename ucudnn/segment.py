@@ -6,10 +6,17 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import Meta
 
 from ucudnn.errors import ConfigError, PlanError, quoted
 from ucudnn.units import Count, Positive
+
+# How a plan has a model compiled: by torch.compile as a whole, with this share of the activations
+# kept for backward (torch's `activation_memory_budget`); or not at all, even if its user compiles.
+UNCOMPILED: Literal["no"] = "no"
+Compiled = Annotated[float, Meta(ge=0, le=1)] | Literal["no"]
 
 
 class SlabRows(NamedTuple):
@@ -270,6 +277,19 @@ def is_inside(name: str, other: str) -> bool:
     return name.startswith(prefix) and is_child
 
 
+def compiled_as_told(compiled: Compiled) -> str:
+    """How a plan has a model compiled, in words.
+
+    >>> compiled_as_told(1.0), compiled_as_told(0.5), compiled_as_told(UNCOMPILED)
+    ('compiled', 'compiled, keeping 50 % of the activations', 'not compiled')
+    """
+    if compiled == UNCOMPILED:
+        return "not compiled"
+    return "compiled" + (
+        f", keeping {compiled:.0%} of the activations".replace("%", " %") if compiled < 1 else ""
+    )
+
+
 def is_size(value: object) -> bool:
     """True if a value may be the number of samples of a micro-batch: an int of at least 1."""
     return type(value) is int and value >= 1
@@ -282,10 +302,17 @@ class StepDivision(NamedTuple):
         segments: modules that run in micro-batches or are recomputed.
         micro_batch: samples that a training loop runs at once; it adds up the gradients of all
             micro-batches. None: the whole batch.
+        compiled: how the model is compiled; None: as it is, compiled or not.
     """
 
     segments: tuple[Segment, ...] = ()
     micro_batch: int | None = None
+    compiled: Compiled | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the step is not divided."""
+        return not self.segments and self.micro_batch is None
 
 
 # The division of a step that is not divided.

@@ -1,4 +1,4 @@
-"""Helpers for torch.compile: to unwrap models, to compile copies apart, and to exempt functions.
+"""Helpers for torch.compile: to compile a model within a budget, copies apart, and functions not.
 
 To judge a plan, tuning runs steps on copies of the model, in up to two layouts. As far as torch
 allows, the compiled code of the copies is kept apart from that of the user's model. So neither
@@ -16,13 +16,21 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # `torch._C._dynamo` is part of torch's compiled library; to import `torch._dynamo` takes seconds.
 from torch._C._dynamo import eval_frame
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from ucudnn.segment import UNCOMPILED, Compiled
 
 # While steps are run to judge a plan, Dynamo's limits of recompilations are this much higher.
 _MORE_RECOMPILATIONS = 16
+# For so many sizes of inputs, such as those of an epoch and of its last batch, code is compiled for
+# this size alone; for all others, for any size. Otherwise, code for any size would take the place
+# of the code that was measured, as soon as a second size is seen.
+_SIZES = 2
 
 _numbers = count()
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -55,9 +63,20 @@ def is_compiled(model: nn.Module) -> bool:
     >>> is_compiled(layer), is_compiled(nn.Sequential(torch.compile(layer, backend="eager")))
     (False, True)
     """
+    return any(map(_is_compiled_itself, model.modules()))
+
+
+def is_converted(model: nn.Module) -> bool:
+    """True if a plan has a model compiled, or not compiled."""
+    return any(isinstance(one._compiled_call_impl, CompiledCall) for one in model.modules())
+
+
+def _is_compiled_itself(module: nn.Module) -> bool:
     # `_compiled_call_impl` is the call of a module that `module.compile()` compiled in place.
-    modules = model.modules()
-    return any(is_wrapped(one) or one._compiled_call_impl is not None for one in modules)
+    call = module._compiled_call_impl
+    if isinstance(call, CompiledCall):
+        return call.compiled != UNCOMPILED
+    return is_wrapped(module) or call is not None
 
 
 def replays_graphs(model: nn.Module) -> bool:
@@ -96,6 +115,133 @@ def room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
     return config.patch(limits)  # type: ignore[no-any-return]
 
 
+class BudgetedBackend:
+    """A backend of torch.compile that lets a graph keep a share of its activations for backward.
+
+    Dynamo does not guard torch's setting of this share, and reads it whenever it compiles. So each
+    model has a backend of its own, by which the share holds for whatever is compiled later.
+
+    Attributes:
+        nodes: operators of each graph that was compiled.
+
+    Args:
+        share: of the activations, from 0 to 1.
+        inner: the backend that compiles; None: Inductor.
+    """
+
+    def __init__(self, share: float, inner: Callable[..., Any] | None = None) -> None:
+        self._share, self._inner = share, inner
+        self.nodes: list[int] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        """Compile a graph."""
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        # What is recomputed has a graph of its own inside.
+        graphs = (one.graph for one in graph.modules() if isinstance(one, torch.fx.GraphModule))
+        kinds = ("call_function", "call_method", "call_module")
+        self.nodes.append(sum(node.op in kinds for one in graphs for node in one.nodes))
+        with config.patch(activation_memory_budget=self._share):
+            return (self._inner or compile_fx)(graph, inputs)
+
+
+class CompiledCall:
+    """The call of a module, compiled as a whole, or not at all, whatever its user has compiled.
+
+    As the attribute `_compiled_call_impl` of the module, it takes the place of torch's own call.
+    Copies and files of the module do not have it, as they have no other compiled code.
+
+    >>> call = CompiledCall(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), UNCOMPILED)
+    >>> call(torch.ones(1, 3, 4, 4)).shape
+    torch.Size([1, 8, 2, 2])
+
+    Attributes:
+        compiled: the argument of this name.
+        hidden: the call whose place it takes, if there is one.
+        backend: what compiles; None: nothing does.
+
+    Args:
+        module: any module; if it is compiled, its settings stay.
+        compiled: the share of activations to keep, or `UNCOMPILED`.
+        like: a compiled module with the settings to take; None: the module itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, compiled: Compiled, like: nn.Module | None = None
+    ) -> None:
+        self.compiled, self.hidden = compiled, module._compiled_call_impl
+        self.backend: BudgetedBackend | None = None
+        self._sizes: set[Any] = set()
+        if compiled == UNCOMPILED:
+            self._for_size = self._for_any = original_of(module)._call_impl
+            return
+        context = _context_of(like or module)
+        inner = None
+        settings = dict[str, Any](dynamic=None)
+        if context is not None:
+            inner = sys.modules["torch._dynamo.eval_frame"].innermost_backend(context.callback)
+            settings = {"fullgraph": context.fullgraph, "dynamic": context._dynamic}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            settings["isolate_recompiles"] = True
+        self.backend = settings["backend"] = BudgetedBackend(float(compiled), inner)
+        whole = original_of(module)
+        self._for_any = torch.compile(_call_of(whole), **settings)
+        if settings["dynamic"] is None:
+            settings["dynamic"] = False
+        self._for_size = torch.compile(_call_of(whole), **settings)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        run = self._for_size if self._is_of_known_size(args, kwargs) else self._for_any
+        if DistributedDataParallel._active_ddp_module is None:
+            return run(*args, **kwargs)
+        from torch._dynamo import config
+
+        # torch would compile a graph for each bucket of gradients, and not the code that was
+        # measured; of what is recomputed it cannot.
+        with config.patch(optimize_ddp=False):
+            return run(*args, **kwargs)
+
+    def _is_of_known_size(self, args: Any, kwargs: Any) -> bool:
+        sizes = tuple(map(_size_of, tree_leaves((args, kwargs))))
+        if sizes not in self._sizes and len(self._sizes) < _SIZES:
+            self._sizes.add(sizes)
+        return sizes in self._sizes
+
+
+def _size_of(argument: Any) -> Any:
+    """What code may be compiled for: the shape of a tensor, a number."""
+    if isinstance(argument, Tensor):
+        return argument.shape
+    return argument if isinstance(argument, (bool, int, float, str)) else type(argument)
+
+
+def compile_(model: nn.Module, compiled: Compiled | None) -> None:
+    """Compile a model as a whole, in place, or let nothing of it be compiled; None undoes that."""
+    for one in model.modules():
+        if isinstance(one._compiled_call_impl, CompiledCall):
+            one._compiled_call_impl = one._compiled_call_impl.hidden
+    if compiled is None:
+        return
+    found = [*filter(_is_compiled_itself, model.modules())] if compiled == UNCOMPILED else [model]
+    for one in found:
+        # torch's type hints know no other callable than a function.
+        one._compiled_call_impl = CompiledCall(one, compiled)
+
+
+def _context_of(module: nn.Module) -> Any:
+    """The settings with which a module is compiled; None if it is not."""
+    if is_wrapped(module):
+        return module.dynamo_ctx
+    call = module._compiled_call_impl
+    if isinstance(call, CompiledCall) or call is None:
+        return None
+    # torch has no public way to read the settings of a compiled function, so they are taken from
+    # the closure of its wrapper.
+    return inspect.getclosurevars(call).nonlocals["self"]
+
+
 def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
     """Compile a copy of a model with the model's settings; the two share no compiled code.
 
@@ -126,8 +272,6 @@ def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Ca
     >>> recompiled(torch.compile(double, backend="eager"), lambda x: x + 1)(torch.ones(()))
     tensor(2.)
     """
-    # torch has no public way to read the settings of a compiled function, so they are taken from
-    # the closure of its wrapper.
     context = inspect.getclosurevars(compiled).nonlocals["self"]
     return _apart(context)(function)  # type: ignore[no-any-return]
 
@@ -148,7 +292,8 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     """A function that calls a module, and whose code object no other function has."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
+        # Where Dynamo gives up, the module must not call its compiled call again.
+        return module._call_impl(*args, **kwargs)
 
     # Dynamo keeps and counts compiled code for each code object. For each name of a code object, it
     # also remembers which input sizes have varied. If all models had the same name here, Dynamo

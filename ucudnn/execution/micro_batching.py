@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling, is_exporting
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -68,15 +69,47 @@ class SegmentForward:
         self.stretches: dict[tuple[int, int], nn.Sequential] = {}
         # Whether the module is called with tensors without MONAI's metadata.
         self.strips = False
+        # True: compiled code around the module can have it as a part of its graph.
+        self.joins_graphs = False
         # Another library may have given the module a forward of its own as an attribute.
         self.hidden = vars(module).get("forward")
         # For training and evaluation: True if forward ends in an operator that fills a tensor after
         # autograd has saved it. It is found out in the first call.
         self._fills: dict[bool, bool] = {}
 
-    @untraced_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all samples, divided as the segment says."""
+        if self.joins_graphs and is_compiling() and not is_exporting():
+            return self._in_graph(self._traced, args, kwargs)
+        return self._called(args, kwargs)
+
+    def _in_graph(self, run: _Run, args: Any, kwargs: Any) -> Any:
+        """What the compiler recomputes if the segment says so, traced as a part of a graph.
+
+        It does not recompute what changes buffers, and draws the same random numbers.
+        """
+        segment = self.segment
+        if segment is not None and segment.recompute and torch.is_grad_enabled():
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return run(*args, **kwargs)
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        if self.stretches:
+            return self._children_traced([*self.module._modules.values()], *args, **kwargs)
+        return (self.hidden or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+
+    def _children_traced(self, children: Sequence[Any], input: Any) -> Any:
+        place = 0
+        for begin, end in sorted(self.stretches):
+            input = _chained(children[place:begin], input)
+            inner = _installed(self.stretches[begin, end])
+            run = partial(inner._children_traced, children[begin:end])
+            input = inner._in_graph(run, (input,), {})
+            place = end
+        return _chained(children[place:], input)
+
+    @untraced_alone
+    def _called(self, args: Any, kwargs: Any) -> Any:
         if self.strips and (with_metadata := _with_metadata(args, kwargs)):
             (args, kwargs), renewed = with_metadata
             return renewed(self._divided(args, kwargs))
@@ -145,7 +178,7 @@ class SegmentForward:
 
     # If the model is compiled with `fullgraph=True`, torch raises an error, to which it adds this
     # message.
-    __call__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    _called._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "micro-batches are graphs of their own; compile without fullgraph, or ucudnn.revert_ first"
     )
 
@@ -162,6 +195,13 @@ class SegmentForward:
             yield one.segment.module, one.segment.manner
             yield from one._manners()
 
+    def has_only_graphs(self) -> bool:
+        """True if neither the module nor a stretch of its children runs in parts."""
+        own = self.segment
+        is_whole = own is None or not (own.is_cut or own.offload)
+        inner = map(_installed, self.stretches.values())
+        return is_whole and not self.strips and all(one.has_only_graphs() for one in inner)
+
     def add(self, stretch: Stretch, segment: Segment) -> None:
         """Let neighbours among the children run as a segment, after those around them."""
         for (begin, end), within in self.stretches.items():
@@ -177,6 +217,7 @@ class SegmentForward:
         attributes = vars(self.module)
         del attributes["extra_repr"]
         self.segment, self.stretches, self.strips = None, {}, False
+        self.joins_graphs = False
         # If another library has put its own forward in the place of this one since, that forward
         # stays.
         if attributes.get("forward") is self:
@@ -778,12 +819,15 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
     # Those inside others come after them.
     for stretch, one in sorted(inner, key=lambda pair: pair[0].begin - pair[0].end):
         _installed(found[one.module][0]).add(stretch, one)
+    for forward in filter(None, map(_forward_of, model.modules())):
+        forward.joins_graphs = forward.has_only_graphs()
 
 
 def strip_(model: nn.Module) -> None:
     """Call a model with plain tensors, in place, where it is called with those of MONAI."""
     if _MONAI in sys.modules:
-        _installed(model).strips = True
+        forward = _installed(model)
+        forward.strips, forward.joins_graphs = True, False
 
 
 def _with_metadata(args: Any, kwargs: Any) -> tuple[Any, _Run] | None:

@@ -164,21 +164,30 @@ def layers_by_problem(
 
 
 def _plan(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
-    budget_s, kernels = scheduler.budget_s, scheduler.results.kernels
-    backend = scheduler.session.backend
-    require_real(kernels, backend)
+    budget_s, results = scheduler.budget_s, scheduler.results
+    require_real(results.kernels, scheduler.session.backend)
+    plan = plan_without_kernels(scheduler.session.backend, config)
+    assert plan.origin is not None
+    origin = replace(
+        plan.origin,
+        budget="" if budget_s is None else f"{budget_s:g}",
+        seconds=round(monotonic() - began),
+        left_out=(*results.left_out, *map(str, results.too_large)),
+        over_limit=tuple(map(str, results.over_limit)),
+    )
+    return replace(plan, kernels=results.kernels, origin=origin)
+
+
+def plan_without_kernels(backend: AbstractBackend, config: Config) -> Plan:
+    """A plan by these settings, made here and now, that leaves all convolutions to torch."""
     return Plan(
-        kernels=kernels,
+        kernels=(),
         origin=Origin(
             made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             ucudnn=ucudnn.__version__,
             protocol=PROTOCOL,
             effort=config.effort,
-            budget="" if budget_s is None else f"{budget_s:g}",
-            seconds=round(monotonic() - began),
             load=f"{os.getloadavg()[0]:.1f}",
-            left_out=(*scheduler.results.left_out, *map(str, scheduler.results.too_large)),
-            over_limit=tuple(map(str, scheduler.results.over_limit)),
         ),
         device=backend.device(),
         software=backend.software(),

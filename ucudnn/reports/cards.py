@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ucudnn.outcomes import StepRace
 from ucudnn.plan import KernelPlan, Plan, Timing
-from ucudnn.segment import WHOLE
+from ucudnn.segment import WHOLE, compiled_as_told
 from ucudnn.units import format_bytes, format_ns, format_ratio, format_sizes
 from ucudnn.verdict import is_faster
 
@@ -31,7 +31,7 @@ def cards(plan: Plan) -> list[Card]:
     Card(name='Step', value='not timed', note='the plan was not judged by whole steps')
     """
     found = [_step(plan), *_peak(plan)]
-    if plan.division != WHOLE:
+    if not plan.division.is_whole:
         loop = "" if plan.micro_batch is None else f"a loop over {plan.micro_batch} samples"
         modules = f"{len(plan.segments)} divided" if plan.segments else loop
         found.append(Card("Modules", modules, "in micro-batches or slabs, or recomputed"))
@@ -56,6 +56,7 @@ def _step(plan: Plan) -> Card:
     if race is not None:
         ratio = format_ratio(race.ratio, race.low, race.high, race.rounds)
         where = "" if plan.memory_format == "keep" else f" in {plan.memory_format}"
+        where += "" if plan.compiled is None else f", {compiled_as_told(plan.compiled)}"
         times = f"{format_ns(race.torch_ns)} → {format_ns(race.plan_ns)}"
         return Card("Step", times, f"{ratio} times as long{where}")
     why = f": {plan.step_race.reason}" if plan.step_race is not None else ""

@@ -16,6 +16,7 @@ from ucudnn.plan import Chunk, KernelPlan, Plan, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.cards import cards, raced
 from ucudnn.reports.comparison import PlanComparison
+from ucudnn.segment import compiled_as_told
 from ucudnn.system.markup import csv_table
 from ucudnn.units import format_bytes, format_ns, format_ratio
 
@@ -106,6 +107,7 @@ def _caption(plan: Plan) -> str:
 def _limits(plan: Plan) -> str:
     limit, total = plan.config.limit_bytes, plan.config.total_bytes
     layout = "" if plan.memory_format == "keep" else f"{plan.memory_format}, "
+    layout += "" if plan.compiled is None else f"{compiled_as_told(plan.compiled)}, "
     said = f"{layout}workspace limit {'none' if limit is None else format_bytes(limit)}"
     if plan.memory is not None:
         said += f", memory budget {format_bytes(plan.memory.budget_bytes)}"

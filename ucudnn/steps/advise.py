@@ -382,7 +382,7 @@ class _Trials:
         fastest = min(tried, key=lambda way: way.step_ns)
         affordable = [way for way in tried if way.step_ns <= _SLOWER * fastest.step_ns]
         for way in dict.fromkeys((fastest, min(affordable, key=lambda way: way.foreseen_bytes))):
-            segments, part = way.division
+            segments, part, _ = way.division
             self._add(f"{name} of {part or segments[0].micro_batch}", way)
 
     def _try_segments(self, search: SegmentSearch, share: float) -> None:
@@ -554,7 +554,7 @@ def _peak_at(
 
 def _is_of_model(one: Way) -> bool:
     """True if the whole model runs in micro-batches."""
-    segments, micro_batch = one.division
+    segments, micro_batch, _ = one.division
     whole = [each.module for each in segments if each.micro_batch is not None] == [""]
     return micro_batch is not None or whole
 

@@ -1,8 +1,8 @@
-"""Compare a step by torch with one by a finished plan, or with one in another layout.
+"""Compare a step by torch with one by a finished plan, a compiled one, or one in another layout.
 
-Both steps run on copies of the model, with the same random numbers. By a plan, compared are
-results, gradients of parameters and inputs, buffers, and what the step leaves in attributes,
-variables and hooks; in another layout, results and gradients of parameters.
+Both steps run on copies of the model, with the same random numbers. By a plan and compiled,
+compared are results, gradients of parameters and inputs, buffers, and what the step leaves in
+attributes, variables and hooks; in another layout, results and gradients of parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,12 +32,14 @@ from ucudnn.execution.remembering import Remembered, left_by
 from ucudnn.execution.runner import Runner
 from ucudnn.outcomes import Comparison
 from ucudnn.plan import Plan
+from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
     cloned,
     cropped,
+    drop_gradients,
     gradient_mode,
     nudge_,
     parts_of,
@@ -50,7 +52,8 @@ from ucudnn.steps.same_numbers import SameForSamples
 # Relative rounding of a factor in TF32, a format for which torch has no dtype.
 _EPS_OF_TF32 = 2.0**-10
 # Relative differences up to this power of the coarsest relative rounding (eps) need no further
-# test. The gradients of two layouts, all together, may differ more, by 0.002 in a ResNet-18.
+# test. The gradients of two layouts, all together, may differ more, by 0.002 in a ResNet-18; and so
+# may a single gradient by compiled code, by 0.005 where one input of a ReLU has crossed zero.
 _POWER, _POWER_OF_GRADIENTS = 0.5, 0.25
 # Rounding moves inputs of a ReLU across zero, or changes the maximum of a pool. So differences are
 # tolerated up to this many times the difference that a change of all weights by one rounding makes;
@@ -256,37 +259,131 @@ class PlanComparer:
             return _outcome(Steps(self._model, inputs, *how), state, nudge, same)
 
 
-def _outcome(steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True) -> _Outcome:
-    """Run a step of a single example on a new copy of the model.
+class CompiledComparer:
+    """Compares compiled steps of one model with its step by torch.
+
+    If its user has compiled the model, its own compiled step stands for torch's.
 
     Args:
-        steps: the new copy.
+        model: any module.
+        inputs: an example input, or a list of these.
+        is_training: True: a step is forward and backward; False: forward without a graph.
+        problems: the convolutions of the model.
+        share: at most so much of the batch is run, because memory suffices for no more.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        *,
+        is_training: bool,
+        problems: Iterable[Problem],
+        share: float = 1.0,
+    ) -> None:
+        self._how = model, inputs, is_training
+        count = batch_of(inputs[0] if isinstance(inputs, list) else inputs)
+        self._samples = count if share >= 1 else max(min(_LEAST, count), int(share * count))
+        self._is_compiled = is_compiled(model)
+        dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
+        self._eps = max([_coarsest_eps(problems), *(torch.finfo(one).eps for one in dtypes)])
+        # What torch's step computes of each example, as it is and with a nudge.
+        self._truths: dict[float, list[_Outcome]] = {}
+
+    def _truth(self, nudge: float = 0.0) -> list[_Outcome]:
+        if nudge not in self._truths:
+            steps = Steps(*self._how)
+            if self._is_compiled:
+                steps.compile()
+            self._truths[nudge] = _outcomes(steps, self._samples, nudge)
+        return self._truths[nudge]
+
+    def compare(self, steps: Steps) -> tuple[Comparison, str]:
+        """How near compiled steps are, and what differs by more than rounding; "" if nothing does.
+
+        Code that Inductor compiles draws other random numbers than torch. If a step draws any, code
+        that draws torch's numbers is compiled for the comparison.
+        """
+        truths = self._truth()
+        if any(one.draws for one in truths) and not self._is_compiled:
+            from torch._inductor import config
+
+            steps = Steps(*self._how, steps.memory_format, steps.division)
+            with config.patch(fallback_random=True):
+                steps.compile()
+        found = _outcomes(steps, self._samples)
+        compared, reason = Comparison(0.0, 0.0), ""
+        for of, power in ((_others, _POWER), (_gradients, _POWER_OF_GRADIENTS)):
+            worst, most = _worst(of, truths, found), self._eps**power
+            if worst.largest > most:
+                nudged = _worst(of, truths, self._truth(self._eps))
+                most = max(most, min(_MOST, _MOST_TIMES * nudged.largest))
+            if worst.largest >= compared.deviation:
+                largest = min(worst.largest, 1e9)
+                compared = Comparison(largest, most, worst.parameters, self._samples)
+            reason = str(worst) if worst.largest > most else reason
+        return compared, reason
+
+
+def _worst(
+    of: Callable[[_Outcome, _Outcome], _Compared],
+    truths: Sequence[_Outcome],
+    found: Sequence[_Outcome],
+) -> Difference:
+    """The largest difference of all examples, of some of what is compared."""
+    pairs = zip(truths, found, strict=True)
+    return max((_largest(one, of(one, other)) for one, other in pairs), key=lambda d: d.largest)
+
+
+def _outcomes(steps: Steps, samples: int, nudge: float = 0.0) -> list[_Outcome]:
+    """What a step of each example computes from the state that the user's model is in."""
+    found = []
+    for inputs in steps.inputs:
+        steps.restore()
+        part = next(parts_of(inputs, samples)) if samples < batch_of(inputs) else inputs
+        found.append(_outcome(steps, nudge=nudge, same=False, inputs=part))
+        drop_gradients(steps.model)
+    return found
+
+
+def _outcome(
+    steps: Steps, state: int = 0, nudge: float = 0.0, same: bool = True, inputs: Any = None
+) -> _Outcome:
+    """Run a step of an example on a copy of the model.
+
+    Args:
+        steps: the copy, which is new or restored.
         state: number of the random numbers.
         nudge: fraction by which each parameter is changed first.
         same: False: samples may draw different random numbers.
+        inputs: the example; None: the first one.
     """
-    model, (own,), is_training = steps.model, steps.inputs, steps.backward
+    model, is_training = steps.model, steps.backward
+    own = steps.inputs[0] if inputs is None else inputs
     if nudge:
         nudge_(model, nudge)
     outcome, numbers = _Outcome(), SameForSamples(state)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
-        stack.enter_context(uncompiled(is_compiled(model)))
         stack.enter_context(warnings.catch_warnings())
         # The user did not run these steps.
         warnings.simplefilter("ignore", UcudnnWarning)
         stack.enter_context(gradient_mode(is_training))
-        stack.enter_context(Remembered(model, "the model", updates=False))
-        received = stack.enter_context(_received(model))
+        received = dict[str, list[Any]]()
+        if not steps.is_compiled:  # for these contexts, other code would be compiled
+            stack.enter_context(uncompiled(is_compiled(model)))
+            stack.enter_context(Remembered(model, "the model", updates=False))
+            received = stack.enter_context(_received(model))
         torch.manual_seed(state), random.seed(state), np.random.seed(state)
-        before = _numbers()
+        before = _numbers(), None if same else torch.get_rng_state().tolist()
         with numbers if same else nullcontext():
             for part in parts_of(own, steps.division.micro_batch):
-                outputs, leaves = run_with_leaves(model, part, is_training, is_smooth=True)
+                outputs, leaves = run_with_leaves(steps.run, part, is_training, is_smooth=True)
                 outcome.results.append([cloned(one) for one in take_apart(outputs)[0]])
                 outcome.inputs.append([one.grad for one in leaves])
                 del outputs
-        outcome.draws = not same or bool(numbers.drawn) or _numbers() != before
+        after = _numbers(), None if same else torch.get_rng_state().tolist()
+        outcome.draws = bool(numbers.drawn) or after != before
         outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
         outcome.buffers = {name: [cloned(one)] for name, one in model.named_buffers()}
         for name, module in model.named_modules():
@@ -335,7 +432,11 @@ def reason_against_layout(model: nn.Module, inputs: Any, plan: Plan, is_training
 
 def coarsest_eps(plan: Plan) -> float:
     """The coarsest relative rounding of the convolutions of a plan."""
-    problems = [kernel.problem for kernel in plan.kernels]
+    return _coarsest_eps(kernel.problem for kernel in plan.kernels)
+
+
+def _coarsest_eps(problems: Iterable[Problem]) -> float:
+    problems = [*problems]
     found = [torch.finfo(getattr(torch, problem.dtype)).eps for problem in problems]
     # A plan may have no kernel, if there was no time for any.
     return max([0.0, *found, *(_EPS_OF_TF32 for problem in problems if problem.math == "tf32")])
@@ -392,20 +493,43 @@ def _numbers() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
+# What is compared, by name, each with what measures the relative difference.
+_Compared = list[tuple[str, Callable[[], float]]]
+
+
 def _between(truth: _Outcome, found: _Outcome) -> Difference:
     """The largest difference of two steps."""
-    gradients = [one for one in truth.gradients.values() if one is not None]
-    scale = max(map(_size, gradients), default=0.0)
-    compared: list[tuple[str, Callable[[], float]]] = [
+    return _largest(truth, [*_others(truth, found), *_gradients(truth, found)])
+
+
+def _largest(truth: _Outcome, compared: _Compared) -> Difference:
+    worst, where = 0.0, ""
+    for name, measure in compared:
+        difference = measure()
+        if not difference <= worst:  # NaN is the worst
+            worst, where = inf if isnan(difference) else difference, name
+    count = sum(one is not None for one in truth.gradients.values())
+    return Difference(worst, where, count, truth.draws)
+
+
+def _gradients(truth: _Outcome, found: _Outcome) -> _Compared:
+    """The gradients of parameters."""
+    scale = max((_size(one) for one in truth.gradients.values() if one is not None), default=0.0)
+    return [
+        (f"the gradient of {name!r}", partial(_relative, one, found.gradients.get(name), scale))
+        for name, one in truth.gradients.items()
+    ]
+
+
+def _others(truth: _Outcome, found: _Outcome) -> _Compared:
+    """Results, gradients of inputs, buffers, and what steps left."""
+    compared: _Compared = [
         ("its result", partial(_of_lists, _joined(truth.results), _joined(found.results))),
         (
             "the gradient of its inputs",
             partial(_of_lists, _joined(truth.inputs), _joined(found.inputs)),
         ),
     ]
-    for name, one in truth.gradients.items():
-        other = found.gradients.get(name)
-        compared.append((f"the gradient of {name!r}", partial(_relative, one, other, scale)))
     largest: dict[str, float] = {}  # of the buffers of each module
     for name, [one] in truth.buffers.items():
         if one.is_floating_point():
@@ -416,12 +540,7 @@ def _between(truth: _Outcome, found: _Outcome) -> Difference:
         compared.append((f"the buffer {name!r}", partial(_of_lists, values, others, size)))
     for name, values in truth.left.items():
         compared.append((name, partial(_of_lists, values, found.left.get(name, []))))
-    worst, where = 0.0, ""
-    for name, measure in compared:
-        difference = measure()
-        if not difference <= worst:  # NaN is the worst
-            worst, where = inf if isnan(difference) else difference, name
-    return Difference(worst, where, len(gradients), truth.draws)
+    return compared
 
 
 def _joined(parts: Sequence[Sequence[Any]]) -> list[Any]:

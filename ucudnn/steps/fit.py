@@ -28,16 +28,18 @@ from ucudnn.errors import (
     UnplannedWarning,
     first_line,
 )
-from ucudnn.execution.compiling import is_compiled
+from ucudnn.execution.compiling import is_compiled, is_converted, replays_graphs
 from ucudnn.execution.micro_batching import modes_of
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.kernels.limits import Limits
-from ucudnn.outcomes import StepMemory, Way
+from ucudnn.kernels.tune import plan_without_kernels
+from ucudnn.outcomes import Compilation, StepMemory, Way
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, Segment, StepDivision
+from ucudnn.segment import UNCOMPILED, WHOLE, Segment, StepDivision
+from ucudnn.steps.compiled import CompiledWays, KnownCompiled, reason_against_compiling
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import NO_TIME
 from ucudnn.steps.profile import StepProfile
@@ -57,6 +59,8 @@ _SHARES = {False: 0.35, True: 0.4}
 # Real peaks are larger than foreseen ones by at most this factor, so a refusal names a budget that
 # is so much larger. Its text rounds the budget up, by no more than the second factor.
 _MARGIN, _ROUNDED = 1.001, 1.1
+# Seconds of one search for modules that are recomputed in compiled code.
+_RECOMPUTED_S = 30.0
 # The most divisions for which plans are made, with those that compute something else than torch.
 _MOST_DIVISIONS = 24
 # The most ways that a refusal lists.
@@ -188,6 +192,7 @@ def fit(
     make_plan: Callable[[DividedStep], Plan],
     compare: Callable[[Plan, bool], tuple[Plan, Mapping[Segment, str]]],
     begin: Callable[[int], Deadline],
+    ways_of: Callable[[StepProfile, Foreseer, KnownCompiled], CompiledWays] | None = None,
     *,
     remeasure: bool = False,
 ) -> Plan:
@@ -202,6 +207,8 @@ def fit(
             by which it differs, each with the reason. It is also told whether random numbers of
             divided modules cannot be made the same for each sample.
         begin: begins the time budget, given the time of a step in ns; returns when it ends.
+        ways_of: makes the compiled ways, given torch's step and what is known of such ways; None:
+            the step is not compiled.
         remeasure: return no plan that was made for a larger budget.
 
     Raises:
@@ -214,7 +221,7 @@ def fit(
             "out backend='recorded' and device, or set workspace_limit instead"
         )
     backend = open_backend(config.backend)
-    _require_steps(model, inputs, backend)
+    _require_steps(model, inputs, config, backend)
     inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
     is_training = config.ops != ("fprop",)
     foreseer = Foreseer(model, inputs, backend, is_training, swappable=_SWAPPABLE)
@@ -228,7 +235,13 @@ def fit(
                 *(foreseer, config, own.memory(config.budget_bytes, is_training)),
                 *(make_plan, compare, begin(own.time_ns)),
             )
-            return (None if remeasure else fitting.known_plan()) or fitting.plan()
+            if not remeasure and (known := fitting.known_plan()) is not None:
+                return known
+            if ways_of is None:
+                return fitting.plan()
+            if reason := reason_against_compiling(config):
+                return replace(fitting.plan(), compilation=Compilation(reason=reason))
+            return fitting.compiled_plan(ways_of(own, foreseer, fitting.compiled))
     except (ConfigError, PlanError, TuningInterruptedError):
         raise
     except STEP_ERRORS as error:
@@ -251,7 +264,7 @@ class _Fitting:
     def __post_init__(self) -> None:
         one = self.foreseer
         self._copy = cache(partial(Steps, one.model, one.inputs, one.is_training))
-        self._known = _known_ways(one, self.config)
+        self._known, self.compiled = _known_ways(one, self.config)
 
     @cached_property
     def _search(self) -> SegmentSearch:
@@ -286,6 +299,56 @@ class _Fitting:
             if has_segments:
                 self._search.leave_out(choice.way.division)
         raise self._least(errors, ways)
+
+    def compiled_plan(self, ways: CompiledWays) -> Plan:
+        """The fastest plan within the budget; of a compiled model a compiled one, if any is."""
+        is_given = is_compiled(self.foreseer.model)
+        found = None if is_given else self._plan_or_error()
+        plan = found if isinstance(found, Plan) else None
+        budget = self.memory.budget_bytes
+        way = ways.within(
+            *(budget, self.memory.torch_peak_bytes),
+            *("keep" if plan is None else plan.memory_format, self._recomputed),
+            [] if plan is None or plan.division.is_whole else [plan.division],
+        )
+        if is_given and (way is None or not ways.fits(way)):
+            found = self._plan_or_error()
+            if isinstance(found, Plan):
+                plan = replace(found, compiled=UNCOMPILED)
+                if not plan.division.is_whole:
+                    way = ways.attempt(found.division._replace(compiled=1.0), plan.memory_format)
+        if way is not None and not ways.fits(way):
+            way = None
+        if way is not None and (plan is None or is_given or ways.is_faster(plan)):
+            return self._noted_compiled(ways, way)
+        if plan is None:
+            assert isinstance(found, PlanError)
+            raise found
+        return replace(plan, compilation=ways.compilation(is_chosen=False))
+
+    def _plan_or_error(self) -> Plan | PlanError:
+        try:
+            return self.plan()
+        except PlanError as error:
+            return error
+
+    def _recomputed(self, limit: int) -> StepDivision:
+        """Modules that are recomputed as a whole, by which a step is foreseen to keep a limit."""
+        if isinstance(self.foreseer.inputs, list) or not self.foreseer.is_training:
+            return WHOLE
+        search = SegmentSearch(self.foreseer, self.end.at_most(_RECOMPUTED_S), self._copy)
+        search.share_with(self._search)
+        search.is_dry = search.is_uncut = True
+        for way in search.ways[1:]:  # recomputed selectively, as the compiler does by itself
+            search.leave_out(way.division)
+        return search.within(limit).division
+
+    def _noted_compiled(self, ways: CompiledWays, way: Way) -> Plan:
+        plan = ways.plan(plan_without_kernels(self.foreseer.backend, self.config))
+        memory = replace(self.memory, plan_peak_bytes=way.peak_bytes, plan_ns=way.time_ns)
+        plan = replace(plan, memory=memory)
+        self._known[way.division] = _Known(way, memory.budget_bytes, plan)
+        return plan
 
     def _least(self, errors: Sequence[tuple[PlanError, Way]], ways: Sequence[Way]) -> PlanError:
         """The error with the smallest budget that suffices, which is accepted from now on."""
@@ -456,7 +519,8 @@ class _Fitting:
 
         Empty if none is known. For a larger budget than that of a way, a faster one may be found.
         """
-        budget, known = self.memory.budget_bytes, self._known.values()
+        budget = self.memory.budget_bytes
+        known = [one for one in self._known.values() if one.way.division.compiled is None]
         within = [way for way, most, _ in known if way.peak_bytes <= budget <= most]
         best = sorted(within, key=lambda one: one.time_ns)[:1]
         tight = [_Choice(one, most_bytes=one.peak_bytes) for one in best]
@@ -474,20 +538,24 @@ class _Known(NamedTuple):
 _KnownWays = dict[StepDivision, _Known]
 # For each model, state and settings. So less memory never costs more: what was found for one budget
 # is known for the next.
-_KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, _KnownWays]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[_KnownWays, KnownCompiled]]]
+_KNOWN = WeakKeyDictionary()
 
 
-def _known_ways(foreseer: Foreseer, config: Config) -> _KnownWays:
+def _known_ways(foreseer: Foreseer, config: Config) -> tuple[_KnownWays, KnownCompiled]:
     """The ways that are known of a model in its present state, for these inputs and settings."""
     model = foreseer.model
     tensors = [one for one in tree_leaves(foreseer.inputs) if isinstance(one, Tensor)]
     state: list[Hashable] = [(one.shape, one.stride(), one.dtype) for one in tensors]
     state += [(one.shape, one.requires_grad, one.grad is None) for one in model.parameters()]
     kind = foreseer.backend.device().type
-    settings = config.ops, config.loop, config.layout, config.workspace_limit, config.policy
+    settings = (
+        *(config.ops, config.loop, config.layout, config.workspace_limit, config.policy),
+        *(config.compile, is_compiled(model)),
+    )
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     key = settings, autocast, torch.get_num_threads(), modes_of(model), foreseer.held, *state
-    return _KNOWN.setdefault(model, {}).setdefault(key, {})
+    return _KNOWN.setdefault(model, {}).setdefault(key, ({}, {}))
 
 
 def _excess(peak: int, budget: int) -> PlanError:
@@ -500,20 +568,23 @@ def _excess(peak: int, budget: int) -> PlanError:
     )
 
 
-def _require_steps(model: nn.Module, inputs: Any, backend: AbstractBackend) -> None:
+def _require_steps(model: nn.Module, inputs: Any, config: Config, backend: AbstractBackend) -> None:
     """Raise an error if no step can be run, or if a budget of steps makes no sense."""
-    if is_compiled(model):
+    if backend.device().type == "cuda" and replays_graphs(model):
         raise ConfigError(
-            "memory_budget is of steps that are not compiled, and torch.compile changes what a "
-            "step allocates; tune the model before it is compiled, or set workspace_limit instead"
+            "memory_budget is of a step that allocates its memory, and this model's compiled code "
+            "replays CUDA graphs; compile without mode='reduce-overhead', or set workspace_limit "
+            "instead"
         )
+    if is_compiled(model) and (reason := reason_against_compiling(config)):
+        raise ConfigError(f"memory_budget is of compiled steps, and {reason}; set one of the two")
     reason = reason_against_steps(model, inputs, backend.device().type)
     if reason:
         raise ConfigError(f"memory_budget is of a step, and none can be run: {reason}")
-    if any("_ucudnn_runner" in vars(one) for one in model.modules()):
+    if any("_ucudnn_runner" in vars(one) for one in model.modules()) or is_converted(model):
         raise PlanError(
-            "memory_budget needs all convolutions of a step to be torch's own, and the model was "
-            "converted; call ucudnn.revert_(model) first"
+            "memory_budget needs a step to be torch's own, and the model was converted; call "
+            "ucudnn.revert_(model) first"
         )
 
 

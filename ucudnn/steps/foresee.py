@@ -408,6 +408,8 @@ class Foreseer:
         Raises:
             ConfigError: the step does not run on fake tensors.
         """
+        # What compiled code takes cannot be foreseen: the step is foreseen as it was written.
+        division = division._replace(compiled=None)
         if names is None and (division != WHOLE or plan is not None):
             names = ()
         noted = None if names is None else frozenset(names)

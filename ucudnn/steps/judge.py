@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
-from time import monotonic
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -23,16 +21,17 @@ from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError, UnplannedWarning, first_line
-from ucudnn.execution.compiling import is_compiled, replays_graphs
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
 from ucudnn.kernels.deadline import LEAST_RACE_STEPS, Deadline
 from ucudnn.kernels.tune import device_type
-from ucudnn.outcomes import Compilation, LayoutRace, StepMemory, StepRace, Way
+from ucudnn.outcomes import LayoutRace, StepMemory, StepRace, Way
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.steps.comparing import reason_against_layout
+from ucudnn.steps.compiled import compile_steps
 from ucudnn.steps.profile import held_by
 from ucudnn.steps.race import (
     Raced,
@@ -183,6 +182,10 @@ class Judge:
         if meter.is_over(_LEAST_STEPS):
             return StepRace(reason=_NO_ROOM)
         runs = [(own, None), (self._steps(plan.division, plan.memory_format), plan)]
+        for steps, _ in runs:
+            compilation = compile_steps(self.model, steps, plan.device.type)
+            if compilation is not None and not compilation.is_compiled:
+                return StepRace(reason=compilation.reason)
         # With a memory budget the peaks are known from the steps that checked the budget.
         peaks = [0, 0] if plan.memory else [meter.peak_bytes(*run) for run in runs]
         samples = steps_ns(meter.race(runs, lambda times: tells(*steps_ns(times))))
@@ -305,30 +308,6 @@ def reason_against_race(model: nn.Module, inputs: Any, config: Config, device_ty
     return reason_against_steps(model, inputs, device_type)
 
 
-def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilation | None:
-    """Let the steps of a compiled model run compiled; None if the model is not compiled.
-
-    The first compiled steps are run here. If they fail, the steps stay uncompiled, and the reason
-    is returned. Steps are compiled once.
-    """
-    if steps.compilation is not None or not is_compiled(model):
-        return steps.compilation
-    # Compiled code that replays CUDA graphs is not raced: all ways would replay the kernels of the
-    # way that was captured first.
-    if device_type == "cuda" and replays_graphs(model):
-        reason = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
-        steps.compilation = Compilation(reason=reason)
-        return steps.compilation
-    began, reason = monotonic(), ""
-    try:
-        steps.compile()
-    # torch.compile raises RuntimeErrors of its own, whatever its backend raised.
-    except STEP_ERRORS as error:
-        reason = f"torch.compile failed ({_said(error)})"
-    steps.compilation = Compilation(ceil(monotonic() - began), reason)
-    return steps.compilation
-
-
 def with_relaid(plan: Plan, steps: Steps) -> Plan:
     """The plan, with a note of how many convolutions a compiled step has in another layout."""
     compilation = plan.compilation
@@ -349,14 +328,6 @@ def with_relaid(plan: Plan, steps: Steps) -> Plan:
 def _is_relaid(problem: Problem, plan: Plan) -> bool:
     other = replace(problem, layout="nchw" if problem.layout == "nhwc" else "nhwc")
     return plan.covers(other) and not plan.covers(problem)
-
-
-def _said(error: BaseException) -> str:
-    """The first informative line of an error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # A first line such as "backend='inductor' raised:" says less than the second one.
-    said = lines[1] if len(lines) > 1 and lines[0].endswith(":") else " ".join(lines[:1])
-    return said or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)

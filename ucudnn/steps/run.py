@@ -19,6 +19,7 @@ from ucudnn.backends.tensors import PLAIN
 from ucudnn.errors import UcudnnError
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.compiling import (
+    CompiledCall,
     compiled_as,
     is_compiled,
     original_of,
@@ -127,7 +128,9 @@ class Steps:
         model: the copy of the model.
         inputs: the copies of the examples.
         backward: True: a step is forward and backward; False: forward, without a graph.
-        division: how steps are divided.
+        memory_format: layout of the model, "keep" as it is.
+        division: how steps are divided and compiled.
+        run: the copy, or its compiled call.
         compilation: how they were compiled; None if that was not tried.
     """
 
@@ -140,7 +143,7 @@ class Steps:
         division: StepDivision = WHOLE,
     ) -> None:
         self._model = model
-        self.backward, self.division = backward, division
+        self.backward, self.memory_format, self.division = backward, memory_format, division
         # Even if torch.compile compiled the user's model, steps run uncompiled until `compile` is
         # called.
         self._is_held_back = self._has_compiled = is_compiled(model)
@@ -150,7 +153,7 @@ class Steps:
         segment_(self.model, division.segments)
         if memory_format == "channels_last":
             lay_out_(self.model)
-        self._run: Callable[..., Any] = self.model
+        self.run: Callable[..., Any] = self.model
         self.compilation: Compilation | None = None
 
     def __call__(self) -> None:
@@ -158,7 +161,7 @@ class Steps:
         with uncompiled(self._is_held_back), gradient_mode(self.backward):
             for inputs in self.inputs:
                 for part in parts_of(inputs, self.division.micro_batch):
-                    run_step(self._run, part, self.backward)
+                    run_step(self.run, part, self.backward)
                 drop_gradients(self.model)
 
     @property
@@ -173,11 +176,14 @@ class Steps:
                 part = next(parts_of(inputs, samples))
                 if is_cropped:
                     part = tree_map_only(Tensor, cropped, part)
-                run_step(self._run, part, backward=False)
+                run_step(self.run, part, backward=False)
 
     def divide(self, division: StepDivision) -> None:
-        """Divide all further steps into micro-batches and segments as `division` says."""
-        self.division = division
+        """Divide all further steps into micro-batches and segments as `division` says.
+
+        Further steps run uncompiled until `compile` is called.
+        """
+        self.division, self.run, self._is_held_back = division, self.model, self._has_compiled
         segment_(self.model, division.segments)
 
     def compile(self) -> None:
@@ -186,15 +192,33 @@ class Steps:
         Only this object runs the compiled code, which is made for its layout and its input sizes.
         If compiling fails, the error is raised, and later steps run uncompiled.
         """
-        self._is_held_back, self._run = False, compiled_as(self._model, self.model)
+        compiled = self.division.compiled
+        self._is_held_back, self.run = False, compiled_as(self._model, self.model)
+        if compiled is not None:
+            self.run = CompiledCall(self.model, compiled, self._model)
         try:
             # All steps are run twice: code that was compiled for the first of several input sizes
             # may be replaced by other code at the second size.
             for _ in range(2):
                 self()
         except BaseException:
-            self._is_held_back, self._run = self._has_compiled, self.model
+            self._is_held_back, self.run = self._has_compiled, self.model
             raise
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if steps run compiled code."""
+        return self.run is not self.model or (self._has_compiled and not self._is_held_back)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give parameters and buffers of the copy the values of those of the user's model."""
+        model = original_of(self._model)
+        for of in (nn.Module.named_parameters, nn.Module.named_buffers):
+            own = dict(of(self.model))
+            for name, one in of(model):
+                if name in own:
+                    own[name].copy_(one)
 
 
 def drop_gradients(model: nn.Module) -> None:

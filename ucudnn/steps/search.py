@@ -117,6 +117,8 @@ class SegmentSearch:
         self._has_rows = False
         # True: no step is run; what is foreseen decides.
         self.is_dry = False
+        # True: modules are only recomputed, as a whole.
+        self.is_uncut = False
         # The search by which modules are examined, if it is not this one.
         self._outer: SegmentSearch | None = None
 
@@ -200,6 +202,8 @@ class SegmentSearch:
         return any(self.findings[name].is_unaligned for name in names if name in self.findings)
 
     def _may_be(self, one: Segment) -> bool:
+        if self.is_uncut and (one.is_cut or not one.recompute):
+            return False
         if one.selective and one.module in self._unselective:
             return False
         is_cut = one.micro_batch is not None
@@ -758,7 +762,7 @@ class SegmentSearch:
 
 def _way(division: StepDivision, profile: StepProfile) -> Way:
     """A way that was foreseen."""
-    segments, size = division
+    segments, size, _ = division
     kind: Literal["torch", "segments", "loop"] = "segments" if segments else "torch"
     name = f"{len(segments)} segments" if len(segments) > 1 else "".join(map(str, segments))
     if size is not None:

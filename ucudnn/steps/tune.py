@@ -22,14 +22,25 @@ from ucudnn.execution.compiling import is_compiled, original_of
 from ucudnn.kernels.deadline import EFFORTS, Deadline
 from ucudnn.kernels.results import Progress, Report
 from ucudnn.kernels.tune import device_type, tune_problems
-from ucudnn.outcomes import LayoutRace, Origin
-from ucudnn.plan import Plan
+from ucudnn.outcomes import Compilation, LayoutRace, Origin
+from ucudnn.plan import KernelPlan, Plan
+from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Segment, StepDivision
 from ucudnn.steps.comparing import PlanComparer
+from ucudnn.steps.compiled import CompiledWays, KnownCompiled, reason_against_compiling
 from ucudnn.steps.fit import DividedStep, fit
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import examined
-from ucudnn.steps.judge import LAYOUT_RACE_STEPS, RACE_STEPS, Copies, Judge, reason_against_race
+from ucudnn.steps.judge import (
+    LAYOUT_RACE_STEPS,
+    RACE_STEPS,
+    Copies,
+    Judge,
+    StepJudge,
+    reason_against_race,
+)
+from ucudnn.steps.profile import StepProfile, held_by
+from ucudnn.steps.race import StepMeter
 from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, tensors_of, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
@@ -65,9 +76,10 @@ def tune(
     run on a deep copy of the model, which takes the memory of its weights once more. No step is run
     for a model that cannot be copied. `Config.layout` can ask for the better of two layouts.
 
-    If the model is compiled (`torch.compile(model)`), the copy on which steps run is compiled anew,
-    once for each layout. This takes time in addition to `time_budget_s`; what the model itself has
-    compiled is not changed.
+    If the model is compiled (`torch.compile(model)`), or may be (`Config.compile`), copies on which
+    steps run are compiled, for each layout and each way that is tried. This takes time in addition
+    to `time_budget_s` (see `Config.compile_budget_s`); what the model itself has compiled is not
+    changed. Compiled steps are compared with the model's own.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -88,8 +100,8 @@ def tune(
         remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
-        ConfigError: the model does not accept the inputs or computes no convolution; or it is
-            compiled and there is a memory budget.
+        ConfigError: the model does not accept the inputs or computes no convolution; or there is a
+            memory budget, and its compiled code replays CUDA graphs.
         PlanError: a kernel has no plan within the workspace limit, or within what the memory
             budget leaves it.
     """
@@ -123,6 +135,7 @@ class _Tuning:
     step_ns: int = 0
     # Copies of the model on which the judge runs steps.
     copies: Copies = field(default_factory=dict)
+    compiled: CompiledWays | None = None
     # Progress before the layout that is tuned, and now.
     before: Progress = _NOTHING
     latest: Progress = _NOTHING
@@ -134,6 +147,7 @@ class _Tuning:
             plan = fit(
                 *(self.model, self.inputs, self.config),
                 *(self._within, self._compared, self._begin),
+                self._ways_of if is_compiled(self.model) or self._may_compile else None,
                 remeasure=self.remeasure,
             )
         else:
@@ -151,12 +165,68 @@ class _Tuning:
                     self.division = WHOLE
                     named = tuple((one.module, why) for one, why in causes.items())
                     plan = replace(self._tuned_and_judged(traced), reasons=named)
+            if self._may_compile:
+                plan = self._compiled_if_faster(plan, traced)
         if plan.division != WHOLE:
             if self.step is not None:
                 self.copies.clear()  # rivals need copies of their own
+            if self.compiled is not None and isinstance(plan.compiled, float):
+                self.copies[plan.division, plan.memory_format] = self.compiled.steps
             end = self.end or Deadline.never()
             plan = replace(self._judge, deadline=end).judge_divided(plan)
         return self._described(plan)
+
+    @property
+    def _may_compile(self) -> bool:
+        return self.config.compile == "auto" and not is_compiled(self.model)
+
+    def _compiled_if_faster(self, plan: Plan, traced: Traced) -> Plan:
+        """A plan by which the model is compiled, if steps are then faster; else the same plan."""
+        reason = reason_against_race(self.model, self.inputs, self.config, plan.device.type)
+        reason = reason or reason_against_compiling(self.config)
+        if reason:
+            return replace(plan, compilation=Compilation(reason=reason))
+        held = held_by(self.model, self.inputs)
+        self._say("compiled steps")
+        try:
+            with undisturbed(self.model):
+                ways = self._ways(held.total, [problem for _, problem in traced.layers])
+                divided = [] if plan.division == WHOLE else [plan.division]
+                way = ways.within(inf, 0, plan.memory_format, divisions=divided)
+                if way is None or not ways.is_faster(plan):
+                    return replace(plan, compilation=ways.compilation(is_chosen=False))
+                self.compiled = ways
+                found = replace(ways.plan(plan), layout_race=None)
+                return self._with_kernels(found, plan.kernels, way.time_ns)
+        except KeyboardInterrupt:
+            raise TuningInterruptedError(plan) from None
+        except STEP_ERRORS as error:
+            reason = f"a step could not be computed ({first_line(error)})"
+            return replace(plan, compilation=Compilation(reason=reason))
+
+    def _with_kernels(self, plan: Plan, kernels: tuple[KernelPlan, ...], step_ns: int) -> Plan:
+        """The plan with those kernels that make compiled steps faster than the compiler's own."""
+        if self.compiled is None or all(kernel.is_default for kernel in kernels):
+            return plan
+        planned, held = replace(plan, kernels=kernels), held_by(self.model, self.inputs).total
+        end = self._end_of_races or Deadline.never()
+        meter = StepMeter(open_backend(plan.backend), [planned], end, step_ns, held)
+        judged = StepJudge(self.compiled.steps, meter).judge(planned)
+        race = judged.step_race
+        return judged if race is not None and race.rounds else plan
+
+    def _ways_of(self, own: StepProfile, foreseer: Foreseer, known: KnownCompiled) -> CompiledWays:
+        """Compiled ways of a step within a memory budget, given torch's step."""
+        need = _OF_PEAK * max(1, own.peak_bytes - own.held.total)
+        problems = [problem for _, problem in own.layers]
+        self._say("compiled steps")
+        self.compiled = self._ways(own.held.total, problems, known, foreseer.free_bytes / need)
+        return self.compiled
+
+    def _ways(self, held_bytes: int, problems: list[Problem], *more: Any) -> CompiledWays:
+        backend = open_backend(self.config.backend)
+        how = self.model, self.inputs, self.config, backend
+        return CompiledWays(*how, held_bytes, problems, *more)
 
     def _within(self, step: DividedStep) -> Plan:
         """The plan of a divided step, whose kernels stay within its limits."""
@@ -352,10 +422,7 @@ class _Tuning:
             # The other layout is tuned before any step is run.
             if not (more or self._keeps_worker()):
                 self.worker.close()
-        segments, micro_batch = self.division
-        plan = replace(
-            plan, memory_format=memory_format, segments=segments, micro_batch=micro_batch
-        )
+        plan = replace(plan, memory_format=memory_format, **self.division._asdict())
         return plan if self.step is None else self.step.noted(plan)
 
     def _keeps_worker(self) -> bool:

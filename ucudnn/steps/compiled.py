@@ -1,0 +1,354 @@
+"""Ways to run a step that torch.compile compiles: each is compiled, compared, and measured.
+
+What compiled code takes is not foreseen. torch's `activation_memory_budget` is a share of what is
+kept for backward, not a limit of the peak, and a smaller share may have a larger peak. So ways are
+tried: few shares, and modules that are recomputed inside the graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil, inf
+from time import monotonic
+from typing import Any
+
+from torch import nn
+from torch.autograd.profiler import profile
+
+from ucudnn.backends import AbstractBackend
+from ucudnn.benchmark.failures import free_after
+from ucudnn.benchmark.statistics import ratio_interval
+from ucudnn.config import Config
+from ucudnn.errors import first_line
+from ucudnn.execution.compiling import CompiledCall, is_compiled, replays_graphs
+from ucudnn.kernels.deadline import Deadline
+from ucudnn.outcomes import Comparison, Compilation, Way
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+from ucudnn.segment import WHOLE, StepDivision, compiled_as_told
+from ucudnn.steps.comparing import CompiledComparer
+from ucudnn.steps.race import StepMeter, steps_ns, tells
+from ucudnn.steps.run import STEP_ERRORS, Steps
+from ucudnn.verdict import CONFIDENCE, TOLERATED, is_faster
+
+# The default time for compiling, as a multiple of what the first way took.
+_TIMES = 3
+# The most rounds of a race against a plan that is not compiled.
+_ROUNDS = 4
+# A step without a share may keep a limit that is at least this part of the peak by torch.
+_NEARLY = 0.85
+# The most divisions that are tried for one limit, and how much less than a limit is aimed at.
+_MOST_DIVISIONS, _AIMED = 3, 0.99
+# A division whose peak is below this part of the limit leaves room for a faster one.
+_ROOMY = 0.93
+_REPLAYS = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
+
+
+def reason_against_compiling(config: Config) -> str:
+    """Why settings rule compiled ways out; "" if they do not."""
+    if config.limit_bytes is None and config.total_bytes is None:
+        return ""
+    return "a limit of workspace is kept by planned convolutions, and compiled code has its own"
+
+
+def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilation | None:
+    """Let steps run compiled, as their division or the model's user says; None if neither does.
+
+    The first compiled steps are run here. If they fail, the steps stay uncompiled, and the reason
+    is returned. Steps are compiled once.
+    """
+    if steps.compilation is not None:
+        return steps.compilation
+    if steps.division.compiled is None and not is_compiled(model):
+        return None
+    # Compiled code that replays CUDA graphs is not raced: all ways would replay the kernels of the
+    # way that was captured first.
+    if device_type == "cuda" and replays_graphs(model):
+        steps.compilation = Compilation(reason=_REPLAYS)
+        return steps.compilation
+    began, reason, graphs, breaks = monotonic(), "", 0, 0
+    try:
+        with _counted() as counts:
+            steps.compile()
+        graphs, breaks = counts
+    # torch.compile raises errors of its own, whatever its backend raised.
+    except STEP_ERRORS as error:
+        reason = f"torch.compile failed ({_said(error)})"
+        free_after(error)
+    found = Compilation(ceil(monotonic() - began), reason, graphs=graphs, breaks=breaks)
+    if isinstance(steps.run, CompiledCall) and steps.run.backend is not None:
+        nodes = sum(steps.run.backend.nodes)
+        found = replace(found, nodes=nodes, uncompiled=_uncompiled(steps) if breaks else 0)
+        if not nodes:
+            found = replace(found, reason="torch.compile found no graph in it")
+    steps.compilation = found
+    return found
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Context whose result, in the end, is how many graphs Dynamo compiled, and its graph breaks.
+
+    Inside it, Dynamo raises an error where it would give up and go on uncompiled.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.utils import counters
+
+    def now() -> tuple[int, int]:
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    before, found = now(), list[int]()
+    with config.patch(fail_on_recompile_limit_hit=True):
+        yield found
+    found += [after - one for one, after in zip(before, now(), strict=True)]
+
+
+def _uncompiled(steps: Steps) -> int:
+    """Operators of a forward that compiled code does not run."""
+    with profile(use_kineto=True, use_cpu=True) as profiler:
+        steps.forward(steps.batch)
+    found = 0
+    for one in profiler.function_events:
+        above, parent = list[str](), one.cpu_parent
+        while parent is not None:
+            above.append(parent.name)
+            parent = parent.cpu_parent
+        is_inside = any(
+            name.startswith(("aten::", "CompiledFunction", "## Call")) for name in above
+        )
+        found += one.name.startswith("aten::") and not is_inside
+    return found
+
+
+def _said(error: BaseException) -> str:
+    """The first informative line of an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A first line such as "backend='inductor' raised:" says less than the second one.
+    said = lines[1] if len(lines) > 1 and lines[0].endswith(":") else " ".join(lines[:1])
+    return said or type(error).__name__
+
+
+# By how the step is divided and compiled, and by the layout: the way that was measured, or the
+# reason why it is none.
+KnownCompiled = dict[tuple[StepDivision, str], Way | str]
+
+
+class CompiledWays:
+    """Tries compiled ways to run a step of one model, each once, until its time is over.
+
+    Args:
+        model: any module.
+        inputs: an example input, or a list of these.
+        config: the settings.
+        backend: backend of the model's device.
+        held_bytes: what is allocated all through a step.
+        problems: the convolutions of the model.
+        known: what is known from before; it gets what is found now.
+        share: at most so much of the batch is compared with torch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        config: Config,
+        backend: AbstractBackend,
+        held_bytes: int,
+        problems: Iterable[Problem],
+        known: KnownCompiled | None = None,
+        share: float = 1.0,
+    ) -> None:
+        self._is_training = config.ops != ("fprop",)
+        self._model, self._inputs, self._backend = model, inputs, backend
+        self._layouts = ("keep", "channels_last") if config.layout == "auto" else ("keep",)
+        self._held_bytes = held_bytes
+        self._comparer = CompiledComparer(
+            model, inputs, is_training=self._is_training, problems=problems, share=share
+        )
+        budget_s = config.compile_budget_s
+        self._end = None if budget_s is None else Deadline.within(budget_s)
+        self._longest_s = 0.0
+        self._tried = {} if known is None else known
+        # The copy on which the best way runs, and how it was compared.
+        self._best: tuple[Way, Steps, Comparison] | None = None
+        self._limit: float = inf
+        self._seconds = 0.0
+        self._not_tried: list[str] = []
+
+    @property
+    def ways(self) -> list[Way]:
+        """Those that were tried and compute what torch does."""
+        return [one for one in self._tried.values() if isinstance(one, Way)]
+
+    @property
+    def steps(self) -> Steps:
+        """Steps by the best way."""
+        assert self._best is not None
+        return self._best[1]
+
+    def fits(self, way: Way) -> bool:
+        """True if a way keeps the limit."""
+        return way.peak_bytes <= self._limit
+
+    def _cost(self, way: Way) -> tuple[float, int]:
+        return max(0, way.peak_bytes - self._limit), way.time_ns
+
+    def within(
+        self,
+        limit: float,
+        torchs_bytes: int,
+        first_layout: str = "keep",
+        recomputed: Callable[[int], StepDivision] | None = None,
+        divisions: Iterable[StepDivision] = (),
+    ) -> Way | None:
+        """The fastest way that keeps a limit, or the one with the smallest peak; None if none is.
+
+        Args:
+            limit: largest peak in bytes, all that is held included; infinity: none.
+            torchs_bytes: the peak by torch.
+            first_layout: the layout that is tried first.
+            recomputed: modules that are recomputed as a whole, so that an uncompiled step is
+                foreseen to keep a limit.
+            divisions: further divisions to try.
+        """
+        self._limit = limit
+        share = 1.0 if limit >= _NEARLY * torchs_bytes else 0.5
+        for layout in dict.fromkeys((first_layout, *self._layouts)):
+            self.attempt(StepDivision(compiled=share), layout)
+        found = self._of_shares()
+        layout = min(found, key=self._cost).memory_format if found else first_layout
+        if found and share == 1.0:
+            self.attempt(StepDivision(compiled=0.5), layout)
+        if recomputed is not None and limit < torchs_bytes:
+            self._recomputing(recomputed, layout)
+        for one in divisions:
+            self.attempt(one._replace(compiled=1.0), layout)
+        if found and share != 1.0:
+            fits = any(map(self.fits, self._of_shares()))
+            self.attempt(StepDivision(compiled=0.75 if fits else 0.25), layout)
+        return None if self._best is None else self._best[0]
+
+    def _of_shares(self) -> list[Way]:
+        return [one for one in self.ways if one.division.is_whole]
+
+    def _recomputing(self, recomputed: Callable[[int], StepDivision], layout: str) -> None:
+        """Try modules that are recomputed, and adapt what an uncompiled step should take."""
+        aim = int(self._limit)
+        for _ in range(_MOST_DIVISIONS):
+            division = recomputed(aim)._replace(compiled=1.0)
+            if division.is_whole:
+                break
+            way = self.attempt(division, layout)
+            if way is None or _ROOMY * self._limit <= way.peak_bytes <= self._limit:
+                break
+            aim = int(_AIMED * aim * self._limit / way.peak_bytes)
+
+    def attempt(self, division: StepDivision, memory_format: str) -> Way | None:
+        """Compile, compare and measure a way, unless it is known to be no better than the best.
+
+        None if it fails, or computes something else, or for lack of time.
+        """
+        key, name = (division, memory_format), _named(division, memory_format)
+        known = self._tried.get(key)
+        if isinstance(known, str):
+            return None
+        if known is not None and not (self.fits(known) and self._is_best(known)):
+            return known
+        # The first way is always compiled.
+        if self._end is not None and self._longest_s and self._end.left_s() < self._longest_s / 2:
+            self._not_tried.append(name)
+            return None
+        began = monotonic()
+        steps = Steps(self._model, self._inputs, self._is_training, memory_format, division)
+        compilation = compile_steps(self._model, steps, self._backend.device().type)
+        assert compilation is not None
+        reason, way = compilation.reason, None
+        try:
+            if not reason:
+                comparison, reason = self._comparer.compare(steps)
+            if not reason:
+                way = self._measured(steps, name)
+        except STEP_ERRORS as error:
+            reason = f"a step with it fails ({first_line(error)})"
+            free_after(error)
+        self._tried[key] = reason if way is None else way
+        if way is not None and self._is_best(way):
+            self._best = way, steps, comparison
+        took_s = monotonic() - began
+        self._seconds += took_s
+        self._longest_s = max(self._longest_s, took_s)
+        if self._end is None:
+            self._end = Deadline.within((_TIMES - 1) * took_s)
+        return way
+
+    def _is_best(self, way: Way) -> bool:
+        return self._best is None or self._cost(way) < self._cost(self._best[0])
+
+    def is_faster(self, plan: Plan) -> bool:
+        """True if steps by the best way are faster than those by a plan that is not compiled."""
+        assert self._best is not None
+        how = self._is_training, plan.memory_format, plan.division
+        other = Steps(self._model, self._inputs, *how)
+        meter = StepMeter(self._backend, [plan], Deadline.never())
+        runs = [(other, plan), (self._best[1], None)]
+        samples = meter.race(runs, lambda times: tells(*steps_ns(times)), most_rounds=_ROUNDS)
+        planned, compiled = steps_ns(samples)
+        return is_faster(ratio_interval(compiled, planned, CONFIDENCE), TOLERATED)
+
+    def _measured(self, steps: Steps, name: str) -> Way:
+        steps()  # gradients are None from now on
+        times = [self._backend.elapsed_ns(steps) for _ in range(2)]
+        gc.collect()  # what earlier steps left in cycles must not be freed in this one
+        span = self._backend.span(steps)
+        return Way(
+            "compiled",
+            name,
+            peak_bytes=self._held_bytes + span.peak_bytes,
+            time_ns=min(times),
+            memory_format=steps.memory_format,
+            division=steps.division,
+        )
+
+    def compilation(self, *, is_chosen: bool) -> Compilation:
+        """What is told of the ways, and of the code of the chosen one."""
+        told = tuple(replace(one, division=WHOLE) for one in self.ways)
+        found = Compilation(reason="no compiled way is faster within the same memory")
+        if is_chosen and self._best is not None:
+            found = self._best[1].compilation or found
+        return replace(
+            found,
+            seconds=ceil(self._seconds),
+            ways=told,
+            left_out=tuple(
+                (_named(*key), why) for key, why in self._tried.items() if isinstance(why, str)
+            ),
+            not_tried=tuple(self._not_tried),
+        )
+
+    def plan(self, plan: Plan) -> Plan:
+        """A plan by the best way, whose convolutions stay those of the compiler."""
+        assert self._best is not None
+        way, _, comparison = self._best
+        return replace(
+            plan,
+            **way.division._asdict(),
+            kernels=(),
+            memory_format=way.memory_format,
+            comparison=comparison,
+            compilation=self.compilation(is_chosen=True),
+        )
+
+
+def _named(division: StepDivision, memory_format: str) -> str:
+    assert division.compiled is not None
+    parts = [compiled_as_told(division.compiled)]
+    if division.micro_batch is not None:
+        parts.append(f"loop, micro-batches of {division.micro_batch}")
+    if len(division.segments) > 1:
+        parts.append(f"{len(division.segments)} segments")
+    else:
+        parts += map(str, division.segments)
+    return ", ".join(parts + [memory_format] * (memory_format != "keep"))
