@@ -45,6 +45,7 @@ _MIB = 1 << 20
 # Names of ways, and what a user must do for those of which the name alone says it.
 AS_IT_IS, CHANNELS_LAST, FLOAT32 = "as it is", "channels_last", "float32"
 BLOCKS, MALLOC = "checkpoint per block", "malloc that keeps blocks"
+COMPILED = "compiled"
 _HOW = {
     AS_IT_IS: "leave it as it is",
     CHANNELS_LAST: "use channels_last",
@@ -217,7 +218,10 @@ class Advice:
             limit = self.suggested_limit
             setting = "" if limit is None else f" with workspace_limit='{_compact(limit)}'"
             return f"tune it{setting}"
-        segments, size, _ = way.division
+        segments, size, compiled = way.division
+        if compiled is not None:
+            layout = "" if way.memory_format == "keep" else " and layout='auto'"
+            return f"let a plan compile it (tune it with compile='auto'{layout})"
         if size is not None:
             return f"train in a loop of micro-batches of {size} (tune it with loop=True)"
         if [one.module for one in segments if one.micro_batch is not None] == [""]:

@@ -292,7 +292,7 @@ class Config:
         "plan, if steps are then faster, or as fast in less memory.",
         "NAME",
         get_args(Compile),
-        page="using.md#torchcompile",
+        page="using.md#compiled-models",
     )
     compile_budget_s: float | None = _setting(
         None,
@@ -302,7 +302,7 @@ class Config:
         "what the first way took.",
         "SECONDS",
         is_of_plan=False,
-        page="using.md#torchcompile",
+        page="using.md#compiled-models",
     )
     effort: Effort = _setting(
         "normal",

@@ -41,12 +41,18 @@ def follow(trainer: Any, plan: Plan, count: Count | None = None) -> None:
             in Transformers, a model that divides by the number of items of the batch does so still.
 
     Raises:
-        ConfigError: this is no trainer of these libraries, or the plan is of another model.
+        ConfigError: this is no trainer of these libraries, the plan is of another model, or it
+            compiles what the trainer compiles itself.
     """
     libraries = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
     if libraries & {"pytorch_lightning", "lightning"}:
         trainer.callbacks.append(_lightning(trainer, plan, count))
     elif "transformers" in libraries:
+        if isinstance(plan.compiled, float) and trainer.args.torch_compile:
+            raise ConfigError(
+                "the plan compiles the model itself, within its memory; leave out "
+                "torch_compile=True, which would compile it once more, without that"
+            )
         _say(convert_(_planned(trainer.model, plan), plan), plan)
         if plan.micro_batch is not None:
             _divide(trainer, plan, count)
@@ -148,7 +154,14 @@ class _LightningSteps:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Convert the module, before its optimisers are made."""
         if stage == "fit":
-            _say(convert_(_planned(pl_module, self._plan), self._plan), self._plan)
+            planned = _planned(pl_module, self._plan)
+            # Lightning has compiled it, or calls its `training_step` where it is called.
+            if isinstance(self._plan.compiled, float) and planned is pl_module:
+                raise ConfigError(
+                    "the plan compiles the model, and Lightning's module calls more than one; plan "
+                    "the network in it, and give that to the module uncompiled"
+                )
+            _say(convert_(planned, self._plan), self._plan)
             is_divided = self._plan.micro_batch is not None and pl_module.automatic_optimization
             if is_divided and "training_step" not in vars(trainer.strategy):
                 step = trainer.strategy.training_step

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -326,7 +326,7 @@ def _within(budget: str, module: nn.Module, arguments: _Arguments) -> Plan | Non
     from ucudnn.convert import convert_
 
     name = type(original_of(module)).__name__
-    with _plain(module):
+    with unsharded(module):
         plan, told = _agreed(name, budget, module, arguments)
     if isinstance(plan, UcudnnError):
         is_refused = isinstance(plan, PlanError) and plan.smallest_bytes is not None
@@ -376,7 +376,7 @@ def _planned(
             return Plan.load(path), f"{name} follows the plan that is kept in {path}"
         _tell(f"{name} is planned within {budget} of memory, on a copy; it goes on after that")
         with lines(f"planning {name}", _tell):
-            plan = tune(original_of(module), _inputs(module, arguments), config)
+            plan = tune(module, _inputs(module, arguments), config)
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
     except UcudnnError as error:
@@ -410,7 +410,12 @@ def _place_of(module: nn.Module, arguments: _Arguments, config: Config) -> Path:
     own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
     facts = [
         *(str(model), config.to_dict(), identify(config.backend), held_by(model, ())),
-        *(torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled()),
+        *(
+            torch.get_num_threads(),
+            is_compiled(module),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled(),
+        ),
         *((name, one.shape, one.dtype, one.stride(), one.requires_grad) for name, one in tensors),
         *((name, *_attributes(one)) for name, one in model.named_modules()),
         *sorted(map(_source, own)),
@@ -450,17 +455,3 @@ def _described(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.shape, argument.dtype, argument.device.type, argument.requires_grad
     return argument if isinstance(argument, (bool, int, float, str)) else type(argument).__name__
-
-
-@contextmanager
-def _plain(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is neither compiled in place nor sharded, so it can be copied."""
-    compiled = {one: one._compiled_call_impl for one in module.modules()}
-    try:
-        for one in compiled:
-            one._compiled_call_impl = None
-        with unsharded(module):
-            yield
-    finally:
-        for one, call in compiled.items():
-            one._compiled_call_impl = call

@@ -70,8 +70,6 @@ RemeasureOption = _switch("--remeasure", "Take times anew that the cache has.", 
 FailIfPartialOption = _switch(
     "--fail-if-partial", "Exit with 1 where kernels have no plan.", _OUTPUT
 )
-CompileOption = _switch("--compile", "Judge the plan by compiled steps.", _MODELS)
-
 InputOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 
 from ucudnn.cli import options
-from ucudnn.cli.console import Answer, InterruptedCommandError, progress, say_error
-from ucudnn.cli.models import NamedModel, Recipe, name_model
+from ucudnn.cli.console import Answer, InterruptedCommandError, progress
+from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import settings
 from ucudnn.cli.plans import plan_lines
 from ucudnn.cli.tables import read_table, trace_table
@@ -35,7 +35,6 @@ def tune(
     given: dict[str, Any],
     output: options.OutputOption = None,
     config_file: options.ConfigFileOption = None,
-    compiled: options.CompileOption = False,
     remeasure: options.RemeasureOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
     everything: options.AllOption = False,
@@ -46,12 +45,10 @@ def tune(
     """
     config = settings(recipe, given, config_file)
     _require_sense(recipe, config, given, output)
-    if compiled:
-        _require_steps(recipe, config)
     run = (
         _table_run(recipe, config, remeasure)
         if recipe.is_table
-        else _model_run(recipe, config, compiled, remeasure)
+        else _model_run(recipe, config, remeasure)
     )
     start = time.monotonic()
     plan, counts = _tune(run, output)
@@ -74,6 +71,8 @@ def _require_sense(
     # the environment the setting may be meant for other runs, which tune models.
     if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
+    if recipe.is_table and "compile" in given:
+        raise ConfigError("--compile is of a model, and a table has none; leave it out")
     if recipe.is_table and "layout" in given:
         raise ConfigError(
             "--layout is decided by steps of a model, and a table has none; --memory-format, or a "
@@ -87,20 +86,6 @@ def _require_sense(
         options.require_file(output)
 
 
-def _require_steps(recipe: Recipe, config: Config) -> None:
-    reason = ""
-    if recipe.is_table:
-        reason = "a table has none; leave it out"
-    elif not config.step_race:
-        reason = "without a step race there are none; leave out one of the two"
-    elif config.is_replayed:
-        reason = "a recording runs none; leave it out"
-    elif config.memory_budget is not None:
-        reason = "a memory budget is of steps that are not compiled; leave out one of the two"
-    if reason:
-        raise ConfigError(f"--compile compiles the steps that judge a plan, and {reason}")
-
-
 def _table_run(recipe: Recipe, config: Config, remeasure: bool) -> _Run:
     """The tuning of a table of layers, which has no model whose steps could be run."""
     rows = read_table(recipe, config.ops)
@@ -111,7 +96,7 @@ def _table_run(recipe: Recipe, config: Config, remeasure: bool) -> _Run:
     return partial(tune_problems, traced.layers, config, biased=traced.biased, remeasure=remeasure)
 
 
-def _model_run(recipe: Recipe, config: Config, is_compiled: bool, remeasure: bool) -> _Run:
+def _model_run(recipe: Recipe, config: Config, remeasure: bool) -> _Run:
     """The tuning of a model."""
     from ucudnn.steps.tune import tune
 
@@ -121,8 +106,6 @@ def _model_run(recipe: Recipe, config: Config, is_compiled: bool, remeasure: boo
     # steps that judge a plan.
     if recipe.real or (runs_steps and not config.is_replayed):
         named.fill()
-    if is_compiled:
-        named = _compiled(named)
 
     def run(on_progress: Report) -> Plan:
         with named.context():
@@ -138,18 +121,6 @@ def _model_run(recipe: Recipe, config: Config, is_compiled: bool, remeasure: boo
         return replace(plan, origin=replace(plan.origin or Origin(), model=recipe.model))
 
     return run
-
-
-def _compiled(named: NamedModel) -> NamedModel:
-    import torch
-
-    say_error(
-        "torch.compile compiles the model's steps before they judge the plan, once for each layout "
-        "that is compared; that time is beyond every time budget"
-    )
-    # `torch.compile` returns a module here, which its type hints do not say.
-    compiled: Any = torch.compile(named.module)
-    return named._replace(module=compiled)
 
 
 def _tune(run: _Run, output: Path | None) -> tuple[Plan, dict[str, int]]:
@@ -200,6 +171,7 @@ def _summary(
         "memory": to_builtins(plan.memory),
         "segments": to_builtins(plan.segments),
         "micro_batch": plan.micro_batch,
+        "compiled": plan.compiled,
         "output": None if output is None else str(output),
     }
 

@@ -136,14 +136,16 @@ class BudgetedBackend:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         """Compile a graph."""
         from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
 
+        inner = self._inner
+        if inner is None:
+            from torch._inductor.compile_fx import compile_fx as inner
         # What is recomputed has a graph of its own inside.
         graphs = (one.graph for one in graph.modules() if isinstance(one, torch.fx.GraphModule))
         kinds = ("call_function", "call_method", "call_module")
         self.nodes.append(sum(node.op in kinds for one in graphs for node in one.nodes))
         with config.patch(activation_memory_budget=self._share):
-            return (self._inner or compile_fx)(graph, inputs)
+            return inner(graph, inputs)
 
 
 class CompiledCall:
@@ -176,12 +178,14 @@ class CompiledCall:
         if compiled == UNCOMPILED:
             self._for_size = self._for_any = original_of(module)._call_impl
             return
-        context = _context_of(like or module)
+        like = module if like is None else like
+        context = _context_of(like) or _context_of(_below_ranks(like))
         inner = None
         settings = dict[str, Any](dynamic=None)
         if context is not None:
             inner = sys.modules["torch._dynamo.eval_frame"].innermost_backend(context.callback)
-            settings = {"fullgraph": context.fullgraph, "dynamic": context._dynamic}
+            is_whole = getattr(context, "fullgraph", False)  # from torch 2.12 on
+            settings = {"fullgraph": is_whole, "dynamic": context._dynamic}
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
         self.backend = settings["backend"] = BudgetedBackend(float(compiled), inner)
@@ -224,10 +228,19 @@ def compile_(model: nn.Module, compiled: Compiled | None) -> None:
             one._compiled_call_impl = one._compiled_call_impl.hidden
     if compiled is None:
         return
-    found = [*filter(_is_compiled_itself, model.modules())] if compiled == UNCOMPILED else [model]
-    for one in found:
-        # torch's type hints know no other callable than a function.
-        one._compiled_call_impl = CompiledCall(one, compiled)
+    whole = None if compiled == UNCOMPILED else _below_ranks(model)
+    for one in [*filter(_is_compiled_itself, model.modules())]:
+        # What is around a DistributedDataParallel would compile its forward, too.
+        if whole is None or (one is not whole and any(inner is whole for inner in one.modules())):
+            one._compiled_call_impl = CompiledCall(one, UNCOMPILED)
+    if whole is not None:
+        whole._compiled_call_impl = CompiledCall(whole, compiled, like=model)
+
+
+def _below_ranks(model: nn.Module) -> nn.Module:
+    """The module that a DistributedDataParallel wraps, or else the model."""
+    inner = original_of(model)
+    return _below_ranks(inner.module) if isinstance(inner, DistributedDataParallel) else model
 
 
 def _context_of(module: nn.Module) -> Any:

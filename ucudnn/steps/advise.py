@@ -19,6 +19,7 @@ from ucudnn.advice import (
     AS_IT_IS,
     BLOCKS,
     CHANNELS_LAST,
+    COMPILED,
     FLOAT32,
     MALLOC,
     Advice,
@@ -40,6 +41,7 @@ from ucudnn.plan import Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.split import DEFAULT_ALGORITHM
+from ucudnn.steps.compiled import CompiledWays
 from ucudnn.steps.foresee import Foreseer, foreseer_of, largest_batch
 from ucudnn.steps.profile import StepProfile
 from ucudnn.steps.race import race, tells, timed
@@ -68,6 +70,8 @@ _SHARES = (0.5, 0.25, 0.75)
 _SEARCH_STEPS, _TRIAL_STEPS = 6, 4
 # Number of steps for the first trial, that of micro-batches of at least two sizes.
 _FIRST_STEPS = 9
+# Steps that take less are not compiled: compiling takes seconds, and its gain would be small.
+_LEAST_COMPILED_NS = 50_000_000
 # A way is too slow to be of use for its time if a step takes more than this many times as long as
 # by its rival: the step as it is, or the fastest micro-batches.
 _SLOWER = 1.1
@@ -87,13 +91,14 @@ def advise(
 ) -> Advice:
     """Foresee and run a step in several ways, report what fills its memory, and give a verdict.
 
-    The ways are the step as it is, channels_last, segments, micro-batches, checkpoints and, by
-    estimate, a plan for the convolutions; under autocast also the step in float32, which comes
-    first: if it takes at most a tenth of the time, nothing else is tried. With a memory budget, the
-    verdict is the largest batch that fits it. A step that does not fit the memory is foreseen and
-    not run. There is no search for plans, and nothing is cached. Advice takes about a minute for
-    steps of up to a second. Steps are run on deep copies of the model; the model and the states of
-    random generators do not change. A compiled model is run uncompiled, with a warning.
+    The ways are the step as it is, channels_last, segments, micro-batches, checkpoints, compiled
+    steps and, by estimate, a plan for the convolutions; under autocast also the step in float32,
+    which comes first: if it takes at most a tenth of the time, nothing else is tried. With a memory
+    budget, the verdict is the largest batch that fits it. A step that does not fit the memory is
+    foreseen and not run. There is no search for plans, and nothing is cached. Advice takes about a
+    minute for steps of up to a second, and as long as compiling takes. Steps are run on deep copies
+    of the model; the model and the states of random generators do not change. A compiled model is
+    run uncompiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -175,6 +180,7 @@ class _Trials:
     search: SegmentSearch | None = None
     spread: float = 0.0
     float32: Way | None = None
+    compiled: CompiledWays | None = None
     is_emulated: bool = False
 
     def __post_init__(self) -> None:
@@ -203,6 +209,8 @@ class _Trials:
                 if not self.is_emulated:
                     self._as_it_is()
                     self._all_ways(has_other)
+                    with self._trying(COMPILED):
+                        self._try_compiled()
                     budget = self.budget_bytes
                     if budget is not None and self.is_single and self.batch:
                         self._find_largest(budget)
@@ -320,6 +328,8 @@ class _Trials:
         return first if 3 * first > 1e10 else self._elapsed_ns(layout)
 
     def _elapsed_ns(self, layout: str, division: StepDivision = WHOLE) -> int:
+        if division.compiled is not None and self.compiled is not None:
+            return self.backend.elapsed_ns(self.compiled.steps)
         steps = self._copy(layout)
         steps.divide(division)
         return self.backend.elapsed_ns(steps)
@@ -421,6 +431,28 @@ class _Trials:
             way = Way("torch", name, found.peak_bytes, found.time_ns, time_ns=time_ns)
             self.ways.append(replace(way, memory_format=name))
 
+    def _try_compiled(self) -> None:
+        """Try compiled steps, in the faster layout; the time for that is beside all other time."""
+        if not self.may_run or is_compiled(self.model) or self.own_ns < _LEAST_COMPILED_NS:
+            return
+        began, own = monotonic(), self.profile
+        assert own is not None
+        problems = [problem for _, problem in own.layers]
+        ways = CompiledWays(
+            *(self.model, self.inputs, self.config, self.backend, own.held.total, problems)
+        )
+        whole = [way for way in self.ways if way.division == WHOLE and way.name != FLOAT32]
+        layout = min(whole, key=lambda way: way.step_ns).memory_format
+        way = ways.attempt(StepDivision(compiled=1.0), layout)
+        if way is None:
+            [(_, reason)] = ways.compilation(is_chosen=False).left_out
+            self.left_out.append(f"{COMPILED} ({reason})")
+        else:
+            self.compiled = ways
+            where = "" if layout == "keep" else f" in {layout}"
+            self._add(f"{COMPILED}{where}", way)
+        self.began += monotonic() - began
+
     def _rivals(self, own: Way) -> list[Way]:
         """Ways to time in turn with the step as it is, the most promising first."""
         others = [way for way in self.ways[1:] if way.step_ns <= _SLOWER * own.time_ns]
@@ -488,6 +520,8 @@ class _Trials:
     def _find_largest(self, budget: int) -> None:
         """Foresee each way's largest batch."""
         for way in self.ways:
+            if way.division.compiled is not None:
+                continue  # what compiled code takes is not foreseen
             with self._trying(f"the largest batch by {way.name}"), self._context(way.name):
                 foreseer = replace(self.foreseer, operators="in part")
                 peak_at = partial(_peak_at, foreseer, way.division, way.memory_format, None)

@@ -370,9 +370,9 @@ def _outcome(
         warnings.simplefilter("ignore", UcudnnWarning)
         stack.enter_context(gradient_mode(is_training))
         received = dict[str, list[Any]]()
-        if not steps.is_compiled:  # for these contexts, other code would be compiled
+        stack.enter_context(Remembered(model, "the model", updates=False))
+        if not steps.is_compiled:  # with other hooks, other code would be compiled
             stack.enter_context(uncompiled(is_compiled(model)))
-            stack.enter_context(Remembered(model, "the model", updates=False))
             received = stack.enter_context(_received(model))
         torch.manual_seed(state), random.seed(state), np.random.seed(state)
         before = _numbers(), None if same else torch.get_rng_state().tolist()

@@ -24,6 +24,7 @@ from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import Config
 from ucudnn.errors import first_line
 from ucudnn.execution.compiling import CompiledCall, is_compiled, replays_graphs
+from ucudnn.execution.remembering import Remembered
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.outcomes import Comparison, Compilation, Way
 from ucudnn.plan import Plan
@@ -40,6 +41,8 @@ _TIMES = 3
 _ROUNDS = 4
 # A step without a share may keep a limit that is at least this part of the peak by torch.
 _NEARLY = 0.85
+# The most shares that are tried beside the first ones.
+_MOST_SHARES = 3
 # The most divisions that are tried for one limit, and how much less than a limit is aimed at.
 _MOST_DIVISIONS, _AIMED = 3, 0.99
 # A division whose peak is below this part of the limit leaves room for a faster one.
@@ -108,7 +111,8 @@ def _counted() -> Iterator[list[int]]:
 
 def _uncompiled(steps: Steps) -> int:
     """Operators of a forward that compiled code does not run."""
-    with profile(use_kineto=True, use_cpu=True) as profiler:
+    before = Remembered(steps.model, "the model", updates=False)
+    with before, profile(use_kineto=True, use_cpu=True) as profiler:
         steps.forward(steps.batch)
     found = 0
     for one in profiler.function_events:
@@ -226,13 +230,22 @@ class CompiledWays:
             self._recomputing(recomputed, layout)
         for one in divisions:
             self.attempt(one._replace(compiled=1.0), layout)
-        if found and share != 1.0:
-            fits = any(map(self.fits, self._of_shares()))
-            self.attempt(StepDivision(compiled=0.75 if fits else 0.25), layout)
+        if found and limit < inf:
+            self._bisect(layout)
         return None if self._best is None else self._best[0]
 
     def _of_shares(self) -> list[Way]:
         return [one for one in self.ways if one.division.is_whole]
+
+    def _bisect(self, layout: str) -> None:
+        """Try shares between the largest one that keeps the limit and the next that does not."""
+        for _ in range(_MOST_SHARES):
+            found = [one for one in self._of_shares() if one.memory_format == layout]
+            peaks = {float(one.division.compiled or 0): one for one in found}
+            low = max((share for share, one in peaks.items() if self.fits(one)), default=0.0)
+            high = min((share for share in peaks if share > low), default=low)
+            if high == low or self.attempt(StepDivision(compiled=(low + high) / 2), layout) is None:
+                break
 
     def _recomputing(self, recomputed: Callable[[int], StepDivision], layout: str) -> None:
         """Try modules that are recomputed, and adapt what an uncompiled step should take."""

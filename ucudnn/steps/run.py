@@ -27,6 +27,7 @@ from ucudnn.execution.compiling import (
     uncompiled,
 )
 from ucudnn.execution.micro_batching import batch_of, segment_
+from ucudnn.execution.remembering import Remembered
 from ucudnn.outcomes import Compilation
 from ucudnn.segment import WHOLE, StepDivision
 from ucudnn.steps.copying import copied
@@ -200,7 +201,8 @@ class Steps:
             # All steps are run twice: code that was compiled for the first of several input sizes
             # may be replaced by other code at the second size.
             for _ in range(2):
-                self()
+                with Remembered(self.model, "the model", updates=False):
+                    self()
         except BaseException:
             self._is_held_back, self.run = self._has_compiled, self.model
             raise

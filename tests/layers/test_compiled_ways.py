@@ -1,0 +1,321 @@
+"""A plan that compiles: its share of the activations holds, and its results are torch's."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch._functorch.config as functorch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+import ucudnn
+from ucudnn.backends import open_backend
+from ucudnn.config import Config
+from ucudnn.errors import PlanError
+from ucudnn.execution.compiling import is_compiled
+from ucudnn.execution.micro_batching import segment_
+from ucudnn.plan import Plan
+from ucudnn.reports.text import plan_title, plan_verdict
+from ucudnn.segment import UNCOMPILED, Segment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    # Inductor uses what torch itself calls deprecated.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+SHAPE = (8, 3, 24, 24)
+QUICK = {"effort": "quick", "time_budget_s": 10.0}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def block(width: int = 16, kind: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), kind(width), nn.ReLU())
+
+
+def network(blocks: int = 5) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), *(block() for _ in range(blocks)), nn.Conv2d(16, 4, 1)
+    )
+
+
+class Noting:
+    """A backend that notes the share of activations at each compilation, and runs graphs as is."""
+
+    def __init__(self):
+        self.shares, self.runs = [], []
+
+    def __call__(self, graph, inputs):
+        del inputs
+        number = len(self.shares)
+        self.shares.append(functorch.activation_memory_budget)
+
+        def run(*tensors):
+            self.runs.append(number)
+            return graph.forward(*tensors)
+
+        return run
+
+
+def planned(compiled, *segments, **settings):
+    """A plan that only divides and compiles."""
+    from ucudnn.kernels.tune import plan_without_kernels
+
+    backend = open_backend("torch_cpu")
+    plan = plan_without_kernels(backend, Config(**settings))
+    return Plan(
+        (),
+        plan.device,
+        plan.software,
+        plan.conditions,
+        plan.config,
+        segments=segments,
+        compiled=compiled,
+    )
+
+
+def gradients(model, x, seed=0):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(x).square().mean().backward()
+    return [one.grad.clone() for one in model.parameters()]
+
+
+def wrapped(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+def in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("compiled_by", [wrapped, in_place])
+def test_a_share_holds_for_whatever_is_compiled_later(compiled_by):
+    backend, x = Noting(), torch.randn(SHAPE)
+    model = compiled_by(network(), backend)
+    ucudnn.convert_(model, planned(0.5))
+    for samples in (8, 8, 3, 8, 3):  # with the uneven last batch of each epoch
+        model(x[:samples]).mean().backward()
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+    model(x)
+    assert backend.shares == [0.5] * 3
+    # Each size has code of its own, to which it comes back.
+    assert backend.runs == [0, 0, 1, 0, 1, 2, 0]
+    # Further sizes get code for any size.
+    for samples in (4, 5, 6, 7):
+        model(x[:samples])
+    assert len(backend.shares) <= 5
+    assert set(backend.shares) == {0.5}
+    assert functorch.activation_memory_budget == 1.0
+
+
+def test_models_of_one_class_have_a_share_each():
+    backend, x = Noting(), torch.randn(SHAPE)
+    for share in (1.0, 0.5, 0.0):
+        model = torch.compile(network(), backend=backend)
+        ucudnn.convert_(model, planned(share))
+        model(x)
+    assert backend.shares == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("compiled_by", [wrapped, in_place, lambda model, _: model])
+def test_a_conversion_is_undone(compiled_by):
+    backend, x = Noting(), torch.randn(SHAPE)
+    own = network()
+    model, keys = compiled_by(own, backend), list(own.state_dict())
+    was_compiled, truth = is_compiled(model), gradients(copy.deepcopy(own), x)
+    ucudnn.convert_(model, planned(UNCOMPILED))
+    assert not is_compiled(model)
+    torch.testing.assert_close(gradients(model, x), truth)
+    assert not backend.shares
+    conversion = ucudnn.convert_(model, planned(0.5))
+    assert is_compiled(model)
+    assert "the model is compiled, keeping 50 % of the activations" in str(conversion)
+    assert list(own.state_dict()) == keys
+    assert not is_compiled(copy.deepcopy(own))  # as torch's own compiled call
+    ucudnn.revert_(model)
+    assert is_compiled(model) == was_compiled
+    torch.testing.assert_close(gradients(model, x), truth)
+    assert set(backend.shares) <= {1.0}
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [Segment("1", None), Segment("2", None)],
+        [Segment("[1:6]", None)],
+        [Segment("[1:6]", None), Segment("[2:4]", None), Segment("3.0", None)],
+        [Segment("1", None, recompute=False, selective=True)],
+    ],
+)
+def test_modules_that_are_recomputed_belong_to_the_graph(segments):
+    graphs, x = [], torch.randn(SHAPE)
+    model = network()
+    twin = copy.deepcopy(model)
+    model[3].add_module("drop", nn.Dropout(0.5))
+    twin[3].add_module("drop", nn.Dropout(0.5))
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager_decomp_partition(graph, inputs)
+
+    truth = gradients(torch.compile(twin, backend=backend), x)
+    segment_(model, segments)
+    torch.testing.assert_close(gradients(torch.compile(model, backend=backend), x), truth)
+    assert len(graphs) == 2
+    assert model[1][1].num_batches_tracked == 1
+    torch.testing.assert_close(model[1][1].running_var, twin[1][1].running_var)
+    tags = [m for m in graphs[1].modules() if isinstance(m, torch.fx.GraphModule)]
+    recomputed = sum(one.recompute for one in segments)
+    assert len(tags) == 1 + recomputed
+
+
+def saved_bytes(model, x):
+    """What a forward keeps for backward."""
+    sizes = {}
+
+    def pack(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        model(x)
+    return sum(sizes.values())
+
+
+def test_recomputed_modules_keep_less_for_backward():
+    model, x = network(), torch.randn(SHAPE)
+    partition = partial(torch.compile, backend=aot_eager_decomp_partition)
+    whole = saved_bytes(partition(copy.deepcopy(model)), x)
+    segment_(model, [Segment("[1:6]", None)])
+    assert saved_bytes(partition(model), x) < 0.5 * whole
+
+
+def wrong(graph, inputs):
+    """A backend whose code has no gradients for the first parameters, as a bug of a compiler."""
+    del inputs
+
+    def run(*tensors):
+        cut = [
+            one.detach() if n < 2 and isinstance(one, nn.Parameter) else one
+            for n, one in enumerate(tensors)
+        ]
+        return graph.forward(*cut)
+
+    return run
+
+
+def test_a_way_with_other_gradients_is_left_out(monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", wrong)
+    plan = ucudnn.tune(network(), torch.randn(SHAPE), Config(compile="auto", **QUICK))
+    assert plan.compiled is None
+    [(name, reason), *_] = plan.compilation.left_out
+    assert name == "compiled"
+    assert reason == "the gradient of '0.weight' differs from torch's by 1e+02 %"
+
+
+def refuse(graph, inputs):
+    raise RuntimeError("no C++ compiler\nat length")
+
+
+@pytest.mark.parametrize("budget", [None, "80%"])
+def test_without_a_compiler_the_plan_is_uncompiled_and_says_why(monkeypatch, budget, tmp_path):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", refuse)
+    config = Config(compile="auto", memory_budget=budget, **QUICK)
+    plan = ucudnn.tune(network(), torch.randn(SHAPE), config)
+    assert plan.compiled is None
+    assert "torch.compile failed (RuntimeError: no C++ compiler)" in " ".join(plan_verdict(plan))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").compilation == plan.compilation
+
+
+class Branching(nn.Module):
+    """A network whose graph breaks before its convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network(2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        torch._dynamo.graph_break()
+        return self.inner(x) * (1 + 1e-9 * self.calls)
+
+
+def test_graphs_and_breaks_are_counted():
+    backend, x = Noting(), torch.randn(SHAPE)
+    model = torch.compile(Branching(), backend=backend)
+    plan = ucudnn.tune(model, x, Config(memory_budget="150%", **QUICK))
+    found = plan.compilation
+    assert found.graphs >= 1
+    assert found.breaks >= 1
+
+
+@pytest.mark.parametrize("compiled_by", [wrapped, in_place])
+def test_a_compiled_model_is_planned_within_a_budget(compiled_by, tmp_path):
+    model, x = network(), torch.randn(SHAPE)
+    truth = gradients(copy.deepcopy(model), x)
+    compiled = compiled_by(model, aot_eager_decomp_partition)
+    config = Config(memory_budget="85%", compile_budget_s=60, **QUICK)
+    plan = ucudnn.tune(compiled, x, config)
+    assert isinstance(plan.compiled, float), plan.compilation
+    assert plan.memory.plan_peak_bytes <= plan.memory.budget_bytes
+    assert plan_title(plan).startswith("compiled")
+    assert plan.compilation.graphs == 1
+    ucudnn.convert_(compiled, plan)
+    compiled(x)
+    backend = open_backend("torch_cpu")
+    peak = backend.span(lambda: compiled(x).square().mean().backward()).peak_bytes
+    assert plan.memory.held_bytes + peak <= 1.02 * plan.memory.budget_bytes
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(gradients(compiled, x), truth, rtol=1e-3, atol=1e-5)
+    assert not is_compiled(copied)
+    # A smaller budget costs no less time; a larger one follows what is known.
+    again = ucudnn.tune(compiled_by(copied, aot_eager_decomp_partition), x, config)
+    assert again.memory.plan_peak_bytes <= again.memory.budget_bytes
+
+
+def wasteful(graph, inputs):
+    """A backend whose code needs far more memory than torch."""
+    del inputs
+
+    def run(*tensors):
+        torch.empty(1 << 26)
+        return graph.forward(*tensors)
+
+    return run
+
+
+def test_below_what_compiled_steps_take_the_plan_is_not_compiled():
+    model, x = network(), torch.randn(SHAPE)
+    truth = gradients(copy.deepcopy(model), x)
+    compiled = torch.compile(model, backend=wasteful)
+    with pytest.raises(PlanError, match="is too small") as caught:
+        ucudnn.tune(compiled, x, Config(memory_budget="20%", compile_budget_s=30, **QUICK))
+    budget = caught.value.smallest_bytes
+    plan = ucudnn.tune(compiled, x, Config(memory_budget=budget, compile_budget_s=30, **QUICK))
+    assert plan.compiled == UNCOMPILED
+    assert plan.memory.plan_peak_bytes <= budget
+    assert "not compiled" in plan_title(plan)
+    ucudnn.convert_(compiled, plan)
+    torch.testing.assert_close(gradients(compiled, x), truth)
+    backend = open_backend("torch_cpu")
+    peak = backend.span(lambda: compiled(x).square().mean().backward()).peak_bytes
+    assert plan.memory.held_bytes + peak <= 1.1 * budget
