@@ -87,6 +87,8 @@ ENVIRONMENT = [
     ("UCUDNN_DEVICE", "H200", "device", "H200"),
     ("UCUDNN_MAX_ERROR", "1e-3", "max_error", 1e-3),
     ("UCUDNN_LAYOUT", "auto", "layout", "auto"),
+    ("UCUDNN_COMPILE", "auto", "compile", "auto"),
+    ("UCUDNN_COMPILE_BUDGET_S", "90", "compile_budget_s", 90.0),
     ("UCUDNN_EFFORT", "quick", "effort", "quick"),
     ("UCUDNN_TIME_BUDGET_S", "60", "time_budget_s", 60.0),
     ("UCUDNN_STEP_RACE", "0", "step_race", False),

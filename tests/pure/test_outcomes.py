@@ -120,17 +120,22 @@ def test_what_a_race_of_layouts_prints() -> None:
 
 
 def test_what_a_compilation_prints() -> None:
-    assert str(Compilation(seconds=34)) == (
+    assert str(Compilation(seconds=34, graphs=2, nodes=90, uncompiled=3)) == (
         "the steps that judged it were compiled by torch.compile, which took 34 s beside the time "
-        "budget"
+        "budget: 2 graphs of 90 operators, 3 operators beside them"
     )
     assert str(Compilation(2, relaid=5)).endswith(
         "; there 5 convolutions are in another layout than in the plan, which does not act on "
         "them: tune with layout='auto', or in the other layout"
     )
-    assert str(Compilation(2, "torch.compile failed (no compiler)")) == (
-        "the model is compiled, but the steps that judged its plan were not: torch.compile failed "
-        "(no compiler)"
+    none = Compilation(2, "torch.compile failed (no compiler)", not_tried=("compiled, 3 segments",))
+    assert str(none) == (
+        "the steps that judged it were not compiled, which took 2 s beside the time budget: "
+        "torch.compile failed (no compiler); not tried for lack of time: compiled, 3 segments"
+    )
+    left = Compilation(reason="why not", left_out=(("compiled", "its result differs"),))
+    assert str(left) == (
+        "the steps that judged it were not compiled: why not; compiled: its result differs"
     )
 
 

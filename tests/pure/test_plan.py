@@ -362,7 +362,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, sentence: str) 
 @pytest.mark.parametrize("version", [0, 2, "3", None])
 def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
     path = rewritten(tmp_path, lambda document: document.update(version=version))
-    with pytest.raises(PlanError, match="format version .*, this ucudnn reads 4; make it"):
+    with pytest.raises(PlanError, match="format version .*, this ucudnn reads 5; make it"):
         Plan.load(path)
 
 
