@@ -481,10 +481,9 @@ class Race:
 
 def described(plan: ucudnn.Plan) -> dict[str, Any]:
     """What a plan does to a step, in words, and what it says of what it leaves alone."""
-    assert plan.memory is not None
     assert plan.origin is not None
     return {
-        "budget_bytes": plan.memory.budget_bytes,
+        "budget_bytes": None if plan.memory is None else plan.memory.budget_bytes,
         "divided": [str(one) for one in plan.segments],
         "notes": [
             *(f"{module}: {reason}" for module, reason in plan.reasons),

@@ -3,6 +3,7 @@
     python benchmarks/peers.py --out peers.json                     # four networks, four hours
     python benchmarks/peers.py segresnet --out peers.json           # goes on where it was cut off
     python benchmarks/peers.py resnet50 --budgets 0.5,0.3 --rounds 5
+    python benchmarks/peers.py --compile --out peers_compiled.json  # seven networks, six hours
 
 Ways of torch: eager and channels_last; a malloc that keeps large blocks; checkpoints of each block,
 of whole stages, and selective ones, which keep what convolutions and products of matrices compute;
@@ -11,6 +12,9 @@ activation budgets, in both layouts, by both estimators. Each runs in a process 
 compiled way are its graphs and their nodes, so that one that is half compiled shows. The ways that
 no other beats in both peak and time go into the race. Each of them meets a plan within its peak, by
 its malloc, in the default layout or its own, and with a loop if it has one.
+
+With --compile, plans may compile. Their rivals are eager and torch.compile, in both layouts, by all
+activation budgets; and one more plan, without a memory budget, meets them all.
 
 Before a way runs, what it will take is predicted: foreseen by ucudnn; of a compiled way, the share
 of the activations that its budget allows, in the time of eager. Before the race, who wins it is.
@@ -37,6 +41,7 @@ from unittest.mock import patch
 import fit_the_step as fit
 import torch
 from fit_the_step import CASES, Case, Contestant, Losses, shape
+from msgspec import to_builtins
 from provenance import provenance
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -51,6 +56,9 @@ from ucudnn.measurement import Conditions
 from ucudnn.plan import Plan
 
 NETWORKS = ("segresnet", "convnext", "resnet50", "unet3d")
+COMPILED_NETWORKS = (*NETWORKS[:3], "unet3d-batchnorm", "denoiser", "hifigan", "wav2vec2")
+# What the plan without a memory budget is called.
+UNLIMITED = "plan"
 # Samples of these depend on each other.
 DEPENDENT = ("resnet50", "unet3d-batchnorm")
 LAYOUTS = ("", "channels_last")
@@ -264,7 +272,7 @@ def computes_other(row: dict[str, Any], eager: dict[str, Any]) -> bool:
 
 def plan_within(title: str) -> str:
     """What a plan within the peak of a way is called in a race."""
-    return f"plan at the peak of {title}"
+    return title if title == UNLIMITED else f"plan at the peak of {title}"
 
 
 def front(rows: dict[str, dict[str, Any]]) -> list[str]:
@@ -295,7 +303,11 @@ def plan_for(case: Case, layout: str, config: ucudnn.Config) -> ucudnn.Plan:
 def best_plan(case: Case, way: Way, config: ucudnn.Config) -> tuple[str, ucudnn.Plan]:
     """The fastest plan as foreseen, and the layout of its model: the default one or the way's."""
     found, errors = dict[str, ucudnn.Plan](), list[UcudnnError]()
-    for layout in dict.fromkeys(("", way.layout)):
+    layouts = dict.fromkeys(("", way.layout))
+    if config.compile == "auto" and config.memory_budget is not None:
+        # Compiling takes its time, and so ways in one layout are tried.
+        layouts, config = dict.fromkeys([way.layout]), replace(config, layout="keep")
+    for layout in layouts:
         with patch.dict(os.environ, way.environment), fit.process() as own:
             try:
                 found[layout] = own.submit(plan_for, case, layout, config).result()
@@ -303,29 +315,43 @@ def best_plan(case: Case, way: Way, config: ucudnn.Config) -> tuple[str, ucudnn.
                 errors.append(error)
     if not found:
         raise errors[-1]
-    return min(found.items(), key=lambda one: one[1].memory.plan_foreseen_ns)
+    return min(found.items(), key=lambda one: step_ns(one[1]))
+
+
+def step_ns(plan: ucudnn.Plan) -> int:
+    """The time of a step by a plan: foreseen, or of compiled steps as it was measured."""
+    memory, race = plan.memory, plan.step_race
+    if memory is None:
+        return race.plan_ns if race is not None else 0
+    return memory.plan_foreseen_ns or memory.plan_ns
 
 
 def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config) -> None:
     """Plans within the peaks of the rivals, with who is expected to be faster."""
     rows, plans = book.found["ways"], book.found["plans"]
+    rivals = [*rivals]
+    if config.compile == "auto":
+        rivals.append(rivals[0]._replace(title=UNLIMITED, layout=""))
+        rows = {**rows, UNLIMITED: rows[rivals[0].title]}
     for way in rivals:
         title, peak = way.title, rows[way.title]["peak_bytes"]
-        if title in plans or peak > rows["eager"]["peak_bytes"]:
+        if title in plans or (title != UNLIMITED and peak > rows["eager"]["peak_bytes"]):
             continue
-        within = replace(config, memory_budget=peak + ROOM, loop=way.loops)
+        budget = None if title == UNLIMITED else peak + ROOM
+        within = replace(config, memory_budget=budget, loop=way.loops)
         try:
             layout, plan = best_plan(case, way, within)
         except UcudnnError as error:
             plans[title] = {"refused": first_line(error)}
             book.write()
             continue
-        memory = plan.memory
-        ratio = memory.plan_foreseen_ns / rows["eager"]["predicted"]["time_ns"]
+        memory, race = plan.memory, plan.step_race
+        ratio = step_ns(plan) / rows["eager"]["predicted"]["time_ns"]
         rival = median(rows[title]["step_ns"]) / median(rows["eager"]["step_ns"])
+        peak = (memory.plan_foreseen_bytes or memory.plan_peak_bytes) if memory else 0
         plans[title] = {
             "predicted": {
-                "peak_bytes": memory.plan_foreseen_bytes,
+                "peak_bytes": peak or (race.plan_peak_bytes if race is not None else 0),
                 "ratio": ratio,
                 "is_faster": ratio < rival,
             },
@@ -333,6 +359,8 @@ def planned(book: Book, case: Case, rivals: Iterable[Way], config: ucudnn.Config
             "layout": layout,  # of the model that was tuned
             "memory_format": plan.memory_format,
             "micro_batch": plan.micro_batch,
+            "compiled": plan.compiled,
+            "compilation": to_builtins(plan.compilation),
             **fit.described(plan),
             "plan": plan.to_dict(),
         }
@@ -353,14 +381,16 @@ def raced(book: Book, case: Case, ways: dict[str, Way], rounds: int) -> None:
             plan = convert({**row["plan"], "config": config}, ucudnn.Plan)
             name = plan_within(title)
             follow = partial(fit.following, plan, False)
-            entries[name] = ways[title]._replace(title=name, entry=follow, layout=row["layout"])
+            rival = ways[title if title in ways else book.found["front"][0]]
+            entries[name] = rival._replace(title=name, entry=follow, layout=row["layout"])
     race = book.found["race"]
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(case, way)) for name, way in entries.items()}
         for name, server in servers.items():
             if name not in race:
                 found = server.submit(measured).result()
-                race[name] = {"peak_bytes": found["peak_bytes"], "samples_ns": []}
+                kept = {key: found[key] for key in ("peak_bytes", "gradient_norm")}
+                race[name] = {**kept, "samples_ns": []}
         for _ in range(rounds - min(len(row["samples_ns"]) for row in race.values())):
             for name, server in servers.items():
                 race[name]["samples_ns"].append(fit.step_ns(server))
@@ -386,7 +416,8 @@ def judged(book: Book) -> list[str]:
         name = plan_within(title)
         if name not in race:
             continue
-        pairs = zip(race[name]["samples_ns"], race[title]["samples_ns"], strict=True)
+        rival = title if title in race and title != name else book.found["front"][0]
+        pairs = zip(race[name]["samples_ns"], race[rival]["samples_ns"], strict=True)
         is_faster = median(one / other for one, other in pairs) < 1
         count, won = count + 1, won + is_faster
         right += is_faster == row["predicted"]["is_faster"]
@@ -415,7 +446,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help="default: four")
+    parser.add_argument(
+        "networks", nargs="*", metavar="NETWORK", help="default: four, or with --compile seven"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", type=shape, help="of the inputs, such as 4,1,32,32,32")
@@ -425,16 +458,24 @@ def main() -> None:
     parser.add_argument(
         "--time-budget-s", type=float, default=240, help="for tuning each plan, in both layouts"
     )
+    parser.add_argument("--compile", action="store_true", help="let plans compile")
+    parser.add_argument("--compile-budget-s", type=float, default=400, help="for each plan")
     arguments = parser.parse_args()
     if unknown := {*arguments.networks} - {*CASES}:
         parser.error(f"networks must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
     # Within the peak of a rival in the default layout, a plan for channels_last may be faster.
     config = ucudnn.Config(effort="quick", layout="auto", time_budget_s=arguments.time_budget_s)
-    for name in arguments.networks or NETWORKS:
+    if arguments.compile:
+        config = replace(config, compile="auto", compile_budget_s=arguments.compile_budget_s)
+    default = COMPILED_NETWORKS if arguments.compile else NETWORKS
+    for name in arguments.networks or default:
         case = CASES[name]._replace(**({"shape": arguments.shape} if arguments.shape else {}))
         book = Book(name, case, arguments.out)
         if "predictions" not in book.found:
             ways = ways_of(name, case, arguments.budgets)
+            if arguments.compile:
+                ways = [way for way in ways if way.budget or way.entry.func is fit.unchanged]
+                ways = [way for way in ways if not way.environment]
             compared(book, case, {way.title: way for way in ways}, config, arguments.rounds)
         for line in book.found["predictions"]:
             print(f"{name}: {line}", flush=True)

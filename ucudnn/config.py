@@ -288,8 +288,8 @@ class Config:
     compile: Compile = _setting(
         "keep",
         _choice,
-        "Compilation of the model. With auto, a model that is not compiled may be compiled by its "
-        "plan, if steps are then faster, or as fast in less memory.",
+        "Compilation of the model. With auto, a plan may have a model compiled that is not, if "
+        "steps are then faster.",
         "NAME",
         get_args(Compile),
         page="using.md#compiled-models",

@@ -178,7 +178,7 @@ def tuned(monkeypatch):
 
 def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
     now = [1000.0]
-    for module in ("kernels.deadline", "steps.tune", "steps.judge"):
+    for module in ("kernels.deadline", "steps.tune", "steps.compiled"):
         monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: now[0])
     original = ucudnn.steps.tune.tune_problems
 

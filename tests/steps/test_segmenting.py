@@ -265,7 +265,7 @@ def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop, monk
     seen = search.in_parts(limit, inside=True) if loop else search.within(limit, inside=True)
     assert seen is not None
     assert seen.foreseen_bytes <= limit
-    segments, size = seen.division
+    segments, size, _ = seen.division
     assert (size is not None) == loop
     assert len(segments) > 1 - loop
 

@@ -138,8 +138,10 @@ class BudgetedBackend:
         from torch._functorch import config
 
         inner = self._inner
-        if inner is None:
-            from torch._inductor.compile_fx import compile_fx as inner
+        if inner is None:  # to import Inductor takes seconds
+            from torch._inductor import compile_fx
+
+            inner = compile_fx.compile_fx
         # What is recomputed has a graph of its own inside.
         graphs = (one.graph for one in graph.modules() if isinstance(one, torch.fx.GraphModule))
         kinds = ("call_function", "call_method", "call_module")
