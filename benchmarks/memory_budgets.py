@@ -2,6 +2,7 @@
 
     python benchmarks/memory_budgets.py times --out budget_times.json        # ten minutes
     python benchmarks/memory_budgets.py falling --out budgets_falling.json   # an hour
+    python benchmarks/memory_budgets.py falling --compiled --sequences 1     # compiled models
 
 "times" tunes each network within half of torch's activations, or within what a refusal names, by
 default and within several time budgets: the wall time may exceed a budget by one step. "falling"
@@ -28,6 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from foresee_networks import NETWORKS, example
 from provenance import provenance
 from torch import Tensor, nn
@@ -106,11 +108,14 @@ def times(name: str, number: int) -> dict[str, Any]:
     return row
 
 
-def falling(name: str, number: int) -> dict[str, Any]:
+def falling(name: str, number: int, is_compiled: bool = False) -> dict[str, Any]:
     """Plans of one network within falling budgets, as JSON values."""
     chance = random.Random(f"{name} {number}")
     model, inputs = example(name)
     share = share_of(model, inputs)
+    if is_compiled:
+        compiled: Any = torch.compile(model)
+        model = compiled
     shares = sorted((chance.uniform(0.1, 1.1) for _ in range(BUDGETS)), reverse=True)
     budgets = list(map(share, shares))
     rows, faults, plans = list[dict[str, Any]](), list[str](), list[ucudnn.Plan]()
@@ -171,6 +176,7 @@ def tuned(
         "tuned_peak_bytes": max(plan.memory.plan_peak_bytes, plan.memory.plan_foreseen_bytes),
         "tuned_ns": plan.memory.plan_ns,
         "segments": len(plan.segments),
+        "compiled": plan.compiled,
         "wall_s": round(time.monotonic() - began, 1),
     }
 
@@ -197,12 +203,13 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", metavar="NETWORK")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="for each network")
     parser.add_argument("--first", type=int, default=0, help="number of the first sequence")
+    parser.add_argument("--compiled", action="store_true", help="falling: of compiled models")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if unknown := {*arguments.networks} - {*NETWORKS}:
         parser.error(f"{', '.join(sorted(unknown))}: not of {', '.join(NETWORKS)}")
     of_times = arguments.what == "times"
-    work = times if of_times else falling
+    work = times if of_times else partial(falling, is_compiled=arguments.compiled)
     first, count = (0, len(TIME_BUDGETS)) if of_times else (arguments.first, arguments.sequences)
     rows: list[dict[str, Any]] = []
     for name in arguments.networks or (TIMED if of_times else FALLING):

@@ -183,3 +183,12 @@ def test_a_trainer_of_another_model_is_refused(plan: Any, tmp_path: Any) -> None
     trainer = transformers.Trainer(nn.Linear(2, 2), settings)
     with pytest.raises(ConfigError, match="the plan must be of Linear or of a module in it"):
         follow(trainer, plan)
+
+
+def test_a_model_is_compiled_once(plan: Any, tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
+    settings = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = transformers.Trainer(network(), settings)
+    settings.torch_compile = True
+    with pytest.raises(ConfigError, match="leave out torch_compile=True"):
+        follow(trainer, replace(plan, compiled=0.5))

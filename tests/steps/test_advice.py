@@ -191,6 +191,36 @@ def test_no_verdict_contradicts_what_is_known():
         assert found.sentences()[0] == f"Verdict: {said}"
 
 
+def test_where_compiling_wins_the_verdict_says_how():
+    compiled = {"division": StepDivision(compiled=1.0)}
+    found = advice(way("compiled in channels_last", 630, (0.64, 0.6, 0.68), **compiled))
+    assert found.verdict == (
+        "let a plan compile it (tune it with compile='auto'): a step then takes 0.64 (0.60 to "
+        "0.68) times as long and 630 MiB instead of 1000 MiB."
+    )
+    last = replace(found.ways[-1], memory_format="channels_last")
+    assert (
+        found.how(last) == "let a plan compile it (tune it with compile='auto' and layout='auto')"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_compiled_steps_are_tried(model, monkeypatch):
+    monkeypatch.setattr("ucudnn.steps.advise._LEAST_COMPILED_NS", 0)
+    x = torch.randn(4, 3, 12, 12)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, _: graph.forward)
+    found = ucudnn.advise(copy.deepcopy(model), x)
+    [compiled] = [one for one in found.ways if one.division.compiled is not None]
+    assert compiled.name.startswith("compiled")
+    assert compiled.peak_bytes
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda *_: 1 / 0)
+    torch._dynamo.reset()
+    found = ucudnn.advise(model, x)
+    assert not any(one.division.compiled is not None for one in found.ways)
+    assert any(one.startswith("compiled (torch.compile failed") for one in found.left_out)
+
+
 def test_the_verdict_comes_first_and_all_fits_a_screen():
     names = ["channels_last", *(f"segments, {n}% of the peak" for n in range(11))]
     found = advice(

@@ -126,9 +126,8 @@ def _show_segments(plan: Plan) -> None:
         say(as_sentence(str(plan.comparison)))
     for name, reason in plan.reasons:
         say(f"{name or 'The model'} stays as it is: {reason}.")
-    if plan.memory is None:
-        return
-    say(as_sentence(str(plan.memory)))
+    if plan.memory is not None:
+        say(as_sentence(str(plan.memory)))
     if ways := ways_of(plan):
         out.print(ways_table(ways))
 

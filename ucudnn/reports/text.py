@@ -236,15 +236,16 @@ def as_sentence(said: str) -> str:
 
 
 def ways_of(plan: Plan) -> list[Way]:
-    """The ways to run a step that a memory budget made known, and the step by the plan."""
+    """The ways to run a step that tuning made known, and with a budget the step by the plan."""
     memory, race = plan.memory, raced(plan)
-    if memory is None or not memory.ways:
-        return []
+    compiled = () if plan.compilation is None else plan.compilation.ways
+    if memory is None or not (memory.ways or compiled):
+        return [*compiled]
     # There is no race if torch's step does not fit; then the time is that of the last check.
     plan_ns = memory.plan_ns if race is None else race.plan_ns
     foreseen = memory.plan_foreseen_bytes, memory.plan_foreseen_ns
     this = Way("plan", "this plan", *foreseen, memory.plan_peak_bytes, plan_ns)
-    ways = [*memory.ways, *([this] if memory.plan_peak_bytes else [])]
+    ways = [*memory.ways, *compiled, *([this] if memory.plan_peak_bytes else [])]
     return sorted(ways, key=lambda way: -way.most_bytes)
 
 

@@ -193,6 +193,11 @@ class CompiledWays:
         assert self._best is not None
         return self._best[1]
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of the slowest step that was measured."""
+        return max((one.time_ns for one in self.ways), default=0) / 1e9
+
     def fits(self, way: Way) -> bool:
         """True if a way keeps the limit."""
         return way.peak_bytes <= self._limit
@@ -219,6 +224,9 @@ class CompiledWays:
             divisions: further divisions to try.
         """
         self._limit = limit
+        # So that more memory never costs more time, what is known comes first.
+        for one in sorted(filter(self.fits, self.ways), key=lambda way: way.time_ns)[:1]:
+            self.attempt(one.division, one.memory_format)
         share = 1.0 if limit >= _NEARLY * torchs_bytes else 0.5
         for layout in dict.fromkeys((first_layout, *self._layouts)):
             self.attempt(StepDivision(compiled=share), layout)
@@ -270,8 +278,8 @@ class CompiledWays:
             return None
         if known is not None and not (self.fits(known) and self._is_best(known)):
             return known
-        # The first way is always compiled.
-        if self._end is not None and self._longest_s and self._end.left_s() < self._longest_s / 2:
+        # The first way is always compiled, and what is known is compiled anew in seconds.
+        if known is None and self._is_over:
             self._not_tried.append(name)
             return None
         began = monotonic()
@@ -296,6 +304,12 @@ class CompiledWays:
         if self._end is None:
             self._end = Deadline.within((_TIMES - 1) * took_s)
         return way
+
+    @property
+    def _is_over(self) -> bool:
+        if self._end is None or not self._longest_s:
+            return False
+        return self._end.left_s() < self._longest_s / 2
 
     def _is_best(self, way: Way) -> bool:
         return self._best is None or self._cost(way) < self._cost(self._best[0])

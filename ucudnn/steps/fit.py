@@ -309,7 +309,7 @@ class _Fitting:
         way = ways.within(
             *(budget, self.memory.torch_peak_bytes),
             *("keep" if plan is None else plan.memory_format, self._recomputed),
-            [] if plan is None or plan.division.is_whole else [plan.division],
+            self._loops() if plan is None else [plan.division] * (not plan.division.is_whole),
         )
         if is_given and (way is None or not ways.fits(way)):
             found = self._plan_or_error()
@@ -325,6 +325,15 @@ class _Fitting:
             assert isinstance(found, PlanError)
             raise found
         return replace(plan, compilation=ways.compilation(is_chosen=False))
+
+    def _loops(self) -> Iterator[StepDivision]:
+        """The loop of the largest micro-batches that is foreseen to keep the budget uncompiled."""
+        if self.config.loop and not isinstance(self.foreseer.inputs, list):
+            budget = self.memory.budget_bytes
+            self._search.foresee_loops()
+            loops = [one for one in self._search.ways if one.kind == "loop"]
+            fitting = [one.division for one in loops if one.foreseen_bytes <= budget]
+            yield from sorted(fitting, key=lambda one: -(one.micro_batch or 0))[:1]
 
     def _plan_or_error(self) -> Plan | PlanError:
         try:

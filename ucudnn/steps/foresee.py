@@ -717,6 +717,9 @@ def foresee(
         found = foreseer.step()
     else:
         found = foreseer.step(plan.division, plan.memory_format, plan)
+        if isinstance(plan.compiled, float):
+            why = "the plan has the model compiled, and its step is foreseen as it was written"
+            found = replace(found, notes=(*found.notes, why))
     return found.foresight(foreseer.batch, foreseer.is_training)
 
 

@@ -173,6 +173,9 @@ class _Tuning:
             if self.compiled is not None and isinstance(plan.compiled, float):
                 self.copies[plan.division, plan.memory_format] = self.compiled.steps
             end = self.end or Deadline.never()
+            if self.compiled is not None and isinstance(plan.compiled, float):
+                # Compiling is beside the time budget, and so is this race.
+                end = max(end, Deadline.within(RACE_STEPS * self.compiled.step_s))
             plan = replace(self._judge, deadline=end).judge_divided(plan)
         return self._described(plan)
 
