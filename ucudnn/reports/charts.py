@@ -22,8 +22,11 @@ from ucudnn.units import format_bytes, format_ns
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8c8c8c"
 _PINK = "#cc79a7"
 _COLOR_BY_WAY = {
-    "torch": _GREY, "segments": _GREEN, "loop": _ORANGE,
-    "compiled": _PINK, "plan": _BLUE,
+    "torch": _GREY,
+    "segments": _GREEN,
+    "loop": _ORANGE,
+    "compiled": _PINK,
+    "plan": _BLUE,
 }
 # Symbol and colour of each series of marks in the chart of a kernel, in the order of the legend.
 _LOOKS = {

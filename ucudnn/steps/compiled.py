@@ -236,8 +236,8 @@ class CompiledWays:
             self.attempt(StepDivision(compiled=0.5), layout)
         if recomputed is not None and limit < torchs_bytes:
             self._recomputing(recomputed, layout)
-        for one in divisions:
-            self.attempt(one._replace(compiled=1.0), layout)
+        for division in divisions:
+            self.attempt(division._replace(compiled=1.0), layout)
         if found and limit < inf:
             self._bisect(layout)
         return None if self._best is None else self._best[0]
