@@ -395,6 +395,21 @@ def test_a_budget_holds_in_another_process_and_after_an_uneven_batch(tmp_path):
 
 @pytest.mark.nightly
 @needs_compiler
+def test_code_that_is_computed_again_drops_the_same():
+    x, found = torch.randn(8, 3, 32, 32), []
+    for segments in ([], [Segment("[1:4]", None)], [Segment("[1:4]", None), Segment("2", None)]):
+        torch.manual_seed(0)
+        model = wide()
+        for one in model[2:5]:
+            one.add_module("drop", nn.Dropout(0.3))
+        ucudnn.convert_(model, planned(1.0, *segments))
+        found.append(gradients(model, x))
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.nightly
+@needs_compiler
 def test_a_model_with_dropout_is_compared_by_torchs_numbers():
     model, x = nn.Sequential(wide(), nn.Dropout(0.3)), torch.randn(8, 3, 32, 32)
     plan = ucudnn.tune(model, x, Config(compile="auto", compile_budget_s=200, **QUICK))
