@@ -35,7 +35,7 @@ MACHINES = dict.fromkeys(
     (
         *("tuning_time.json", "tuning_haste.json", "fit_the_step.json", "communication.json"),
         *("fit_one.json", "fit_one_avx2.json", "algorithms.json", "algorithms_avx2.json"),
-        "peers.json",
+        *("peers.json", "peers_compiled.json"),
     ),
     "amd-epyc",
 )
@@ -298,6 +298,49 @@ def rivals() -> list[Row]:
     return rows
 
 
+def compiled() -> list[Row]:
+    """Plans that may compile, beside torch.compile at its best, from peers_compiled.json."""
+    heading = [
+        "network",
+        "plan",
+        "how it compiles",
+        "peak, of eager's",
+        "time over eager's (95 %)",
+        "beside",
+        "its peak",
+        "time over its (95 %)",
+    ]
+    rows = [heading]
+    for one in results("peers_compiled.json"):
+        names, peaks = iter([FITTED[one["network"]]]), one["race"]
+        eager = peaks["eager"]["peak_bytes"]
+        for title, plan in one["plans"].items():
+            name = plan_within(title)
+            if name not in peaks:
+                continue
+            other = title if title in one["front"] else one["front"][0]
+            rows.append(
+                [
+                    *(next(names, ""), "within its peak" if title == other else title),
+                    compiled_as_told(plan),
+                    f"{peaks[name]['peak_bytes'] / eager:.0%}",
+                    *(ratio(raced(one, name, "eager")), other),
+                    f"{peaks[other]['peak_bytes'] / eager:.0%}",
+                    ratio(raced(one, name, other)),
+                ]
+            )
+    return rows
+
+
+def compiled_as_told(plan: dict[str, Any]) -> str:
+    """How a plan of peers_compiled.json has the model compiled, and what it divides."""
+    share, count = plan["compiled"], len(plan["divided"])
+    parts = ["no"] if share is None else [f"{share:.0%} of the activations" if share < 1 else "yes"]
+    parts += [f"{count} segments"] * bool(count)
+    parts += ["channels_last"] * ("channels_last" in (plan["layout"], plan["memory_format"]))
+    return ", ".join(parts)
+
+
 def rival(one: dict[str, Any], title: str) -> Row:
     """A way of a network of peers.json: what it takes, what was expected, and its graphs."""
     row, torchs = one["ways"][title], one["ways"]["eager"]
@@ -431,6 +474,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "ones": lambda: fitted("fit_one.json", FITTED_ONE),
     "avx2": lambda: fitted("fit_one_avx2.json", FITTED_ONE),
     "peer": rivals,
+    "comp": compiled,
     "link": linked,
     "half": halved,
     "algo": special,
@@ -446,6 +490,7 @@ FILES = {
     "ones": "fit_one.json",
     "avx2": "fit_one_avx2.json",
     "peer": "peers.json",
+    "comp": "peers_compiled.json",
     "link": "communication.json",
 }
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.

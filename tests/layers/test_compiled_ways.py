@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import subprocess
 import sys
@@ -159,6 +160,20 @@ def test_a_conversion_is_undone(compiled_by):
     assert set(backend.shares) <= {1.0}
 
 
+def test_a_model_that_a_plan_compiles_can_be_tuned_traced_and_foreseen():
+    model, x = network(2), torch.randn(SHAPE)
+    expected = ucudnn.trace(model, x), ucudnn.foresee(model, x).peak_bytes
+    ucudnn.convert_(model, planned(UNCOMPILED))
+    assert ucudnn.tune(model, x, Config(policy="undivided", **QUICK)).kernels
+    model.compile(backend=aot_eager_decomp_partition)
+    ucudnn.convert_(model, planned(0.5))
+    assert (ucudnn.trace(model, x), ucudnn.foresee(model, x).peak_bytes) == expected
+    plan = ucudnn.tune(model, x, Config(policy="undivided", **QUICK))
+    assert plan.compilation.is_compiled or not plan.compilation.ways
+    with pytest.raises(PlanError, match=r"was converted; call ucudnn.revert_"):
+        ucudnn.tune(model, x, Config(memory_budget="50%", **QUICK))
+
+
 @pytest.mark.parametrize(
     "segments",
     [
@@ -270,6 +285,45 @@ def test_graphs_and_breaks_are_counted():
     found = plan.compilation
     assert found.graphs >= 1
     assert found.breaks >= 1
+
+
+class Untraceable(nn.Module):
+    """A network of which Dynamo compiles nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network(2)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Recompiled(nn.Module):
+    """A network of which each call needs other code."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network(2)
+        self.scales = iter([float(n) for n in range(1, 99)])
+
+    def forward(self, x):
+        return self.inner(x) * next(self.scales)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Untraceable, "torch.compile found no graph in it"),
+        (Recompiled, r"torch.compile failed \(.*recompile"),
+    ],
+)
+def test_what_runs_uncompiled_is_not_called_compiled(kind, reason, monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, _: graph.forward)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        plan = ucudnn.tune(kind(), torch.randn(SHAPE), Config(compile="auto", **QUICK))
+    assert plan.compiled is None
+    assert re.match(reason, dict(plan.compilation.left_out)["compiled"])
 
 
 @pytest.mark.parametrize("compiled_by", [wrapped, in_place])

@@ -152,6 +152,7 @@ class CompiledWays:
         problems: the convolutions of the model.
         known: what is known from before; it gets what is found now.
         share: at most so much of the batch is compared with torch.
+        say: is told which way is compiled now.
     """
 
     def __init__(
@@ -164,7 +165,9 @@ class CompiledWays:
         problems: Iterable[Problem],
         known: KnownCompiled | None = None,
         share: float = 1.0,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._say = say
         self._is_training = config.ops != ("fprop",)
         self._model, self._inputs, self._backend = model, inputs, backend
         self._layouts = ("keep", "channels_last") if config.layout == "auto" else ("keep",)
@@ -186,6 +189,12 @@ class CompiledWays:
     def ways(self) -> list[Way]:
         """Those that were tried and compute what torch does."""
         return [one for one in self._tried.values() if isinstance(one, Way)]
+
+    @property
+    def best(self) -> Way:
+        """The best way; there must be one."""
+        assert self._best is not None
+        return self._best[0]
 
     @property
     def steps(self) -> Steps:
@@ -283,6 +292,7 @@ class CompiledWays:
             self._not_tried.append(name)
             return None
         began = monotonic()
+        self._say(f"a step is compiled: {name}")
         steps = Steps(self._model, self._inputs, self._is_training, memory_format, division)
         compilation = compile_steps(self._model, steps, self._backend.device().type)
         assert compilation is not None

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends.tensors import PLAIN
 from ucudnn.errors import UnsupportedError, first_line
-from ucudnn.execution.compiling import contexts_apart, recompiled
+from ucudnn.execution.compiling import CompiledCall, contexts_apart, recompiled
 
 # A tensor may be a small part of larger memory, such as a batch of a data set. If the memory is
 # more than this many times as large as the tensor, only the tensor's part of the memory is copied.
@@ -78,9 +78,14 @@ def copied(
                 raise _refusal(first_line(error)) from error
             shared[id(part)] = _Unavailable(part) if _is_consumed(part) else part
     for module in model.modules():
-        if module._compiled_call_impl is not None:
+        call: Any = module._compiled_call_impl
+        if call is not None:
             twin = memo[id(module)]
-            twin._compiled_call_impl = recompiled(module._compiled_call_impl, twin._call_impl)
+            twin._compiled_call_impl = (
+                CompiledCall(twin, call.compiled)
+                if isinstance(call, CompiledCall)
+                else recompiled(call, twin._call_impl)
+            )
     if not _memory(model).isdisjoint(_memory(found[0])):
         raise _refusal("a part of it shares its tensors with its copies")
     return found

@@ -302,29 +302,47 @@ class _Fitting:
 
     def compiled_plan(self, ways: CompiledWays) -> Plan:
         """The fastest plan within the budget; of a compiled model a compiled one, if any is."""
-        is_given = is_compiled(self.foreseer.model)
-        found = None if is_given else self._plan_or_error()
+        found = None if is_compiled(self.foreseer.model) else self._plan_or_error()
         plan = found if isinstance(found, Plan) else None
-        budget = self.memory.budget_bytes
-        way = ways.within(
-            *(budget, self.memory.torch_peak_bytes),
-            *("keep" if plan is None else plan.memory_format, self._recomputed),
-            self._loops() if plan is None else [plan.division] * (not plan.division.is_whole),
-        )
-        if is_given and (way is None or not ways.fits(way)):
-            found = self._plan_or_error()
-            if isinstance(found, Plan):
-                plan = replace(found, compiled=UNCOMPILED)
-                if not plan.division.is_whole:
-                    way = ways.attempt(found.division._replace(compiled=1.0), plan.memory_format)
-        if way is not None and not ways.fits(way):
-            way = None
-        if way is not None and (plan is None or is_given or ways.is_faster(plan)):
-            return self._noted_compiled(ways, way)
-        if plan is None:
-            assert isinstance(found, PlanError)
+        try:
+            way = ways.within(
+                *(self.memory.budget_bytes, self.memory.torch_peak_bytes),
+                *("keep" if plan is None else plan.memory_format, self._recomputed),
+                self._loops() if plan is None else [plan.division] * (not plan.division.is_whole),
+            )
+            fits = way is not None and ways.fits(way)
+            if found is None and not fits:
+                return self._uncompiled(ways)
+            if fits and (plan is None or ways.is_faster(plan)):
+                return self._noted_compiled(ways)
+        except KeyboardInterrupt:
+            if plan is None:
+                raise
+            raise TuningInterruptedError(plan) from None
+        if isinstance(found, PlanError):
             raise found
-        return replace(plan, compilation=ways.compilation(is_chosen=False))
+        assert plan is not None
+        return self._final(replace(plan, compilation=ways.compilation(is_chosen=False)))
+
+    def _uncompiled(self, ways: CompiledWays) -> Plan:
+        """A plan for a compiled model, of which no compiled step keeps the budget as it is.
+
+        The step is divided as one that is not compiled. Parts of it are compiled, if it then keeps
+        the budget, too.
+        """
+        plan = self.plan()
+        if not plan.division.is_whole:
+            way = ways.attempt(plan.division._replace(compiled=1.0), plan.memory_format)
+            if way is not None and ways.fits(way):
+                return self._noted_compiled(ways)
+        compilation = ways.compilation(is_chosen=False)
+        return self._final(replace(plan, compiled=UNCOMPILED, compilation=compilation))
+
+    def _final(self, plan: Plan) -> Plan:
+        """The plan, which is known for smaller budgets from now on."""
+        division = plan.division._replace(compiled=None)
+        self._known[division] = self._known[division]._replace(plan=plan)
+        return plan
 
     def _loops(self) -> Iterator[StepDivision]:
         """The loop of the largest micro-batches that is foreseen to keep the budget uncompiled."""
@@ -337,9 +355,12 @@ class _Fitting:
 
     def _plan_or_error(self) -> Plan | PlanError:
         try:
-            return self.plan()
+            plan = self.plan()
         except PlanError as error:
             return error
+        # Within a smaller budget, it may not be the best one.
+        self._known[plan.division] = self._known[plan.division]._replace(plan=None)
+        return plan
 
     def _recomputed(self, limit: int) -> StepDivision:
         """Modules that are recomputed as a whole, by which a step is foreseen to keep a limit."""
@@ -352,7 +373,9 @@ class _Fitting:
             search.leave_out(way.division)
         return search.within(limit).division
 
-    def _noted_compiled(self, ways: CompiledWays, way: Way) -> Plan:
+    def _noted_compiled(self, ways: CompiledWays) -> Plan:
+        """A plan by the best compiled way, which is known from now on."""
+        way = ways.best
         plan = ways.plan(plan_without_kernels(self.foreseer.backend, self.config))
         memory = replace(self.memory, plan_peak_bytes=way.peak_bytes, plan_ns=way.time_ns)
         plan = replace(plan, memory=memory)

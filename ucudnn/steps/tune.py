@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, prod
@@ -170,12 +170,10 @@ class _Tuning:
         if plan.division != WHOLE:
             if self.step is not None:
                 self.copies.clear()  # rivals need copies of their own
-            if self.compiled is not None and isinstance(plan.compiled, float):
-                self.copies[plan.division, plan.memory_format] = self.compiled.steps
             end = self.end or Deadline.never()
             if self.compiled is not None and isinstance(plan.compiled, float):
-                # Compiling is beside the time budget, and so is this race.
-                end = max(end, Deadline.within(RACE_STEPS * self.compiled.step_s))
+                self.copies[plan.division, plan.memory_format] = self.compiled.steps
+                end = self._end_of_compiled(self.compiled)
             plan = replace(self._judge, deadline=end).judge_divided(plan)
         return self._described(plan)
 
@@ -190,7 +188,6 @@ class _Tuning:
         if reason:
             return replace(plan, compilation=Compilation(reason=reason))
         held = held_by(self.model, self.inputs)
-        self._say("compiled steps")
         try:
             with undisturbed(self.model):
                 ways = self._ways(held.total, [problem for _, problem in traced.layers])
@@ -200,21 +197,30 @@ class _Tuning:
                     return replace(plan, compilation=ways.compilation(is_chosen=False))
                 self.compiled = ways
                 found = replace(ways.plan(plan), layout_race=None)
-                return self._with_kernels(found, plan.kernels, way.time_ns)
+                if plan.memory_format != way.memory_format:
+                    return found
+                return self._with_kernels(found, plan.kernels, ways)
         except KeyboardInterrupt:
             raise TuningInterruptedError(plan) from None
         except STEP_ERRORS as error:
             reason = f"a step could not be computed ({first_line(error)})"
             return replace(plan, compilation=Compilation(reason=reason))
 
-    def _with_kernels(self, plan: Plan, kernels: tuple[KernelPlan, ...], step_ns: int) -> Plan:
+    def _end_of_compiled(self, ways: CompiledWays) -> Deadline:
+        """When a race of compiled steps must end: beside the time budget, as compiling is."""
+        end = self.end or Deadline.never()
+        return max(end, Deadline.within(RACE_STEPS * ways.step_s))
+
+    def _with_kernels(
+        self, plan: Plan, kernels: tuple[KernelPlan, ...], ways: CompiledWays
+    ) -> Plan:
         """The plan with those kernels that make compiled steps faster than the compiler's own."""
-        if self.compiled is None or all(kernel.is_default for kernel in kernels):
+        if all(kernel.is_default for kernel in kernels):
             return plan
         planned, held = replace(plan, kernels=kernels), held_by(self.model, self.inputs).total
-        end = self._end_of_races or Deadline.never()
+        end, step_ns = self._end_of_compiled(ways), ways.best.time_ns
         meter = StepMeter(open_backend(plan.backend), [planned], end, step_ns, held)
-        judged = StepJudge(self.compiled.steps, meter).judge(planned)
+        judged = StepJudge(ways.steps, meter).judge(planned)
         race = judged.step_race
         return judged if race is not None and race.rounds else plan
 
@@ -222,14 +228,18 @@ class _Tuning:
         """Compiled ways of a step within a memory budget, given torch's step."""
         need = _OF_PEAK * max(1, own.peak_bytes - own.held.total)
         problems = [problem for _, problem in own.layers]
-        self._say("compiled steps")
         self.compiled = self._ways(own.held.total, problems, known, foreseer.free_bytes / need)
         return self.compiled
 
-    def _ways(self, held_bytes: int, problems: list[Problem], *more: Any) -> CompiledWays:
-        backend = open_backend(self.config.backend)
-        how = self.model, self.inputs, self.config, backend
-        return CompiledWays(*how, held_bytes, problems, *more)
+    def _ways(
+        self,
+        held_bytes: int,
+        problems: Iterable[Problem],
+        known: KnownCompiled | None = None,
+        share: float = 1.0,
+    ) -> CompiledWays:
+        how = self.model, self.inputs, self.config, open_backend(self.config.backend)
+        return CompiledWays(*how, held_bytes, problems, known, share, self._say)
 
     def _within(self, step: DividedStep) -> Plan:
         """The plan of a divided step, whose kernels stay within its limits."""
@@ -382,8 +392,9 @@ class _Tuning:
         return end.at_most(left_s - race_s)
 
     def _say(self, what: str) -> None:
-        """Report what is done now, beside kernels, which may take long with a memory budget."""
-        if self.on_progress is not None and self.config.memory_budget is not None:
+        """Report what is done now, beside kernels: it may take long."""
+        takes_long = self.config.memory_budget is not None or self._may_compile
+        if self.on_progress is not None and takes_long:
             self.on_progress(replace(self.latest, kernel=what))
 
     def _report(self, more: int, event: Progress) -> None:
