@@ -17,7 +17,7 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.reports.text import plan_verdict
-from ucudnn.steps.comparing import reason_against_layout
+from ucudnn.steps.comparing import coarsest_eps, reason_against_layout
 
 pytestmark = [
     pytest.mark.slow,
@@ -94,7 +94,8 @@ def against(model, x, dtype="float32"):
     """Reason against channels_last, by a plan whose problems have this dtype."""
     problems = [replace(problem, dtype=dtype) for problem in ucudnn.trace(model, x)]
     plan = SimpleNamespace(kernels=[SimpleNamespace(problem=problem) for problem in problems])
-    return reason_against_layout(model, x, plan, is_training=True)
+    eps = coarsest_eps(kernel.problem for kernel in plan.kernels)
+    return reason_against_layout(model, x, eps, is_training=True)
 
 
 class Noisy(nn.Module):

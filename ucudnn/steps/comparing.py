@@ -48,6 +48,7 @@ from ucudnn.steps.run import (
     undisturbed,
 )
 from ucudnn.steps.same_numbers import SameForSamples
+from ucudnn.system.processes import cached_property
 
 # Relative rounding of a factor in TF32, a format for which torch has no dtype.
 _EPS_OF_TF32 = 2.0**-10
@@ -126,7 +127,8 @@ class PlanComparer:
         # A step may have shapes that the plan does not cover: torch computes them.
         self._runner = Runner(plan, replace(plan.config, unplanned="torch"))
         dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
-        self._eps = max(coarsest_eps(plan), *(torch.finfo(one).eps for one in dtypes))
+        planned = coarsest_eps(kernel.problem for kernel in plan.kernels)
+        self._eps = max(planned, *(torch.finfo(one).eps for one in dtypes))
         if share < 1 and count > _LEAST:
             self._inputs = self._part(max(_LEAST, int(count * share)))
         while count <= _LEAST and _share(self._inputs, inputs) > share:
@@ -286,43 +288,58 @@ class CompiledComparer:
         self._samples = count if share >= 1 else max(min(_LEAST, count), int(share * count))
         self._is_compiled = is_compiled(model)
         dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
-        self._eps = max([_coarsest_eps(problems), *(torch.finfo(one).eps for one in dtypes)])
-        # What torch's step computes of each example, as it is and with a nudge.
-        self._truths: dict[float, list[_Outcome]] = {}
+        self._eps = max([coarsest_eps(problems), *(torch.finfo(one).eps for one in dtypes)])
+        # What torch's step computes of each example, by layout and nudge.
+        self._truths: dict[tuple[str, float], list[_Outcome]] = {}
 
-    def _truth(self, nudge: float = 0.0) -> list[_Outcome]:
-        if nudge not in self._truths:
-            steps = Steps(*self._how)
+    def _truth(self, memory_format: str = "keep", nudge: float = 0.0) -> list[_Outcome]:
+        key = memory_format, nudge
+        if key not in self._truths:
+            steps = Steps(*self._how, memory_format)
             if self._is_compiled:
                 steps.compile()
-            self._truths[nudge] = _outcomes(steps, self._samples, nudge)
-        return self._truths[nudge]
+            self._truths[key] = _outcomes(steps, self._samples, nudge)
+        return self._truths[key]
 
     def compare(self, steps: Steps) -> tuple[Comparison, str]:
         """How near compiled steps are, and what differs by more than rounding; "" if nothing does.
 
-        Code that Inductor compiles draws other random numbers than torch. If a step draws any, code
-        that draws torch's numbers is compiled for the comparison.
+        Code that Inductor compiles draws other random numbers than torch, and so do steps in another
+        layout. If a step draws any, it is compared with torch's in the same layout, by code that is
+        compiled to draw torch's numbers.
         """
-        truths = self._truth()
-        if any(one.draws for one in truths) and not self._is_compiled:
-            from torch._inductor import config
-
-            steps = Steps(*self._how, steps.memory_format, steps.division)
-            with config.patch(fallback_random=True):
-                steps.compile()
+        layout, truths = "keep", self._truth()
+        if any(one.draws for one in truths):
+            layout = steps.memory_format
+            if layout != "keep" and (reason := self._reason_against_layout):
+                return Comparison(0.0, 0.0), reason
+            truths = self._truth(layout)
+            steps = steps if self._is_compiled else self._drawing_as_torch(steps)
         found = _outcomes(steps, self._samples)
         compared, reason = Comparison(0.0, 0.0), ""
         for of, power in ((_others, _POWER), (_gradients, _POWER_OF_GRADIENTS)):
             worst, most = _worst(of, truths, found), self._eps**power
             if worst.largest > most:
-                nudged = _worst(of, truths, self._truth(self._eps))
+                nudged = _worst(of, truths, self._truth(layout, self._eps))
                 most = max(most, min(_MOST, _MOST_TIMES * nudged.largest))
             if worst.largest >= compared.deviation:
                 largest = min(worst.largest, 1e9)
                 compared = Comparison(largest, most, worst.parameters, self._samples)
             reason = str(worst) if worst.largest > most else reason
         return compared, reason
+
+    @cached_property
+    def _reason_against_layout(self) -> str:
+        model, inputs, is_training = self._how
+        return reason_against_layout(model, inputs, self._eps, is_training)
+
+    def _drawing_as_torch(self, steps: Steps) -> Steps:
+        from torch._inductor import config
+
+        found = Steps(*self._how, steps.memory_format, steps.division)
+        with config.patch(fallback_random=True):
+            found.compile()
+        return found
 
 
 def _worst(
@@ -392,13 +409,13 @@ def _outcome(
     return outcome
 
 
-def reason_against_layout(model: nn.Module, inputs: Any, plan: Plan, is_training: bool) -> str:
+def reason_against_layout(model: nn.Module, inputs: Any, eps: float, is_training: bool) -> str:
     """Reason why a model cannot be in channels_last; "" if its results are the same there.
 
     Outputs and gradients of a step in both layouts are compared. If they differ by more than
     rounding usually causes, one more step is run with all weights changed by one rounding. It shows
     how strongly rounding changes the results of this model. An error for lack of memory is raised
-    again.
+    again. `eps` is the coarsest relative rounding.
     """
     examples = inputs if isinstance(inputs, list) else [inputs]
 
@@ -417,7 +434,6 @@ def reason_against_layout(model: nn.Module, inputs: Any, plan: Plan, is_training
         if is_out_of_memory(error):
             raise
         return f"it fails in channels_last ({first_line(error)})"
-    eps = coarsest_eps(plan)
     found = ("outputs", outputs, eps**_POWER), ("gradients", gradients, eps**_POWER_OF_GRADIENTS)
     if any(difference > usual for _, difference, usual in found):
         nudged = differences("keep", nudge=eps)
@@ -430,12 +446,8 @@ def reason_against_layout(model: nn.Module, inputs: Any, plan: Plan, is_training
     return ""
 
 
-def coarsest_eps(plan: Plan) -> float:
-    """The coarsest relative rounding of the convolutions of a plan."""
-    return _coarsest_eps(kernel.problem for kernel in plan.kernels)
-
-
-def _coarsest_eps(problems: Iterable[Problem]) -> float:
+def coarsest_eps(problems: Iterable[Problem]) -> float:
+    """The coarsest relative rounding of convolutions."""
     problems = [*problems]
     found = [torch.finfo(getattr(torch, problem.dtype)).eps for problem in problems]
     # A plan may have no kernel, if there was no time for any.

@@ -78,7 +78,7 @@ def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilati
             steps.compile()
         graphs, breaks = counts
     # torch.compile raises errors of its own, whatever its backend raised.
-    except STEP_ERRORS as error:
+    except (*STEP_ERRORS, _limit_error()) as error:
         reason = f"torch.compile failed ({_said(error)})"
         free_after(error)
     found = Compilation(ceil(monotonic() - began), reason, graphs=graphs, breaks=breaks)
@@ -107,6 +107,13 @@ def _counted() -> Iterator[list[int]]:
     with config.patch(fail_on_recompile_limit_hit=True):
         yield found
     found += [after - one for one, after in zip(before, now(), strict=True)]
+
+
+def _limit_error() -> type[Exception]:
+    """The error that Dynamo raises where it would give up."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return FailOnRecompileLimitHit
 
 
 def _uncompiled(steps: Steps) -> int:
@@ -298,11 +305,12 @@ class CompiledWays:
         assert compilation is not None
         reason, way = compilation.reason, None
         try:
-            if not reason:
-                comparison, reason = self._comparer.compare(steps)
-            if not reason:
-                way = self._measured(steps, name)
-        except STEP_ERRORS as error:
+            with _counted():
+                if not reason:
+                    comparison, reason = self._comparer.compare(steps)
+                if not reason:
+                    way = self._measured(steps, name)
+        except (*STEP_ERRORS, _limit_error()) as error:
             reason = f"a step with it fails ({first_line(error)})"
             free_after(error)
         self._tried[key] = reason if way is None else way

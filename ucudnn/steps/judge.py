@@ -30,7 +30,7 @@ from ucudnn.outcomes import LayoutRace, StepMemory, StepRace, Way
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, StepDivision
-from ucudnn.steps.comparing import reason_against_layout
+from ucudnn.steps.comparing import coarsest_eps, reason_against_layout
 from ucudnn.steps.compiled import compile_steps
 from ucudnn.steps.profile import held_by
 from ucudnn.steps.race import (
@@ -218,7 +218,8 @@ class Judge:
         step_ns = backend.elapsed_ns(steps["keep"])
         if not self.deadline.has_time(_LEAST_LAYOUT_STEPS, step_ns):
             return "the time budget has no room for steps in both layouts"
-        reason = reason_against_layout(self.model, self.inputs, own, self.is_training)
+        eps = coarsest_eps(kernel.problem for kernel in own.kernels)
+        reason = reason_against_layout(self.model, self.inputs, eps, self.is_training)
         if reason:
             return reason
         compilation = compile_steps(self.model, steps["keep"], own.device.type)
@@ -239,7 +240,7 @@ class Judge:
     def _attempt(self, plan: Plan, run: Callable[[], _Found]) -> _Found | str:
         """What a function that runs steps returns; or why a step could not be computed."""
         try:
-            with _undisturbed(self.model):
+            with _undisturbed(self.model, isinstance(plan.compiled, float)):
                 return run()
         except TuningInterruptedError:
             raise
@@ -268,12 +269,12 @@ class Judge:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def _undisturbed(model: nn.Module, has_compiled: bool = False) -> Iterator[None]:
     with undisturbed(model), warnings.catch_warnings():
         # Compiled code may compute convolutions in another layout than they were planned in. The
         # race shows what the plan gains all the same. Warnings that they are unplanned are off,
         # because the user did not run these steps.
-        if is_compiled(model):
+        if has_compiled or is_compiled(model):
             warnings.simplefilter("ignore", UnplannedWarning)
         yield
 

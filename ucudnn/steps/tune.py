@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,13 @@ from torch import nn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.worker import Worker
 from ucudnn.config import Config, require_config
-from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, first_line
+from ucudnn.errors import (
+    ConfigError,
+    PlanError,
+    TuningInterruptedError,
+    UnplannedWarning,
+    first_line,
+)
 from ucudnn.execution.channels_last import memory_format_of, why_not_channels_last
 from ucudnn.execution.compiling import is_compiled, original_of
 from ucudnn.kernels.deadline import EFFORTS, Deadline
@@ -220,7 +227,10 @@ class _Tuning:
         planned, held = replace(plan, kernels=kernels), held_by(self.model, self.inputs).total
         end, step_ns = self._end_of_compiled(ways), ways.best.time_ns
         meter = StepMeter(open_backend(plan.backend), [planned], end, step_ns, held)
-        judged = StepJudge(ways.steps, meter).judge(planned)
+        with warnings.catch_warnings():
+            # The compiler may compute convolutions in a layout for which there is no plan.
+            warnings.simplefilter("ignore", UnplannedWarning)
+            judged = StepJudge(ways.steps, meter).judge(planned)
         race = judged.step_race
         return judged if race is not None and race.rounds else plan
 
