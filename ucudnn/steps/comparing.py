@@ -304,9 +304,9 @@ class CompiledComparer:
     def compare(self, steps: Steps) -> tuple[Comparison, str]:
         """How near compiled steps are, and what differs by more than rounding; "" if nothing does.
 
-        Code that Inductor compiles draws other random numbers than torch, and so do steps in another
-        layout. If a step draws any, it is compared with torch's in the same layout, by code that is
-        compiled to draw torch's numbers.
+        Code that Inductor compiles draws other random numbers than torch, and so do steps in
+        another layout. If a step draws any, it is compared with torch's in the same layout, by code
+        that is compiled to draw torch's numbers.
         """
         layout, truths = "keep", self._truth()
         if any(one.draws for one in truths):
