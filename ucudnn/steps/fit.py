@@ -302,8 +302,12 @@ class _Fitting:
 
     def compiled_plan(self, ways: CompiledWays) -> Plan:
         """The fastest plan within the budget; of a compiled model a compiled one, if any is."""
-        found = None if is_compiled(self.foreseer.model) else self._plan_or_error()
-        plan = found if isinstance(found, Plan) else None
+        plan, error = None, None
+        is_given = is_compiled(self.foreseer.model)
+        try:
+            plan = None if is_given else self._candidate()
+        except PlanError as refusal:
+            error = refusal
         try:
             way = ways.within(
                 *(self.memory.budget_bytes, self.memory.torch_peak_bytes),
@@ -311,7 +315,7 @@ class _Fitting:
                 self._loops() if plan is None else [plan.division] * (not plan.division.is_whole),
             )
             fits = way is not None and ways.fits(way)
-            if found is None and not fits:
+            if is_given and not fits:
                 return self._uncompiled(ways)
             if fits and (plan is None or ways.is_faster(plan)):
                 return self._noted_compiled(ways)
@@ -319,8 +323,8 @@ class _Fitting:
             if plan is None:
                 raise
             raise TuningInterruptedError(plan) from None
-        if isinstance(found, PlanError):
-            raise found
+        if error is not None:
+            raise error
         assert plan is not None
         return self._final(replace(plan, compilation=ways.compilation(is_chosen=False)))
 
@@ -330,7 +334,7 @@ class _Fitting:
         The step is divided as one that is not compiled. Parts of it are compiled, if it then keeps
         the budget, too.
         """
-        plan = self.plan()
+        plan = self._candidate()
         if not plan.division.is_whole:
             way = ways.attempt(plan.division._replace(compiled=1.0), plan.memory_format)
             if way is not None and ways.fits(way):
@@ -353,12 +357,9 @@ class _Fitting:
             fitting = [one.division for one in loops if one.foreseen_bytes <= budget]
             yield from sorted(fitting, key=lambda one: -(one.micro_batch or 0))[:1]
 
-    def _plan_or_error(self) -> Plan | PlanError:
-        try:
-            plan = self.plan()
-        except PlanError as error:
-            return error
-        # Within a smaller budget, it may not be the best one.
+    def _candidate(self) -> Plan:
+        """A plan that does not compile, which is not known: a compiled one may be better."""
+        plan = self.plan()
         self._known[plan.division] = self._known[plan.division]._replace(plan=None)
         return plan
 
@@ -366,7 +367,10 @@ class _Fitting:
         """Modules that are recomputed as a whole, by which a step is foreseen to keep a limit."""
         if isinstance(self.foreseer.inputs, list) or not self.foreseer.is_training:
             return WHOLE
-        search = SegmentSearch(self.foreseer, self.end.at_most(_RECOMPUTED_S), self._copy)
+        # This is a part of compiling, which is beside the time budget.
+        end = Deadline.within(_RECOMPUTED_S)
+        self._search.begin(end)
+        search = SegmentSearch(self.foreseer, end, self._copy)
         search.share_with(self._search)
         search.is_dry = search.is_uncut = True
         for way in search.ways[1:]:  # recomputed selectively, as the compiler does by itself
