@@ -183,6 +183,20 @@ def test_layouts_of_a_file_are_known_and_one_way_won(tmp_path: Path) -> None:
         Plan.load(signed(document, tmp_path / "plan.json"))
 
 
+def test_a_share_of_activations_is_one(tmp_path: Path) -> None:
+    for share in (1.5, "yes"):
+        document = {**PLAN.to_dict(), "compiled": share}
+        with pytest.raises(PlanError, match=r"at `\$.compiled`"):
+            Plan.load(signed(document, tmp_path / "plan.json"))
+    with pytest.raises(PlanError, match="compiled must be a share of the activations from 0.0 to"):
+        replace(PLAN, compiled=1.5)
+    for share in (0.0, 0.5, 1.0, "no"):
+        replace(PLAN, compiled=share).save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json")
+        assert (loaded.compiled, loaded.hash) != (PLAN.compiled, PLAN.hash)
+        assert loaded.compiled == share
+
+
 @pytest.mark.parametrize("change", [{"more": 1}, {"rounds": None}])
 def test_a_signed_file_has_the_fields_of_a_plan_and_no_others(
     change: dict[str, Any], tmp_path: Path

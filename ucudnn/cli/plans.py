@@ -15,6 +15,7 @@ from ucudnn.cli.options import AllOption, CacheOption, JsonOption
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError, quoted
 from ucudnn.plan import KernelPlan, Plan
+from ucudnn.segment import compiled_as_told
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def _show_segments(plan: Plan) -> None:
         say(as_sentence(str(one)))
     if plan.micro_batch is not None:
         say(f"A training loop runs the model in micro-batches of {plan.micro_batch}.")
+    if plan.compiled is not None:
+        say(as_sentence(f"the model is {compiled_as_told(plan.compiled)}"))
     if not plan.segments and plan.micro_batch is None:
         say("No module runs in micro-batches or slabs.")
     if plan.comparison is not None:

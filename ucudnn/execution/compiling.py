@@ -185,8 +185,8 @@ class CompiledCall:
         inner = None
         settings = dict[str, Any](dynamic=None)
         if context is not None:
-            inner = sys.modules["torch._dynamo.eval_frame"].innermost_backend(context.callback)
-            is_whole = getattr(context, "fullgraph", False)  # from torch 2.12 on
+            inner = _backend_of(context.callback)
+            is_whole = getattr(context, "fullgraph", False)  # which torch 2.13 has
             settings = {"fullgraph": is_whole, "dynamic": context._dynamic}
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
@@ -255,6 +255,16 @@ def _context_of(module: nn.Module) -> Any:
     # torch has no public way to read the settings of a compiled function, so they are taken from
     # the closure of its wrapper.
     return inspect.getclosurevars(call).nonlocals["self"]
+
+
+def _backend_of(callback: Any) -> Callable[..., Any]:
+    """The backend inside the callback of a compiling context."""
+    # The second name is that of torch before 2.13.
+    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
+        while hasattr(callback, name):
+            callback = getattr(callback, name)
+    found: Callable[..., Any] = callback
+    return found
 
 
 def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:

@@ -79,6 +79,8 @@ def _differences(one: Plan, other: Plan) -> Iterator[PlanDifference]:
         yield PlanDifference("backend", one.backend, other.backend)
     if one.memory_format != other.memory_format:
         yield PlanDifference("memory_format", one.memory_format, other.memory_format)
+    if one.compiled != other.compiled:
+        yield PlanDifference("compiled", _text(one.compiled), _text(other.compiled))
     for room in ("device", "software", "conditions"):
         values = [asdict(getattr(plan, room)) for plan in (one, other)]
         yield from _of_fields(room, *values)
