@@ -298,6 +298,13 @@ def rivals() -> list[Row]:
     return rows
 
 
+# What plans that meet no way of their own peak are called.
+PLANS = {
+    "plan": "no memory budget",
+    **{f"plan within {share}": f"within {share}" for share in ("45%", "60%")},
+}
+
+
 def compiled() -> list[Row]:
     """Plans that may compile, beside torch.compile at its best, from peers_compiled.json."""
     heading = [
@@ -321,7 +328,7 @@ def compiled() -> list[Row]:
             other = title if title in one["front"] else one["front"][0]
             rows.append(
                 [
-                    *(next(names, ""), "within its peak" if title == other else title),
+                    *(next(names, ""), "within its peak" if title == other else PLANS[title]),
                     compiled_as_told(plan),
                     f"{peaks[name]['peak_bytes'] / eager:.0%}",
                     *(ratio(raced(one, name, "eager")), other),
@@ -336,7 +343,7 @@ def compiled_as_told(plan: dict[str, Any]) -> str:
     """How a plan of peers_compiled.json has the model compiled, and what it divides."""
     share, count = plan["compiled"], len(plan["divided"])
     parts = ["no"] if share is None else [f"{share:.0%} of the activations" if share < 1 else "yes"]
-    parts += [f"{count} segments"] * bool(count)
+    parts += [f"{count} segment{'s' * (count > 1)}"] * bool(count)
     parts += ["channels_last"] * ("channels_last" in (plan["layout"], plan["memory_format"]))
     return ", ".join(parts)
 

@@ -43,8 +43,10 @@ _ROUNDS = 4
 _NEARLY = 0.85
 # The most shares that are tried beside the first ones.
 _MOST_SHARES = 3
-# The most divisions that are tried for one limit, and how much less than a limit is aimed at.
-_MOST_DIVISIONS, _AIMED = 3, 0.99
+# The most divisions that are tried for one limit; and the first foreseen peak that is aimed at, as
+# a part of the limit, because compiled code also recomputes by itself what takes little time. Later
+# ones follow from what was measured, with a margin.
+_MOST_DIVISIONS, _FIRST_AIM, _AIMED = 4, 1.2, 0.99
 # A division whose peak is below this part of the limit leaves room for a faster one.
 _ROOMY = 0.93
 _REPLAYS = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
@@ -273,9 +275,12 @@ class CompiledWays:
 
     def _recomputing(self, recomputed: Callable[[int], StepDivision], layout: str) -> None:
         """Try modules that are recomputed, and adapt what an uncompiled step should take."""
-        aim = int(self._limit)
+        aim = int(_FIRST_AIM * self._limit)
         for _ in range(_MOST_DIVISIONS):
             division = recomputed(aim)._replace(compiled=1.0)
+            if division.is_whole and aim > self._limit:
+                aim = int(self._limit)
+                continue
             if division.is_whole:
                 break
             way = self.attempt(division, layout)
