@@ -252,9 +252,13 @@ def _context_of(module: nn.Module) -> Any:
     call = module._compiled_call_impl
     if isinstance(call, CompiledCall) or call is None:
         return None
+    return _context_in(call)
+
+
+def _context_in(compiled: Callable[..., Any]) -> Any:
     # torch has no public way to read the settings of a compiled function, so they are taken from
     # the closure of its wrapper.
-    return inspect.getclosurevars(call).nonlocals["self"]
+    return inspect.getclosurevars(compiled).nonlocals["self"]
 
 
 def _backend_of(callback: Any) -> Callable[..., Any]:
@@ -297,8 +301,7 @@ def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Ca
     >>> recompiled(torch.compile(double, backend="eager"), lambda x: x + 1)(torch.ones(()))
     tensor(2.)
     """
-    context = inspect.getclosurevars(compiled).nonlocals["self"]
-    return _apart(context)(function)  # type: ignore[no-any-return]
+    return _apart(_context_in(compiled))(function)  # type: ignore[no-any-return]
 
 
 def _apart(context: Any) -> Any:
