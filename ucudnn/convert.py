@@ -73,7 +73,7 @@ class Conversion:
             f"plan, {len(self.unplanned)} are not planned, {len(self.not_swappable)} are planned "
             f"but not swappable"
         )
-        if isinstance(self.plan.compiled, float) and not self.plan.kernels:
+        if self.plan.compiles and not self.plan.kernels:
             text = "convolutions are left to the compiler"
         if self.segments:
             text += f"; {len(self.segments)} modules run in micro-batches or are recomputed"

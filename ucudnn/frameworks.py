@@ -48,7 +48,7 @@ def follow(trainer: Any, plan: Plan, count: Count | None = None) -> None:
     if libraries & {"pytorch_lightning", "lightning"}:
         trainer.callbacks.append(_lightning(trainer, plan, count))
     elif "transformers" in libraries:
-        if isinstance(plan.compiled, float) and trainer.args.torch_compile:
+        if plan.compiles and trainer.args.torch_compile:
             raise ConfigError(
                 "the plan compiles the model itself, within its memory; leave out "
                 "torch_compile=True, which would compile it once more, without that"
@@ -156,7 +156,7 @@ class _LightningSteps:
         if stage == "fit":
             planned = _planned(pl_module, self._plan)
             # Lightning has compiled it, or calls its `training_step` where it is called.
-            if isinstance(self._plan.compiled, float) and planned is pl_module:
+            if self._plan.compiles and planned is pl_module:
                 raise ConfigError(
                     "the plan compiles the model, and Lightning's module calls more than one; plan "
                     "the network in it, and give that to the module uncompiled"

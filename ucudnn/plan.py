@@ -135,6 +135,11 @@ class Plan:
         """How a step by this plan is divided and compiled."""
         return StepDivision(self.segments, self.micro_batch, self.compiled)
 
+    @property
+    def compiles(self) -> bool:
+        """True if the model is compiled by this plan."""
+        return isinstance(self.compiled, float)
+
     def micro_batches(self, *batch: Any) -> Iterator[MicroBatch]:
         """Cut a batch into micro-batches for a training loop, along the first axis of its tensors.
 

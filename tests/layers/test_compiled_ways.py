@@ -333,7 +333,7 @@ def test_a_compiled_model_is_planned_within_a_budget(compiled_by, tmp_path):
     compiled = compiled_by(model, aot_eager_decomp_partition)
     config = Config(memory_budget="85%", compile_budget_s=60, **QUICK)
     plan = ucudnn.tune(compiled, x, config)
-    assert isinstance(plan.compiled, float), plan.compilation
+    assert plan.compiles, plan.compilation
     assert plan.memory.plan_peak_bytes <= plan.memory.budget_bytes
     assert plan_title(plan).startswith("compiled")
     assert plan.compilation.graphs == 1
@@ -434,7 +434,7 @@ def test_a_budget_holds_in_another_process_and_after_an_uneven_batch(tmp_path):
     plan = ucudnn.tune(
         torch.compile(model), x, Config(memory_budget="70%", compile_budget_s=300, **QUICK)
     )
-    assert isinstance(plan.compiled, float)
+    assert plan.compiles
     plan.save(tmp_path / "plan.json")
     script = tmp_path / "second.py"
     script.write_text(SECOND_PROCESS)

@@ -372,9 +372,8 @@ def test_several_examples_take_what_the_largest_takes():
 def test_calls_of_convolutions_are_those_of_the_real_step():
     model, x = divisible(), torch.randn(4, 3, 16, 16)
     found = foreseer(model, x).step()
-    assert list(found.layers) == trace_layers(model, x, real=True).layers
-    assert [one.problem for one in found.calls] == [problem for _, problem in found.layers]
-    assert found.biased == trace_layers(model, x, real=True).biased
+    assert found.traced == trace_layers(model, x, real=True)
+    assert [one.problem for one in found.calls] == found.traced.problems
 
 
 class Skipping(nn.Module):

@@ -160,9 +160,9 @@ def plan_verdict(plan: Plan) -> list[str]:
     """What the cards do not say of a plan, in sentences, from what it lacks to its noise."""
     sentences = [left_out_sentence(plan)] if plan.left_out else []
     sentences += _kernel_verdict(plan)
-    if isinstance(plan.compiled, float) and any(not one.is_default for one in plan.kernels):
+    if plan.compiles and any(not one.is_default for one in plan.kernels):
         sentences.append("In compiled code, its kernels act inside `ucudnn.installed(plan)`.")
-    if isinstance(plan.compiled, float):
+    if plan.compiles:
         sentences.append(
             "The model is compiled where a script calls `ucudnn.convert_(model, plan)`, or by "
             "`ucudnn run --plan FILE -- train.py`."

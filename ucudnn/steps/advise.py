@@ -437,10 +437,8 @@ class _Trials:
             return
         began, own = monotonic(), self.profile
         assert own is not None
-        problems = [problem for _, problem in own.layers]
-        ways = CompiledWays(
-            *(self.model, self.inputs, self.config, self.backend, own.held.total, problems)
-        )
+        how = self.model, self.inputs, self.config, self.backend
+        ways = CompiledWays(*how, own.held.total, own.traced.problems)
         whole = [way for way in self.ways if way.division == WHOLE and way.name != FLOAT32]
         layout = min(whole, key=lambda way: way.step_ns).memory_format
         way = ways.attempt(StepDivision(compiled=1.0), layout)

@@ -80,7 +80,7 @@ def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilati
             steps.compile()
         graphs, breaks = counts
     # torch.compile raises errors of its own, whatever its backend raised.
-    except (*STEP_ERRORS, _limit_error()) as error:
+    except _errors() as error:
         reason = f"torch.compile failed ({_said(error)})"
         free_after(error)
     found = Compilation(ceil(monotonic() - began), reason, graphs=graphs, breaks=breaks)
@@ -111,11 +111,11 @@ def _counted() -> Iterator[list[int]]:
     found += [after - one for one, after in zip(before, now(), strict=True)]
 
 
-def _limit_error() -> type[Exception]:
-    """The error that Dynamo raises where it would give up."""
+def _errors() -> tuple[type[BaseException], ...]:
+    """Errors that a compiled step may raise."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    return FailOnRecompileLimitHit
+    return (*STEP_ERRORS, FailOnRecompileLimitHit)
 
 
 def _uncompiled(steps: Steps) -> int:
@@ -184,8 +184,7 @@ class CompiledWays:
         self._comparer = CompiledComparer(
             model, inputs, is_training=self._is_training, problems=problems, share=share
         )
-        budget_s = config.compile_budget_s
-        self._end = None if budget_s is None else Deadline.within(budget_s)
+        self._budget_s = config.compile_budget_s
         self._longest_s = 0.0
         self._tried = {} if known is None else known
         # The copy on which the best way runs, and how it was compared.
@@ -252,24 +251,31 @@ class CompiledWays:
         layout = min(found, key=self._cost).memory_format if found else first_layout
         if found and share == 1.0:
             self.attempt(StepDivision(compiled=0.5), layout)
+        divided = [one._replace(compiled=1.0) for one in divisions]
+        for division in divided:
+            if division.micro_batch is not None:
+                self.attempt(division, layout)
+        is_limited = bool(found) and limit < inf
+        if is_limited:
+            self._bisect(layout, 1)
         if recomputed is not None and limit < torchs_bytes:
             self._recomputing(recomputed, layout)
-        for division in divisions:
-            self.attempt(division._replace(compiled=1.0), layout)
-        if found and limit < inf:
-            self._bisect(layout)
+        if is_limited:
+            self._bisect(layout, _MOST_SHARES - 1)
+        for division in divided:  # with graph breaks around segments, seldom the best
+            self.attempt(division, layout)
         return None if self._best is None else self._best[0]
 
     def _of_shares(self) -> list[Way]:
         return [one for one in self.ways if one.division.is_whole]
 
-    def _bisect(self, layout: str) -> None:
+    def _bisect(self, layout: str, most: int) -> None:
         """Try shares between the largest one that keeps the limit and the next that does not."""
-        for _ in range(_MOST_SHARES):
+        for _ in range(most):
             found = [one for one in self._of_shares() if one.memory_format == layout]
             peaks = {float(one.division.compiled or 0): one for one in found}
             low = max((share for share, one in peaks.items() if self.fits(one)), default=0.0)
-            high = min((share for share in peaks if share > low), default=low)
+            high = min((share for share in peaks if share > low), default=1.0)
             if high == low or self.attempt(StepDivision(compiled=(low + high) / 2), layout) is None:
                 break
 
@@ -277,7 +283,9 @@ class CompiledWays:
         """Try modules that are recomputed, and adapt what an uncompiled step should take."""
         aim = int(_FIRST_AIM * self._limit)
         for _ in range(_MOST_DIVISIONS):
+            began = monotonic()
             division = recomputed(aim)._replace(compiled=1.0)
+            self._seconds += monotonic() - began
             if division.is_whole and aim > self._limit:
                 aim = int(self._limit)
                 continue
@@ -299,7 +307,7 @@ class CompiledWays:
             return None
         if known is not None and not (self.fits(known) and self._is_best(known)):
             return known
-        # The first way is always compiled, and what is known is compiled anew in seconds.
+        # What is known is compiled anew in seconds.
         if known is None and self._is_over:
             self._not_tried.append(name)
             return None
@@ -315,7 +323,7 @@ class CompiledWays:
                     comparison, reason = self._comparer.compare(steps)
                 if not reason:
                     way = self._measured(steps, name)
-        except (*STEP_ERRORS, _limit_error()) as error:
+        except _errors() as error:
             reason = f"a step with it fails ({first_line(error)})"
             free_after(error)
         self._tried[key] = reason if way is None else way
@@ -324,15 +332,15 @@ class CompiledWays:
         took_s = monotonic() - began
         self._seconds += took_s
         self._longest_s = max(self._longest_s, took_s)
-        if self._end is None:
-            self._end = Deadline.within((_TIMES - 1) * took_s)
+        if self._budget_s is None:
+            self._budget_s = _TIMES * took_s
         return way
 
     @property
     def _is_over(self) -> bool:
-        if self._end is None or not self._longest_s:
-            return False
-        return self._end.left_s() < self._longest_s / 2
+        # The first way is always compiled.
+        left_s = inf if self._budget_s is None else self._budget_s - self._seconds
+        return self._longest_s > 0 and left_s < self._longest_s / 2
 
     def _is_best(self, way: Way) -> bool:
         return self._best is None or self._cost(way) < self._cost(self._best[0])

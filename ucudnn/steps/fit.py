@@ -111,8 +111,7 @@ class DividedStep:
 
     def traced(self, memory_format: str) -> Traced:
         """The convolutions of a step, in the layouts that they have on real tensors."""
-        profile = self.profile(memory_format)
-        return Traced([*profile.layers], profile.biased)
+        return self.profile(memory_format).traced
 
     def limits(self, memory_format: str) -> Limits:
         """The workspace that each kernel may use in a layout.

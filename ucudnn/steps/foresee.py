@@ -53,6 +53,7 @@ from ucudnn.steps.same_numbers import EXTREMES, SingleNumbers
 from ucudnn.steps.strays import without_strays
 from ucudnn.steps.tracing import (
     StepRecorder,
+    Traced,
     as_written,
     record_step,
     require_tensors,
@@ -376,11 +377,11 @@ class Foreseer:
         """(Name of the module, layer) of each call that torch computes, whatever a plan says.
 
         Args:
-            calls: as `StepProfile.layers`; None: those of the undivided step.
+            calls: as `Traced.layers`; None: those of the undivided step.
         """
         if self.swappable is None:
             return []
-        calls = self.step().layers if calls is None else calls
+        calls = self.step().traced.layers if calls is None else calls
         return [
             (name or "the model itself", Layer.of(problem))
             for name, problem in calls
@@ -527,8 +528,7 @@ class Foreseer:
         is_told = division == WHOLE or plan is not None
         return replace(
             found,
-            layers=tuple(log.layers),
-            biased=frozenset(log.biased),
+            traced=Traced(log.layers, frozenset(log.biased)),
             blocks=largest(_blocks(log.events)) if is_told else (),
         )
 
@@ -717,7 +717,7 @@ def foresee(
         found = foreseer.step()
     else:
         found = foreseer.step(plan.division, plan.memory_format, plan)
-        if isinstance(plan.compiled, float):
+        if plan.compiles:
             why = "the plan has the model compiled, and its step is foreseen as it was written"
             found = replace(found, notes=(*found.notes, why))
     return found.foresight(foreseer.batch, foreseer.is_training)

@@ -240,7 +240,7 @@ class Judge:
     def _attempt(self, plan: Plan, run: Callable[[], _Found]) -> _Found | str:
         """What a function that runs steps returns; or why a step could not be computed."""
         try:
-            with _undisturbed(self.model, isinstance(plan.compiled, float)):
+            with _undisturbed(self.model, plan.compiles):
                 return run()
         except TuningInterruptedError:
             raise

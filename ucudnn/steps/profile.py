@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ucudnn.outcomes import Foresight, StepMemory
 from ucudnn.problem import Problem
 from ucudnn.solvers import Option
 from ucudnn.steps.run import STEP_ERRORS, tensors_of
+from ucudnn.steps.tracing import Traced
 from ucudnn.timeline import Block
 
 # Functions that an optimiser calls before and after each of its steps.
@@ -384,8 +386,7 @@ class StepProfile:
             it allocated; those of backward; and what an operator needs inside.
         blocks: the largest blocks that it allocates.
         notes: what was not foreseen exactly, and why.
-        layers: (name of the module, kernel) of each call of a convolution, in order.
-        biased: kernels to whose result a layer adds a bias.
+        traced: the convolutions.
     """
 
     held: Held
@@ -398,8 +399,7 @@ class StepProfile:
     alive: Mapping[str, int] = field(default_factory=dict)
     blocks: tuple[Block, ...] = ()
     notes: tuple[str, ...] = ()
-    layers: tuple[tuple[str, Problem], ...] = ()
-    biased: frozenset[Problem] = frozenset()
+    traced: Traced = field(default_factory=partial(Traced, []))
 
     @property
     def split(self) -> StepProfile:

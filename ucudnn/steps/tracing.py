@@ -80,7 +80,7 @@ def trace(
             in a place that cannot be restored.
     """
     traced = trace_layers(model, example_inputs, real=real, device_type=device_type)
-    return [problem for _, problem in traced.layers]
+    return traced.problems
 
 
 class Traced(NamedTuple):
@@ -88,6 +88,11 @@ class Traced(NamedTuple):
 
     layers: list[tuple[str, Problem]]  # (name of the module, problem) of each call, in order
     biased: frozenset[Problem] = frozenset()  # problems to whose result a layer adds a bias
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The problem of each call, in order."""
+        return [problem for _, problem in self.layers]
 
 
 def trace_layers(

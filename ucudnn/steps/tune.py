@@ -178,7 +178,7 @@ class _Tuning:
             if self.step is not None:
                 self.copies.clear()  # rivals need copies of their own
             end = self.end or Deadline.never()
-            if self.compiled is not None and isinstance(plan.compiled, float):
+            if self.compiled is not None and plan.compiles:
                 self.copies[plan.division, plan.memory_format] = self.compiled.steps
                 end = self._end_of_compiled(self.compiled)
             plan = replace(self._judge, deadline=end).judge_divided(plan)
@@ -197,7 +197,7 @@ class _Tuning:
         held = held_by(self.model, self.inputs)
         try:
             with undisturbed(self.model):
-                ways = self._ways(held.total, [problem for _, problem in traced.layers])
+                ways = self._ways(held.total, traced.problems)
                 divided = [] if plan.division == WHOLE else [plan.division]
                 way = ways.within(inf, 0, plan.memory_format, divisions=divided)
                 if way is None or not ways.is_faster(plan):
@@ -237,8 +237,8 @@ class _Tuning:
     def _ways_of(self, own: StepProfile, foreseer: Foreseer, known: KnownCompiled) -> CompiledWays:
         """Compiled ways of a step within a memory budget, given torch's step."""
         need = _OF_PEAK * max(1, own.peak_bytes - own.held.total)
-        problems = [problem for _, problem in own.layers]
-        self.compiled = self._ways(own.held.total, problems, known, foreseer.free_bytes / need)
+        share = foreseer.free_bytes / need
+        self.compiled = self._ways(own.held.total, own.traced.problems, known, share)
         return self.compiled
 
     def _ways(
@@ -334,7 +334,7 @@ class _Tuning:
             else:
                 # For 1-D convolutions, or a model in channels_last already, the two layouts have
                 # the same problems, so there is nothing to compare.
-                if _problems(last) == _problems(traced):
+                if last.problems == traced.problems:
                     reason = "channels_last changes none of its convolutions"
         if reason:
             return replace(self._as_it_is(traced), layout_race=LayoutRace(reason=reason))
@@ -376,7 +376,7 @@ class _Tuning:
     def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         # The progress of both tunings is reported as that of one.
         self.before = self.latest = _NOTHING
-        more = len(set(_problems(traced["channels_last"])))
+        more = len({*traced["channels_last"].problems})
         # A time budget that the user set is for both layouts together, a default one for each.
         own = self._tuned(traced["keep"], self._part(0.5), "keep", more)
         self.before = self.latest
@@ -475,10 +475,6 @@ class _Tuning:
         if self.end is not None:
             origin = replace(origin, budget=f"{self.end.at_s - self.began:.0f}")
         return replace(plan, origin=origin)
-
-
-def _problems(traced: Traced) -> list[Any]:
-    return [problem for _, problem in traced.layers]
 
 
 def faster_division(
