@@ -15,7 +15,7 @@ from ucudnn.config import Config, settings_here
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.channels_last import lay_out_, restore_layout_
 from ucudnn.execution.compiling import compile_, original_of, untraced
-from ucudnn.execution.micro_batching import require_modules, segment_, unsegment_
+from ucudnn.execution.micro_batching import hooks_of, require_modules, segment_, unsegment_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.plan import KernelPlan, Plan
@@ -135,6 +135,11 @@ def convert_(
         return Conversion(model, plan, (), (), tuple(found.convolutions), ())
     _require_some(plan, found)
     require_modules(original, plan.segments)
+    if plan.compiled is not None and any(hooks_of(model)) and original is not model:
+        raise PlanError(
+            "the plan compiles the model, and would not call the hooks of the wrapper that "
+            "torch.compile returned; register them on the module inside, or remove them"
+        )
     if config.unplanned == "error":
         _require_all(found)
     _warn_of(found.otherwise)

@@ -72,7 +72,11 @@ def _planned(model: nn.Module, plan: Plan) -> nn.Module:
     """The model, or the first of its children, that has the modules of the plan."""
     divided = {one.module.partition("[")[0] for one in plan.segments}
     layers = {name for kernel in plan.kernels for name in kernel.layers}
-    for module in (model, *model.children()):
+    modules = [model, *model.children()]
+    if not (divided or layers):  # it compiles the model, and says of which class that is
+        of = plan.origin and plan.origin.model
+        return next((one for one in modules if type(one).__name__ == of), model)
+    for module in modules:
         names = {name for name, _ in module.named_modules()}
         if divided <= names and (layers & names or not layers):
             return module

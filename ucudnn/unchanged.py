@@ -166,7 +166,7 @@ class _FirstStep:
     def _outermost(self, module: nn.Module, arguments: _Arguments) -> Any:
         args, kwargs = arguments
         if self.settled is not None and not self._is_new(module):
-            return self.own_call(module, *args, **kwargs)
+            return self._called(module, arguments)
         if self.converted is None:
             if not self.has_planned and any(name in sys.modules for name in _OWN_WAYS):
                 self._end()
@@ -179,13 +179,21 @@ class _FirstStep:
             self._second(module, arguments)
         elif module not in set(self.converted.modules()):
             self._give_up(f"{type(module).__name__} runs beside it in a step")
-        if is_compiled(module):
-            # Dynamo must find torch's own call.
-            self._end()
-        result = self.own_call(module, *args, **kwargs)
+        result = self._called(module, arguments)
         if self.converted is not None and not self.results:
             self._watch(result)
         return result
+
+    def _called(self, module: nn.Module, arguments: _Arguments) -> Any:
+        """Call a module; if it is compiled, Dynamo finds torch's own call of modules."""
+        args, kwargs = arguments
+        if not is_compiled(module):
+            return self.own_call(module, *args, **kwargs)
+        call, nn.Module.__call__ = nn.Module.__call__, self.own_call  # type: ignore[method-assign]
+        try:
+            return self.own_call(module, *args, **kwargs)
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _is_new(self, module: nn.Module) -> bool:
         """True if a module is to be planned after another, which is gone."""

@@ -120,6 +120,9 @@ for _ in range(3):
     optimizer.zero_grad(set_to_none=False)
     print("loss", loss.item())
 """
+COMPILED_SIZES_FIRST = SIZES_FIRST.replace(
+    "one = net(*pooled)", 'one = torch.compile(net(*pooled), backend="aot_eager")'
+)
 # Three models, one after the other; the first is not used before its sizes are known.
 FOLDS = """
 for fold in range(2):
@@ -191,6 +194,7 @@ with torch.no_grad():
             marks=pytest.mark.nightly,
         ),
         (SIZES_FIRST, ["is planned", "this step differs from the first", "is planned"]),
+        (COMPILED_SIZES_FIRST, ["is planned", "this step differs from the first", "is planned"]),
         (FOLDS, ["is planned", "follows the plan"]),
         (WRAPPED, ["is planned"]),
         pytest.param(FUNCTIONAL, [], marks=pytest.mark.nightly),
@@ -203,6 +207,7 @@ with torch.no_grad():
         "twice",
         "in parts",
         "sizes first",
+        "compiled, sizes first",
         "folds",
         "wrapped",
         "functional",

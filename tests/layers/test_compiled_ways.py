@@ -7,24 +7,30 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch._functorch.config as functorch
+import torch._inductor.config as inductor
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.micro_batching import segment_
 from ucudnn.plan import Plan
 from ucudnn.reports.text import plan_title, plan_verdict
-from ucudnn.segment import UNCOMPILED, Segment
+from ucudnn.segment import UNCOMPILED, Segment, StepDivision
+from ucudnn.steps.comparing import CompiledComparer
+from ucudnn.steps.compiled import CompiledWays
+from ucudnn.steps.fit import _Fitting
+from ucudnn.steps.run import Steps
 
 pytestmark = [
     pytest.mark.slow,
@@ -128,6 +134,128 @@ def test_a_share_holds_for_whatever_is_compiled_later(compiled_by):
     assert len(backend.shares) <= 5
     assert set(backend.shares) == {0.5}
     assert functorch.activation_memory_budget == 1.0
+
+
+def test_evaluations_before_training_leave_the_batch_its_code():
+    backend, x = Noting(), torch.randn(SHAPE)
+    model = torch.compile(network(), backend=backend)
+    ucudnn.convert_(model, planned(0.5))
+    model.eval()
+    with torch.no_grad():
+        model(x[:5]), model(x[:2])
+    model.train()
+    for samples in (8, 3, 8, 3, 8):
+        model(x[:samples])
+    assert backend.runs == [0, 1, 2, 3, 2, 3, 2]
+
+
+class Scaled(nn.Module):
+    """A network whose result is multiplied by an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network(2)
+
+    def forward(self, x, factor):
+        return self.inner(x) * factor
+
+
+def test_a_number_that_changes_leaves_the_batch_its_code():
+    backend, x = Noting(), torch.randn(SHAPE)
+    model = torch.compile(Scaled(), backend=backend)
+    ucudnn.convert_(model, planned(0.5))
+    for factor in range(2, 9):
+        for samples in (8, 3):
+            expected = factor * model._orig_mod.inner(x[:samples])
+            torch.testing.assert_close(model(x[:samples], factor), expected)
+    first, second = backend.runs[-2:]
+    assert first != second
+    assert set(backend.runs[-6:]) == {first, second}
+    assert set(backend.shares) == {0.5}
+
+
+class Unsettled(nn.Module):
+    """A block that Dynamo cannot trace as one graph, and that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = block(), 0
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        self.calls += 1
+        return (self.inner(x) * self.calls).square()
+
+
+def test_a_recomputed_module_that_is_no_part_of_a_graph_is_recomputed_as_uncompiled():
+    x = torch.randn(SHAPE)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), Unsettled(), nn.Conv2d(16, 4, 1))
+    twin = copy.deepcopy(model)
+    truth = gradients(twin, x)
+    ucudnn.convert_(model, planned(None, Segment("1", None)))
+    found = gradients(torch.compile(model, backend="aot_eager"), x)
+    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    assert model[1].calls == 1
+
+
+class Naming(nn.Module):
+    """A network that calls its block with arguments named as those of torch's checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 3), Debugged()
+
+    def forward(self, x):
+        return self.last(self.first(x), debug=True, shift=x[:1, :1, 1:-1, 1:-1])
+
+
+class Debugged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x, debug, shift):
+        return self.inner(x) + shift if debug else x
+
+
+def test_arguments_of_a_recomputed_module_may_have_any_name():
+    x, model = torch.randn(SHAPE), Naming()
+    truth = gradients(copy.deepcopy(model), x)
+    ucudnn.convert_(model, planned(None, Segment("last", None)))
+    compiled = torch.compile(model, backend=aot_eager_decomp_partition, fullgraph=True)
+    torch.testing.assert_close(gradients(compiled, x), truth)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_model_that_is_traced_or_exported_runs_uncompiled():
+    model, x = network(2).eval(), torch.randn(SHAPE)
+    truth = model(x)
+    ucudnn.convert_(model, planned(0.5))
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), truth)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    torch.testing.assert_close(exported.module()(x[:3]), truth[:3])
+
+
+def test_hooks_of_the_wrapper_are_not_left_out():
+    model, seen = torch.compile(network(2), backend=Noting()), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(PlanError, match="register them on the module inside"):
+        ucudnn.convert_(model, planned(0.5, Segment("[1:2]", None)))
+    assert "forward" not in vars(model._orig_mod)
+    model(torch.randn(SHAPE))
+    assert seen
+
+
+def test_where_compiling_is_disabled_a_plan_that_compiles_computes_the_same():
+    model, x = network(2), torch.randn(SHAPE)
+    truth = gradients(copy.deepcopy(model), x)
+    model.compile(disable=True)
+    assert not is_compiled(model)
+    ucudnn.convert_(model, planned(0.5))
+    torch.testing.assert_close(gradients(model, x), truth)
+    ucudnn.revert_(model)
+    torch.testing.assert_close(gradients(model, x), truth)
 
 
 def test_models_of_one_class_have_a_share_each():
@@ -377,6 +505,104 @@ def test_below_what_compiled_steps_take_the_plan_is_not_compiled():
     backend = open_backend("torch_cpu")
     peak = backend.span(lambda: compiled(x).square().mean().backward()).peak_bytes
     assert plan.memory.held_bytes + peak <= 1.1 * budget
+
+
+def test_what_is_known_holds_for_one_compiler():
+    model, x = network(), torch.randn(SHAPE)
+    model.compile(backend=aot_eager_decomp_partition)
+    plan = ucudnn.tune(model, x, Config(memory_budget="95%", compile_budget_s=60, **QUICK))
+    assert plan.compiles
+    model.compile(backend=wasteful)
+    plan = ucudnn.tune(model, x, Config(memory_budget="94%", compile_budget_s=60, **QUICK))
+    assert plan.compiled == UNCOMPILED
+
+
+AUTO = Config(memory_budget="85%", compile="auto", compile_budget_s=60, **QUICK)
+
+
+@pytest.fixture
+def _fast_compiler(monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", aot_eager_decomp_partition)
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_kernels_take_none_of_the_time_for_compiling(monkeypatch):
+    late = [0.0]
+    monkeypatch.setattr("ucudnn.steps.compiled.monotonic", lambda: time.monotonic() + late[0])
+    candidate = _Fitting._candidate
+
+    def slow(fitting):
+        late[0] += 1000
+        return candidate(fitting)
+
+    monkeypatch.setattr(_Fitting, "_candidate", slow)
+    plan = ucudnn.tune(network(), torch.randn(SHAPE), AUTO)
+    assert not plan.compilation.not_tried
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_without_memory_for_compiling_the_plan_is_uncompiled(monkeypatch):
+    def lacking(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("ucudnn.steps.compiled.Steps", lacking)
+    plan = ucudnn.tune(network(), torch.randn(SHAPE), AUTO)
+    assert plan.compiled is None
+    assert "CUDA out of memory" in str(plan.compilation)
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_a_second_try_after_a_failure(monkeypatch):
+    model, x = network(), torch.randn(SHAPE)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch._inductor.compile_fx.compile_fx", refuse)
+        assert ucudnn.tune(model, x, AUTO).compilation.left_out
+    plan = ucudnn.tune(model, x, AUTO, remeasure=True)
+    assert plan.compilation.ways
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_errors_of_dynamo_that_are_suppressed_are_told():
+    with torch._dynamo.config.patch(suppress_errors=True):
+        plan = ucudnn.tune(network(), torch.randn(SHAPE), AUTO)
+    assert plan.compilation.ways
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_an_interruption_keeps_what_was_compiled(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CompiledWays, "_bisect", interrupted)
+    model, x = torch.compile(network(), backend=aot_eager_decomp_partition), torch.randn(SHAPE)
+    with pytest.raises(TuningInterruptedError) as caught:
+        ucudnn.tune(model, x, Config(memory_budget="95%", compile_budget_s=60, **QUICK))
+    assert caught.value.plan.compiles
+    monkeypatch.setattr("ucudnn.steps.tune._Tuning._with_kernels", interrupted)
+    monkeypatch.setattr(CompiledWays, "is_faster", lambda *_: True)
+    config = Config(compile="auto", compile_budget_s=60, **QUICK)
+    with pytest.raises(TuningInterruptedError) as caught:
+        ucudnn.tune(network(), x, config)
+    assert caught.value.plan.compiles
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_a_part_of_the_batch_is_compared_by_torchs_numbers(monkeypatch):
+    drawing = []
+
+    def noting(graph, inputs):
+        drawing.append((inputs[-1].shape[0], inductor.fallback_random))
+        return aot_eager_decomp_partition(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", noting)
+    model, x = nn.Sequential(network(2), nn.Dropout(0.3)), torch.randn(SHAPE)
+    comparer = CompiledComparer(model, x, is_training=True, problems=(), share=0.5)
+    steps = Steps(model, x, True, division=StepDivision(compiled=1.0))
+    steps.compile()
+    drawing.clear()
+    comparer.compare(steps)
+    assert len(drawing) == 2
+    assert all(is_torchs for _, is_torchs in drawing)
 
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a compiler")

@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from ucudnn.config import Config
 from ucudnn.errors import ConfigError
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.frameworks import follow
+from ucudnn.outcomes import Origin
 
 BATCH, LEFT, IGNORED = 8, 5, -100
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings(
+        *("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+    ),
 ]
 
 
@@ -65,10 +71,10 @@ def by_hand(accumulated: int = 1) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_lightning(plan: Any, accumulated: int) -> None:
+def fitted(plan: Any, accumulated: int = 1) -> tuple[Any, list[tuple[int, bool]]]:
+    """Lightning's trainer after one epoch, and of each step, its samples and if it is compiled."""
     lightning = pytest.importorskip("pytorch_lightning", reason="the extra `test` brings it")
-    sizes = []
+    steps = []
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -76,7 +82,7 @@ def test_lightning(plan: Any, accumulated: int) -> None:
             self.network = network()
 
         def training_step(self, batch: Any, index: int) -> Any:
-            sizes.append(len(batch[0]))
+            steps.append((len(batch[0]), is_compiled(self.network)))
             loss = cross_entropy(self.network(batch[0]), batch[1])
             return loss if index else {"loss": loss}
 
@@ -92,11 +98,34 @@ def test_lightning(plan: Any, accumulated: int) -> None:
     follow(trainer, plan, counted)
     module = Module()
     trainer.fit(module, DataLoader(TensorDataset(*data()), BATCH))
-    assert sizes == [3, 3, 2, 3, 2]
-    assert trainer.global_step == 2 // accumulated
     expected = by_hand(accumulated)
     for name, one in module.network.state_dict().items():
         torch.testing.assert_close(one, expected[name], rtol=1e-5, atol=1e-6)
+    return trainer, steps
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_lightning(plan: Any, accumulated: int) -> None:
+    trainer, steps = fitted(plan, accumulated)
+    assert steps == [(size, False) for size in (3, 3, 2, 3, 2)]
+    assert trainer.global_step == 2 // accumulated
+
+
+def test_lightning_compiles_the_network_of_a_plan_that_only_compiles(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", aot_eager_decomp_partition)
+    compiles = replace(
+        plan,
+        kernels=(),
+        segments=(),
+        micro_batch=None,
+        config=Config(),
+        compiled=0.5,
+        origin=Origin("Sequential"),
+    )
+    _, steps = fitted(compiles)
+    assert steps == [(BATCH, True), (LEFT, True)]
 
 
 def trainer_of(model: nn.Module, samples: list[dict[str, Any]], folder: Any) -> Any:

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 # `torch._C._dynamo` is part of torch's compiled library; to import `torch._dynamo` takes seconds.
 from torch._C._dynamo import eval_frame
+from torch.compiler import is_exporting
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -27,9 +29,9 @@ from ucudnn.segment import UNCOMPILED, Compiled
 
 # While steps are run to judge a plan, Dynamo's limits of recompilations are this much higher.
 _MORE_RECOMPILATIONS = 16
-# For so many sizes of inputs, such as those of an epoch and of its last batch, code is compiled for
-# this size alone; for all others, for any size. Otherwise, code for any size would take the place
-# of the code that was measured, as soon as a second size is seen.
+# So many sizes of inputs, such as those of an epoch and of its last batch, have code of their own;
+# all others share code for any size. Otherwise, code for any size would take the place of the code
+# that was measured, as soon as a second size is seen.
 _SIZES = 2
 
 _numbers = count()
@@ -66,6 +68,11 @@ def is_compiled(model: nn.Module) -> bool:
     return any(map(_is_compiled_itself, model.modules()))
 
 
+def settings_of(model: nn.Module) -> list[Any]:
+    """What each compiled module of a model is compiled with; the same objects while it stays so."""
+    return [_context_of(one) for one in model.modules() if _is_compiled_itself(one)]
+
+
 def is_converted(model: nn.Module) -> bool:
     """True if a plan has a model compiled, or not compiled."""
     return any(isinstance(one._compiled_call_impl, CompiledCall) for one in model.modules())
@@ -76,7 +83,7 @@ def _is_compiled_itself(module: nn.Module) -> bool:
     call = module._compiled_call_impl
     if isinstance(call, CompiledCall):
         return call.compiled != UNCOMPILED
-    return is_wrapped(module) or call is not None
+    return is_wrapped(module) or (call is not None and _context_in(call) is not None)
 
 
 def replays_graphs(model: nn.Module) -> bool:
@@ -176,9 +183,11 @@ class CompiledCall:
     ) -> None:
         self.compiled, self.hidden = compiled, module._compiled_call_impl
         self.backend: BudgetedBackend | None = None
-        self._sizes: set[Any] = set()
+        self._whole = original_of(module)
+        # By whether there is a graph, and the sizes of the inputs. So evaluations, which have other
+        # code anyway, do not take the place of a training batch.
+        self._of_sizes: dict[Any, Callable[..., Any]] = {}
         if compiled == UNCOMPILED:
-            self._for_size = self._for_any = original_of(module)._call_impl
             return
         like = module if like is None else like
         context = _context_of(like) or _context_of(_below_ranks(like))
@@ -191,15 +200,15 @@ class CompiledCall:
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
         self.backend = settings["backend"] = BudgetedBackend(float(compiled), inner)
-        whole = original_of(module)
-        self._for_any = torch.compile(_call_of(whole), **settings)
-        if settings["dynamic"] is None:
-            settings["dynamic"] = False
-        self._for_size = torch.compile(_call_of(whole), **settings)
+        self._most_sizes = _SIZES if settings["dynamic"] is None else 0
+        self._compile = partial(torch.compile, **settings)
+        self._of_any = self._compile(_call_of(self._whole))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        run = self._for_size if self._is_of_known_size(args, kwargs) else self._for_any
+        if self.backend is None or torch._C._is_tracing() or is_exporting():
+            return self._whole._call_impl(*args, **kwargs)
+        run = self._of_size(args, kwargs)
         if DistributedDataParallel._active_ddp_module is None:
             return run(*args, **kwargs)
         from torch._dynamo import config
@@ -209,18 +218,16 @@ class CompiledCall:
         with config.patch(optimize_ddp=False):
             return run(*args, **kwargs)
 
-    def _is_of_known_size(self, args: Any, kwargs: Any) -> bool:
-        sizes = tuple(map(_size_of, tree_leaves((args, kwargs))))
-        if sizes not in self._sizes and len(self._sizes) < _SIZES:
-            self._sizes.add(sizes)
-        return sizes in self._sizes
-
-
-def _size_of(argument: Any) -> Any:
-    """What code may be compiled for: the shape of a tensor, a number."""
-    if isinstance(argument, Tensor):
-        return argument.shape
-    return argument if isinstance(argument, (bool, int, float, str)) else type(argument)
+    def _of_size(self, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """The code for the sizes of these inputs."""
+        is_graph, found = torch.is_grad_enabled(), self._of_sizes
+        leaves = tree_leaves((args, kwargs))
+        key = is_graph, *(one.shape for one in leaves if isinstance(one, Tensor))
+        if key not in found and sum(of == is_graph for of, *_ in found) < self._most_sizes:
+            # Numbers among the inputs may vary.
+            dynamic = None if any(type(one) in (int, float) for one in leaves) else False
+            found[key] = self._compile(_call_of(self._whole), dynamic=dynamic)
+        return found.get(key, self._of_any)
 
 
 def compile_(model: nn.Module, compiled: Compiled | None) -> None:
@@ -257,8 +264,8 @@ def _context_of(module: nn.Module) -> Any:
 
 def _context_in(compiled: Callable[..., Any]) -> Any:
     # torch has no public way to read the settings of a compiled function, so they are taken from
-    # the closure of its wrapper.
-    return inspect.getclosurevars(compiled).nonlocals["self"]
+    # the closure of its wrapper. Where Dynamo is disabled, torch wraps nothing.
+    return inspect.getclosurevars(compiled).nonlocals.get("self")
 
 
 def _backend_of(callback: Any) -> Callable[..., Any]:
@@ -301,7 +308,8 @@ def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Ca
     >>> recompiled(torch.compile(double, backend="eager"), lambda x: x + 1)(torch.ones(()))
     tensor(2.)
     """
-    return _apart(_context_in(compiled))(function)  # type: ignore[no-any-return]
+    context = _context_in(compiled)
+    return function if context is None else _apart(context)(function)
 
 
 def _apart(context: Any) -> Any:
@@ -360,6 +368,18 @@ def untraced_alone(function: _Function) -> _Function:
     >>> twice(abs, -1)
     1
     """
-    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_THIS)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # breaks the caller's graph
+    return inlined(function)
+
+
+def inlined(function: _Function) -> _Function:
+    """Decorate a function that is part of its caller's graph, or else of none.
+
+    >>> @inlined
+    ... def thrice(x):
+    ...     return 3 * x
+    >>> thrice(2)
+    6
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_THIS)
     return function

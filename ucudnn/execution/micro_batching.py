@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ucudnn.errors import PlanError, warn
-from ucudnn.execution.compiling import untraced, untraced_alone
+from ucudnn.execution.compiling import inlined, untraced, untraced_alone
 from ucudnn.execution.nesting import Nest, lists_in, put_together, take_apart
 from ucudnn.execution.remembering import Remembered
 from ucudnn.execution.selective import Selective
@@ -83,14 +83,17 @@ class SegmentForward:
             return self._in_graph(self._traced, args, kwargs)
         return self._called(args, kwargs)
 
+    @inlined
     def _in_graph(self, run: _Run, args: Any, kwargs: Any) -> Any:
         """What the compiler recomputes if the segment says so, traced as a part of a graph.
 
         It does not recompute what changes buffers, and draws the same random numbers.
         """
+        if not is_compiling():  # Dynamo could not trace it
+            return self._called(args, kwargs)
         segment = self.segment
         if segment is not None and segment.recompute and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return checkpoint(partial(run, **kwargs), *args, use_reentrant=False)
         return run(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:

@@ -313,9 +313,9 @@ class CompiledComparer:
             layout = steps.memory_format
             if layout != "keep" and (reason := self._reason_against_layout):
                 return Comparison(0.0, 0.0), reason
-            truths = self._truth(layout)
-            steps = steps if self._is_compiled else self._drawing_as_torch(steps)
-        found = _outcomes(steps, self._samples)
+            truths, found = self._truth(layout), self._drawing(steps)
+        else:
+            found = _outcomes(steps, self._samples)
         compared, reason = Comparison(0.0, 0.0), ""
         for of, power in ((_others, _POWER), (_gradients, _POWER_OF_GRADIENTS)):
             worst, most = _worst(of, truths, found), self._eps**power
@@ -333,13 +333,17 @@ class CompiledComparer:
         model, inputs, is_training = self._how
         return reason_against_layout(model, inputs, self._eps, is_training)
 
-    def _drawing_as_torch(self, steps: Steps) -> Steps:
+    def _drawing(self, steps: Steps) -> list[_Outcome]:
+        """What compiled steps compute if they draw the random numbers of the model's own step."""
+        if self._is_compiled:
+            return _outcomes(steps, self._samples)
         from torch._inductor import config
 
-        found = Steps(*self._how, steps.memory_format, steps.division)
+        # Whatever is compiled in this context, for these samples, too, draws torch's numbers.
         with config.patch(fallback_random=True):
-            found.compile()
-        return found
+            again = Steps(*self._how, steps.memory_format, steps.division)
+            again.compile()
+            return _outcomes(again, self._samples)
 
 
 def _worst(
@@ -392,15 +396,14 @@ def _outcome(
             stack.enter_context(uncompiled(is_compiled(model)))
             received = stack.enter_context(_received(model))
         torch.manual_seed(state), random.seed(state), np.random.seed(state)
-        before = _numbers(), None if same else torch.get_rng_state().tolist()
+        before = _numbers(not same)
         with numbers if same else nullcontext():
             for part in parts_of(own, steps.division.micro_batch):
                 outputs, leaves = run_with_leaves(steps.run, part, is_training, is_smooth=True)
                 outcome.results.append([cloned(one) for one in take_apart(outputs)[0]])
                 outcome.inputs.append([one.grad for one in leaves])
                 del outputs
-        after = _numbers(), None if same else torch.get_rng_state().tolist()
-        outcome.draws = bool(numbers.drawn) or after != before
+        outcome.draws = bool(numbers.drawn) or _numbers(not same) != before
         outcome.gradients = {name: one.grad for name, one in model.named_parameters()}
         outcome.buffers = {name: [cloned(one)] for name, one in model.named_buffers()}
         for name, module in model.named_modules():
@@ -500,9 +503,14 @@ def _received(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
         yield received
 
 
-def _numbers() -> bytes:
-    """The states of Python's and NumPy's generators."""
-    return pickle.dumps((random.getstate(), np.random.get_state()))
+def _numbers(of_torch: bool) -> bytes:
+    """The states of Python's and NumPy's generators, and of torch's."""
+    states: list[Any] = [random.getstate(), np.random.get_state()]
+    if of_torch:
+        states.append(torch.get_rng_state().tolist())
+        if torch.cuda.is_initialized():
+            states += [one.tolist() for one in torch.cuda.get_rng_state_all()]
+    return pickle.dumps(states)
 
 
 # What is compared, by name, each with what measures the relative difference.

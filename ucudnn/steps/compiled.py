@@ -106,7 +106,7 @@ def _counted() -> Iterator[list[int]]:
         return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     before, found = now(), list[int]()
-    with config.patch(fail_on_recompile_limit_hit=True):
+    with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):
         yield found
     found += [after - one for one, after in zip(before, now(), strict=True)]
 
@@ -215,6 +215,11 @@ class CompiledWays:
         """Seconds of the slowest step that was measured."""
         return max((one.time_ns for one in self.ways), default=0) / 1e9
 
+    @property
+    def has_fitting(self) -> bool:
+        """True if a way keeps the limit."""
+        return self._best is not None and self.fits(self.best)
+
     def fits(self, way: Way) -> bool:
         """True if a way keeps the limit."""
         return way.peak_bytes <= self._limit
@@ -313,11 +318,12 @@ class CompiledWays:
             return None
         began = monotonic()
         self._say(f"a step is compiled: {name}")
-        steps = Steps(self._model, self._inputs, self._is_training, memory_format, division)
-        compilation = compile_steps(self._model, steps, self._backend.device().type)
-        assert compilation is not None
-        reason, way = compilation.reason, None
+        how, way = (self._is_training, memory_format, division), None
         try:
+            steps = Steps(self._model, self._inputs, *how)
+            compilation = compile_steps(self._model, steps, self._backend.device().type)
+            assert compilation is not None
+            reason = compilation.reason
             with _counted():
                 if not reason:
                     comparison, reason = self._comparer.compare(steps)

@@ -28,7 +28,7 @@ from ucudnn.errors import (
     UnplannedWarning,
     first_line,
 )
-from ucudnn.execution.compiling import is_compiled, is_converted, replays_graphs
+from ucudnn.execution.compiling import is_compiled, is_converted, replays_graphs, settings_of
 from ucudnn.execution.micro_batching import modes_of
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Layer, Runner
@@ -238,6 +238,8 @@ def fit(
                 return known
             if ways_of is None:
                 return fitting.plan()
+            if remeasure:
+                fitting.compiled.clear()
             if reason := reason_against_compiling(config):
                 return replace(fitting.plan(), compilation=Compilation(reason=reason))
             return fitting.compiled_plan(ways_of(own, foreseer, fitting.compiled))
@@ -319,9 +321,16 @@ class _Fitting:
             if fits and (plan is None or ways.is_faster(plan)):
                 return self._noted_compiled(ways)
         except KeyboardInterrupt:
+            if plan is None and ways.has_fitting:
+                plan = self._noted_compiled(ways)
             if plan is None:
                 raise
             raise TuningInterruptedError(plan) from None
+        except STEP_ERRORS as failure:
+            if plan is None:
+                raise
+            reason = f"a step could not be computed ({first_line(failure)})"
+            return self._final(replace(plan, compilation=Compilation(reason=reason)))
         if error is not None:
             raise error
         assert plan is not None
@@ -586,7 +595,7 @@ def _known_ways(foreseer: Foreseer, config: Config) -> tuple[_KnownWays, KnownCo
     kind = foreseer.backend.device().type
     settings = (
         *(config.ops, config.loop, config.layout, config.workspace_limit, config.policy),
-        *(config.compile, is_compiled(model)),
+        *(config.compile, *settings_of(model)),
     )
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     key = settings, autocast, torch.get_num_threads(), modes_of(model), foreseer.held, *state

@@ -194,7 +194,7 @@ class _Tuning:
         reason = reason or reason_against_compiling(self.config)
         if reason:
             return replace(plan, compilation=Compilation(reason=reason))
-        held = held_by(self.model, self.inputs)
+        held, kernels = held_by(self.model, self.inputs), plan.kernels
         try:
             with undisturbed(self.model):
                 ways = self._ways(held.total, traced.problems)
@@ -202,14 +202,15 @@ class _Tuning:
                 way = ways.within(inf, 0, plan.memory_format, divisions=divided)
                 if way is None or not ways.is_faster(plan):
                     return replace(plan, compilation=ways.compilation(is_chosen=False))
-                self.compiled = ways
-                found = replace(ways.plan(plan), layout_race=None)
-                if plan.memory_format != way.memory_format:
-                    return found
-                return self._with_kernels(found, plan.kernels, ways)
+                self.compiled, layout = ways, plan.memory_format
+                plan = replace(ways.plan(plan), layout_race=None)
+                same = layout == way.memory_format
+                return self._with_kernels(plan, kernels, ways) if same else plan
         except KeyboardInterrupt:
             raise TuningInterruptedError(plan) from None
         except STEP_ERRORS as error:
+            if plan.compiles:  # the kernels failed
+                return plan
             reason = f"a step could not be computed ({first_line(error)})"
             return replace(plan, compilation=Compilation(reason=reason))
 
