@@ -73,6 +73,9 @@ NEAR_PEAK, NEAR_TIME = 0.03, 0.1
 OTHER = 0.05
 # A plan may exceed its rival's peak by the loss and the like, so that it can do the same.
 ROOM = 2**20
+# What is kept of how plans compile, and of each way that they tried.
+COMPILATION = ("seconds", "reason", "graphs", "nodes", "breaks", "left_out", "not_tried")
+WAY = ("name", "peak_bytes", "time_ns")
 Entry = Callable[[nn.Module, Tensor], Contestant]
 
 
@@ -320,6 +323,13 @@ def best_plan(case: Case, way: Way, config: ucudnn.Config) -> tuple[str, ucudnn.
     return min(found.items(), key=lambda one: step_ns(one[1]))
 
 
+def compilation_of(plan: ucudnn.Plan) -> dict[str, Any]:
+    """What is kept of how a plan compiles, and of the ways that were tried."""
+    found = to_builtins(plan.compilation) or {}
+    ways = [{key: one[key] for key in WAY} for one in found.get("ways", ())]
+    return {**{key: found[key] for key in COMPILATION if key in found}, "ways": ways}
+
+
 def step_ns(plan: ucudnn.Plan) -> int:
     """The time of a step by a plan: foreseen, or of compiled steps as it was measured."""
     memory, race = plan.memory, plan.step_race
@@ -369,7 +379,7 @@ def planned(book: Book, case: Case, rivals: Sequence[Way], config: ucudnn.Config
             "memory_format": plan.memory_format,
             "micro_batch": plan.micro_batch,
             "compiled": plan.compiled,
-            "compilation": to_builtins(plan.compilation),
+            "compilation": compilation_of(plan),
             **fit.described(plan),
             "plan": plan.to_dict(),
         }
