@@ -308,10 +308,8 @@ def plan_for(case: Case, layout: str, config: ucudnn.Config) -> ucudnn.Plan:
 def best_plan(case: Case, way: Way, config: ucudnn.Config) -> tuple[str, ucudnn.Plan]:
     """The fastest plan as foreseen, and the layout of its model: the default one or the way's."""
     found, errors = dict[str, ucudnn.Plan](), list[UcudnnError]()
-    layouts = dict.fromkeys(("", way.layout))
-    if config.compile == "auto" and config.memory_budget is not None:
-        # Compiling takes its time, and so ways in one layout are tried.
-        layouts, config = dict.fromkeys([way.layout]), replace(config, layout="keep")
+    # Compiling takes its time, and tries both layouts of a model in the default one.
+    layouts = [""] if config.compile == "auto" else dict.fromkeys(("", way.layout))
     for layout in layouts:
         with patch.dict(os.environ, way.environment), fit.process() as own:
             try:
@@ -355,8 +353,6 @@ def planned(book: Book, case: Case, rivals: Sequence[Way], config: ucudnn.Config
         if title in plans:
             continue
         way = ways.get(title, next(iter(ways.values())))
-        if budget is None:
-            way = way._replace(layout="")
         within = replace(config, memory_budget=budget, loop=way.loops)
         try:
             layout, plan = best_plan(case, way, within)
