@@ -327,10 +327,11 @@ class _Fitting:
                 raise
             raise TuningInterruptedError(plan) from None
         except STEP_ERRORS as failure:
-            if plan is None:
-                raise
             reason = f"a step could not be computed ({first_line(failure)})"
-            return self._final(replace(plan, compilation=Compilation(reason=reason)))
+            if plan is not None:
+                return self._final(replace(plan, compilation=Compilation(reason=reason)))
+            if error is None:
+                raise
         if error is not None:
             raise error
         assert plan is not None
