@@ -304,22 +304,13 @@ class _Fitting:
     def compiled_plan(self, ways: CompiledWays) -> Plan:
         """The fastest plan within the budget; of a compiled model a compiled one, if any is."""
         plan, error = None, None
-        is_given = is_compiled(self.foreseer.model)
         try:
-            plan = None if is_given else self._candidate()
+            plan = None if is_compiled(self.foreseer.model) else self._candidate()
         except PlanError as refusal:
             error = refusal
         try:
-            way = ways.within(
-                *(self.memory.budget_bytes, self.memory.torch_peak_bytes),
-                *("keep" if plan is None else plan.memory_format, self._recomputed),
-                self._loops() if plan is None else [plan.division] * (not plan.division.is_whole),
-            )
-            fits = way is not None and ways.fits(way)
-            if is_given and not fits:
-                return self._uncompiled(ways)
-            if fits and (plan is None or ways.is_faster(plan)):
-                return self._noted_compiled(ways)
+            found = self._by_ways(ways, plan)
+            compilation = ways.compilation(is_chosen=False)
         except KeyboardInterrupt:
             if plan is None and ways.has_fitting:
                 plan = self._noted_compiled(ways)
@@ -327,15 +318,31 @@ class _Fitting:
                 raise
             raise TuningInterruptedError(plan) from None
         except STEP_ERRORS as failure:
-            reason = f"a step could not be computed ({first_line(failure)})"
-            if plan is not None:
-                return self._final(replace(plan, compilation=Compilation(reason=reason)))
-            if error is None:
+            if plan is None and error is None:
                 raise
+            found = None
+            compilation = Compilation(
+                reason=f"a step could not be computed ({first_line(failure)})"
+            )
+        if found is not None:
+            return found
         if error is not None:
             raise error
         assert plan is not None
-        return self._final(replace(plan, compilation=ways.compilation(is_chosen=False)))
+        return self._final(replace(plan, compilation=compilation))
+
+    def _by_ways(self, ways: CompiledWays, plan: Plan | None) -> Plan | None:
+        """A plan by compiled ways, if one is faster within the budget than what is not compiled."""
+        if plan is None:
+            layout, divisions = "keep", [*self._loops()]
+        else:
+            layout, divisions = plan.memory_format, [plan.division] * (not plan.division.is_whole)
+        limit, most = self.memory.budget_bytes, self.memory.torch_peak_bytes
+        way = ways.within(limit, most, layout, self._recomputed, divisions)
+        fits = way is not None and ways.fits(way)
+        if fits and (plan is None or ways.is_faster(plan)):
+            return self._noted_compiled(ways)
+        return self._uncompiled(ways) if is_compiled(self.foreseer.model) else None
 
     def _uncompiled(self, ways: CompiledWays) -> Plan:
         """A plan for a compiled model, of which no compiled step keeps the budget as it is.
