@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -538,6 +539,14 @@ def test_kernels_take_none_of_the_time_for_compiling(monkeypatch):
     monkeypatch.setattr(_Fitting, "_candidate", slow)
     plan = ucudnn.tune(network(), torch.randn(SHAPE), AUTO)
     assert not plan.compilation.not_tried
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_what_there_is_no_time_for_is_named_once():
+    plan = ucudnn.tune(network(), torch.randn(SHAPE), replace(AUTO, compile_budget_s=1e-3))
+    names = plan.compilation.not_tried
+    assert names
+    assert len(names) == len({*names})
 
 
 @pytest.mark.usefixtures("_fast_compiler")

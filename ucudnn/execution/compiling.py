@@ -83,7 +83,7 @@ def _is_compiled_itself(module: nn.Module) -> bool:
     call = module._compiled_call_impl
     if isinstance(call, CompiledCall):
         return call.compiled != UNCOMPILED
-    return is_wrapped(module) or (call is not None and _context_in(call) is not None)
+    return _context_of(module) is not None
 
 
 def replays_graphs(model: nn.Module) -> bool:

@@ -191,7 +191,7 @@ class CompiledWays:
         self._best: tuple[Way, Steps, Comparison] | None = None
         self._limit: float = inf
         self._seconds = 0.0
-        self._not_tried: list[str] = []
+        self._not_tried = dict[str, None]()  # in order, each once
 
     @property
     def ways(self) -> list[Way]:
@@ -314,7 +314,7 @@ class CompiledWays:
             return known
         # What is known is compiled anew in seconds.
         if known is None and self._is_over:
-            self._not_tried.append(name)
+            self._not_tried[name] = None
             return None
         began = monotonic()
         self._say(f"a step is compiled: {name}")
