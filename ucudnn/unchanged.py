@@ -124,6 +124,7 @@ class _FirstStep:
     convert: _Convert
     own_call: Callable[..., Any] = field(init=False)  # torch's `nn.Module.__call__`
     converted: nn.Module | None = None
+    is_compiled: bool = False  # as the module is converted, so that steps need not look
     plan: Plan | None = None
     sizes: list[torch.Size] = field(default_factory=list)  # of the arguments it was planned for
     # The results of its first forward, and whether backward has reached them.
@@ -187,7 +188,7 @@ class _FirstStep:
     def _called(self, module: nn.Module, arguments: _Arguments) -> Any:
         """Call a module; if it is compiled, Dynamo finds torch's own call of modules."""
         args, kwargs = arguments
-        if not is_compiled(module):
+        if not self.is_compiled:
             return self.own_call(module, *args, **kwargs)
         call, nn.Module.__call__ = nn.Module.__call__, self.own_call  # type: ignore[method-assign]
         try:
@@ -223,6 +224,7 @@ class _FirstStep:
         if self.plan is not None:
             self._begin()
             self.converted, self.sizes = module, _sizes(arguments)
+            self.is_compiled = is_compiled(module)
 
     def _watch(self, result: Any) -> None:
         def back(gradient: Tensor) -> None:
