@@ -307,7 +307,7 @@ class LayoutRace:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How near a divided step by a plan is to the undivided step by torch, on the same numbers.
+    """How near a step by a plan is to the undivided step by torch, on the same numbers.
 
     >>> print(Comparison(3e-7, 3e-4, parameters=62, samples=16, states=1))
     gradients of 62 parameters equal torch's to 3e-7 (16 samples)
@@ -326,6 +326,11 @@ class Comparison:
     parameters: Count = 0
     samples: Count = 0
     states: Count = 1
+
+    @property
+    def is_same(self) -> bool:
+        """True if rounding explains the deviation."""
+        return self.deviation <= self.tolerance
 
     def __str__(self) -> str:
         what = f"gradients of {self.parameters} parameters" if self.parameters else "results"

@@ -52,6 +52,19 @@ class Fragile(nn.Conv2d):
         return super().forward(x)
 
 
+class Branches(nn.Module):
+    """Copies what it gets, unless that is in channels_last; `contiguous` scales one branch."""
+
+    def __init__(self, contiguous):
+        super().__init__()
+        self.contiguous = contiguous
+        self.conv, self.norm = nn.Conv2d(16, 16, 3, padding=1), nn.LayerNorm(16)
+
+    def forward(self, x):
+        scale = self.contiguous if x.is_contiguous() else 1.0
+        return self.conv(x), scale * self.norm(x.permute(0, 2, 3, 1).contiguous())
+
+
 def tied_by_data():
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
     model[1].weight.data = model[0].weight.data
@@ -356,3 +369,24 @@ def test_a_tuning_within_a_memory_budget_makes_three_copies(copies):
     assert plan.segments
     assert plan.layout_race is None
     assert len(copies) == 3
+
+
+@pytest.mark.parametrize(("contiguous", "memory_format"), [(1.0, "channels_last"), (2.0, "keep")])
+def test_an_undivided_step_that_keeps_a_budget_in_channels_last_alone(contiguous, memory_format):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), Branches(contiguous))
+    x = torch.rand(2, 1, 64, 64)
+    truth = copy.deepcopy(model)
+    # Of 3.3 MB in channels_last, and 3.8 without any workspace in its own layout.
+    config = Config(memory_budget=3_500_000, **AUTO)
+    plan = ucudnn.tune(model, x, config)
+    assert plan.memory_format == memory_format
+    assert (plan.segments == ()) == (memory_format == "channels_last")
+    assert plan.memory.plan_peak_bytes <= 3_500_000
+    said = " ".join(plan_verdict(plan))
+    assert ("The layout is channels_last." in said) == (memory_format == "channels_last")
+    ucudnn.convert_(model, plan)
+    for one in (model, truth):
+        sum(y.square().sum() for y in one(x)).backward()
+    for (name, one), other in zip(truth.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3, msg=name)

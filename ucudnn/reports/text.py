@@ -182,8 +182,7 @@ def plan_verdict(plan: Plan) -> list[str]:
     if plan.memory is not None:
         causes = [f"{format_bytes(size)} of {what}" for what, size in plan.memory.causes if size]
         sentences.append(f"The peak by torch is {', '.join(causes)}.")
-    if plan.layout_race is not None:
-        sentences.append(as_sentence(str(plan.layout_race)))
+    sentences += _layout_verdict(plan)
     sentences += _race_verdict(plan.step_race or StepRace())
     if plan.compilation is not None:
         sentences.append(as_sentence(str(plan.compilation)))
@@ -192,6 +191,12 @@ def plan_verdict(plan: Plan) -> list[str]:
         said = str(noise) if noise.kernels else "not judged, because all times are predicted"
         sentences.append(f"Noise: {said}.")
     return sentences
+
+
+def _layout_verdict(plan: Plan) -> list[str]:
+    if plan.layout_race is not None:
+        return [as_sentence(str(plan.layout_race))]
+    return [f"The layout is {plan.memory_format}."] if plan.memory_format != "keep" else []
 
 
 def _race_verdict(race: StepRace) -> list[str]:

@@ -33,7 +33,7 @@ from ucudnn.execution.runner import Runner
 from ucudnn.outcomes import Comparison
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.segment import WHOLE, Segment, StepDivision
+from ucudnn.segment import Segment, StepDivision
 from ucudnn.steps.run import (
     STEP_ERRORS,
     Steps,
@@ -98,7 +98,7 @@ class _Outcome:
 
 
 class PlanComparer:
-    """Compares steps of one model by torch with divided steps by a plan.
+    """Compares steps of one model by torch with steps by a plan: divided, or in another layout.
 
     Args:
         model: any module.
@@ -152,7 +152,7 @@ class PlanComparer:
                 difference, most = self._difference(inputs, self._plan.division, 0)
             except STEP_ERRORS as error:
                 if not is_out_of_memory(error):
-                    return Comparison(0.0, 0.0), f"a step by the plan fails ({first_line(error)})"
+                    return Comparison(inf, 0.0), f"a step by the plan fails ({first_line(error)})"
                 smaller = self._smaller(inputs)
                 if smaller is None:
                     raise
@@ -219,7 +219,7 @@ class PlanComparer:
         if _share(inputs, self._whole) == 1:
             return True
         try:
-            self._step(inputs, WHOLE, 0)
+            self._step(inputs, None, 0)
         except STEP_ERRORS as error:
             return is_out_of_memory(error)
         return True
@@ -229,7 +229,7 @@ class PlanComparer:
     ) -> tuple[Difference, float]:
         """The difference of two steps, and the most that rounding explains."""
         division = _within(division, batch_of(inputs), _share(inputs, self._whole))
-        truth = self._step(inputs, WHOLE, state)
+        truth = self._step(inputs, None, state)
         found = self._step(inputs, division, state)
         difference = _between(truth, found)
         if difference.largest > self._eps**_POWER and self._is_unaligned and truth.draws:
@@ -242,19 +242,20 @@ class PlanComparer:
         if difference.largest <= usual:
             return difference, usual
         del found
-        nudged = _between(truth, self._step(inputs, WHOLE, state, nudge=self._eps))
+        nudged = _between(truth, self._step(inputs, None, state, nudge=self._eps))
         return difference, max(usual, min(_MOST, _MOST_TIMES * nudged.largest))
 
     def _step(
         self,
         inputs: Any,
-        division: StepDivision,
+        division: StepDivision | None,
         state: int,
         *,
         nudge: float = 0.0,
         same: bool = True,
     ) -> _Outcome:
-        if division == WHOLE:
+        """A step by the plan, divided so; None: by torch."""
+        if division is None:
             return _outcome(Steps(self._model, inputs, self._is_training), state, nudge, same)
         how = self._is_training, self._plan.memory_format, division
         with Installation(self._plan.device.type, self._runner):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil, inf
@@ -43,7 +43,7 @@ from ucudnn.steps.compiled import CompiledWays, KnownCompiled, reason_against_co
 from ucudnn.steps.foresee import Foreseer
 from ucudnn.steps.independence import NO_TIME
 from ucudnn.steps.profile import StepProfile
-from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, not_computed, reason_against_steps, undisturbed
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced
 from ucudnn.system.processes import cached_property
@@ -280,7 +280,10 @@ class _Fitting:
         # workspace it may be within the budget, and then limits for the workspace may suffice.
         choices = self._known_choices()
         torchs = Way("torch", "torch", own.peak_bytes, own.time_ns, own_bytes=own.own_peak_bytes)
-        choices += [_Choice(torchs)] * (torchs.own_bytes <= budget and not config.loop)
+        if torchs.own_bytes <= budget and not config.loop:
+            choices.append(_Choice(torchs))
+        elif has_segments:
+            choices += map(_Choice, self._relaid())
         ways: list[Way] = []  # that a search has found
         spared = 0  # bytes that kernels needed beyond the budget in earlier passes
         for _ in range(_MOST_DIVISIONS):
@@ -300,6 +303,20 @@ class _Fitting:
             if has_segments:
                 self._search.leave_out(choice.way.division)
         raise self._least(errors, ways)
+
+    def _relaid(self) -> Iterator[Way]:
+        """The undivided step in channels_last, if that is no slower, and keeps the budget."""
+        if self.config.layout == "keep" or self.config.loop:
+            return
+        with suppress(ConfigError):  # it does not run in channels_last
+            step = self.foreseer.step(WHOLE, "channels_last")
+            is_slower = step.time_ns > self.foreseer.step().time_ns
+            if step.own_peak_bytes <= self.memory.budget_bytes and not is_slower:
+                yield Way(
+                    *("torch", "torch in channels_last", step.peak_bytes, step.time_ns),
+                    memory_format="channels_last",
+                    own_bytes=step.own_peak_bytes,
+                )
 
     def compiled_plan(self, ways: CompiledWays) -> Plan:
         """The fastest plan within the budget; of a compiled model a compiled one, if any is."""
@@ -321,9 +338,7 @@ class _Fitting:
             if plan is None and error is None:
                 raise
             found = None
-            compilation = Compilation(
-                reason=f"a step could not be computed ({first_line(failure)})"
-            )
+            compilation = Compilation(reason=not_computed(failure))
         if found is not None:
             return found
         if error is not None:
@@ -439,11 +454,16 @@ class _Fitting:
         limit = min(self.memory.budget_bytes, choice.most_bytes)
         memory = replace(self.memory, ways=told, budget_bytes=limit)
         step = DividedStep(self.foreseer, choice.way.division, self.config, memory, self._copy)
+        is_relaid = choice.way.memory_format != "keep"
         try:
             plan = self._checked(step, choice)
         except PlanError as error:
-            return error
-        if plan is not None and step.division != WHOLE:
+            return None if is_relaid else error
+        if plan is not None and is_relaid:
+            plan, _ = self.compare(plan, False)
+            if plan.comparison is None or not plan.comparison.is_same:
+                return None
+        elif plan is not None and step.division != WHOLE:
             plan, causes = self.compare(plan, self._search.is_unaligned(step.division))
             if causes:
                 self._search.reject(causes)

@@ -20,7 +20,7 @@ from torch import nn
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import Config
-from ucudnn.errors import TuningInterruptedError, UnplannedWarning, first_line
+from ucudnn.errors import TuningInterruptedError, UnplannedWarning
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.observers import Recorder
 from ucudnn.execution.override import Installation
@@ -44,7 +44,7 @@ from ucudnn.steps.race import (
     tells,
     timed,
 )
-from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, undisturbed
+from ucudnn.steps.run import STEP_ERRORS, Steps, not_computed, reason_against_steps, undisturbed
 from ucudnn.units import format_bytes
 from ucudnn.verdict import CONFIDENCE, LEAST_ROUNDS, TOLERATED, is_faster
 
@@ -116,8 +116,11 @@ class Judge:
     def _held_bytes(self) -> int:
         return held_by(self.model, self.inputs).total
 
-    def judge(self, plan: Plan) -> Plan:
-        """The plan after a race of whole steps, or with the reason why no race was run."""
+    def judge(self, plan: Plan, layout: str = "keep") -> Plan:
+        """The plan after a race of whole steps, or with the reason why no race was run.
+
+        `layout` is that of the steps; a model may be in channels_last already.
+        """
         reason, changes = self._reason(plan.device.type), not _is_torchs(plan)
         # Whether steps in channels_last stay within a memory budget is not known.
         may_hint = self.config.layout == "keep" and self.config.memory_budget is None
@@ -128,11 +131,11 @@ class Judge:
         if changes and not self.deadline.has_time(LEAST_RACE_STEPS, 1e9 * _convolutions_s(plan)):
             hint = LayoutRace(reason=_USED_UP, is_fixed=True) if hints else plan.layout_race
             return replace(plan, step_race=StepRace(reason=_NO_ROOM), layout_race=hint)
-        found = self._attempt(plan, partial(self._race, plan, changes, hints))
+        found = self._attempt(plan, partial(self._race, plan, changes, hints, layout))
         return found if isinstance(found, Plan) else replace(plan, step_race=StepRace(reason=found))
 
-    def _race(self, plan: Plan, changes: bool, hints: bool) -> Plan:
-        backend, step = open_backend(plan.backend), self._steps(plan.division)
+    def _race(self, plan: Plan, changes: bool, hints: bool, layout: str) -> Plan:
+        backend, step = open_backend(plan.backend), self._steps(plan.division, layout)
         compilation = compile_steps(self.model, step, plan.device.type)
         plan = with_relaid(replace(plan, compilation=compilation), step)
         step_ns = backend.elapsed_ns(step)  # this step also warms up
@@ -250,7 +253,7 @@ class Judge:
         # of memory. Its plan is returned all the same.
         except STEP_ERRORS as error:
             self.copies.clear()
-            return f"a step could not be computed ({first_line(error)})"
+            return not_computed(error)
         finally:
             # Copies would count as memory of the steps that check a budget.
             if self.config.memory_budget is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ucudnn.backends.tensors import PLAIN
-from ucudnn.errors import UcudnnError
+from ucudnn.errors import UcudnnError, first_line
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.compiling import (
     CompiledCall,
@@ -44,6 +44,15 @@ MODEL_ERRORS = (
 )
 # Errors that a step may raise if it could be traced but cannot be computed here.
 STEP_ERRORS = (*MODEL_ERRORS, MemoryError, UcudnnError)
+
+
+def not_computed(error: BaseException) -> str:
+    """The reason to give where a step failed.
+
+    >>> not_computed(RuntimeError("no memory"))
+    'a step could not be computed (no memory)'
+    """
+    return f"a step could not be computed ({first_line(error)})"
 
 
 def run_step(model: Callable[..., Any], inputs: Any, backward: bool = True) -> Any:

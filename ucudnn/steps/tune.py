@@ -48,7 +48,14 @@ from ucudnn.steps.judge import (
 )
 from ucudnn.steps.profile import StepProfile, held_by
 from ucudnn.steps.race import StepMeter
-from ucudnn.steps.run import STEP_ERRORS, Steps, reason_against_steps, tensors_of, undisturbed
+from ucudnn.steps.run import (
+    STEP_ERRORS,
+    Steps,
+    not_computed,
+    reason_against_steps,
+    tensors_of,
+    undisturbed,
+)
 from ucudnn.steps.search import SegmentSearch
 from ucudnn.steps.tracing import Traced, trace_layers
 
@@ -174,7 +181,8 @@ class _Tuning:
                     plan = replace(self._tuned_and_judged(traced), reasons=named)
             if self._may_compile:
                 plan = self._compiled_if_faster(plan, traced)
-        if plan.division != WHOLE:
+        is_relaid = plan.memory_format != "keep" and plan.comparison is not None
+        if plan.division != WHOLE or is_relaid:
             if self.step is not None:
                 self.copies.clear()  # rivals need copies of their own
             end = self.end or Deadline.never()
@@ -194,10 +202,10 @@ class _Tuning:
         reason = reason or reason_against_compiling(self.config)
         if reason:
             return replace(plan, compilation=Compilation(reason=reason))
-        held, kernels = held_by(self.model, self.inputs), plan.kernels
+        held, kernels = held_by(self.model, self.inputs).total, plan.kernels
         try:
             with undisturbed(self.model):
-                ways = self._ways(held.total, traced.problems)
+                ways = self._ways(held, traced.problems)
                 divided = [] if plan.division == WHOLE else [plan.division]
                 way = ways.within(inf, 0, plan.memory_format, divisions=divided)
                 if way is None or not ways.is_faster(plan):
@@ -205,14 +213,13 @@ class _Tuning:
                 self.compiled, layout = ways, plan.memory_format
                 plan = replace(ways.plan(plan), layout_race=None)
                 same = layout == way.memory_format
-                return self._with_kernels(plan, kernels, ways) if same else plan
+                return self._with_kernels(plan, kernels, ways, held) if same else plan
         except KeyboardInterrupt:
             raise TuningInterruptedError(plan) from None
         except STEP_ERRORS as error:
             if plan.compiles:  # the kernels failed
                 return plan
-            reason = f"a step could not be computed ({first_line(error)})"
-            return replace(plan, compilation=Compilation(reason=reason))
+            return replace(plan, compilation=Compilation(reason=not_computed(error)))
 
     def _end_of_compiled(self, ways: CompiledWays) -> Deadline:
         """When a race of compiled steps must end: beside the time budget, as compiling is."""
@@ -220,14 +227,14 @@ class _Tuning:
         return max(end, Deadline.within(RACE_STEPS * ways.step_s))
 
     def _with_kernels(
-        self, plan: Plan, kernels: tuple[KernelPlan, ...], ways: CompiledWays
+        self, plan: Plan, kernels: tuple[KernelPlan, ...], ways: CompiledWays, held_bytes: int
     ) -> Plan:
         """The plan with those kernels that make compiled steps faster than the compiler's own."""
         if all(kernel.is_default for kernel in kernels):
             return plan
-        planned, held = replace(plan, kernels=kernels), held_by(self.model, self.inputs).total
+        planned = replace(plan, kernels=kernels)
         end, step_ns = self._end_of_compiled(ways), ways.best.time_ns
-        meter = StepMeter(open_backend(plan.backend), [planned], end, step_ns, held)
+        meter = StepMeter(open_backend(plan.backend), [planned], end, step_ns, held_bytes)
         with warnings.catch_warnings():
             # The compiler may compute convolutions in a layout for which there is no plan.
             warnings.simplefilter("ignore", UnplannedWarning)
@@ -280,6 +287,8 @@ class _Tuning:
         # Segments that were not compared are in no plan.
         except KeyboardInterrupt:
             undivided = replace(plan, segments=(), micro_batch=None)
+            if plan.layout_race is None:  # nor were steps in channels_last
+                undivided = replace(undivided, memory_format="keep")
             raise TuningInterruptedError(undivided) from None
         if reason and plan.micro_batch is not None:
             raise PlanError(
@@ -379,7 +388,14 @@ class _Tuning:
         self.before = self.latest = _NOTHING
         more = len({*traced["channels_last"].problems})
         # A time budget that the user set is for both layouts together, a default one for each.
-        own = self._tuned(traced["keep"], self._part(0.5), "keep", more)
+        try:
+            own = self._tuned(traced["keep"], self._part(0.5), "keep", more)
+        except PlanError:
+            if self.step is None:
+                raise
+            # Only in channels_last a step may keep a memory budget; it is compared with torch's.
+            last = self._tuned(traced["channels_last"], self._end_of_kernels(), "channels_last")
+            return self._judge.judge(last, "channels_last")
         self.before = self.latest
         deadline = self._end_of_kernels(LAYOUT_RACE_STEPS)
         try:
