@@ -8,7 +8,7 @@ tried: few shares, and modules that are recomputed inside the graph.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil, inf
@@ -275,13 +275,12 @@ class CompiledWays:
         return [one for one in self.ways if one.division.is_whole]
 
     def _bisect(self, layout: str, most: int) -> None:
-        """Try shares between the largest one that keeps the limit and the next that does not."""
+        """Try more shares in a layout, at most so many."""
         for _ in range(most):
             found = [one for one in self._of_shares() if one.memory_format == layout]
-            peaks = {float(one.division.compiled or 0): one for one in found}
-            low = max((share for share, one in peaks.items() if self.fits(one)), default=0.0)
-            high = min((share for share in peaks if share > low), default=1.0)
-            if high == low or self.attempt(StepDivision(compiled=(low + high) / 2), layout) is None:
+            peaks = {float(one.division.compiled or 0): one.peak_bytes for one in found}
+            share = next_share(peaks, self._limit)
+            if share in peaks or self.attempt(StepDivision(compiled=share), layout) is None:
                 break
 
     def _recomputing(self, recomputed: Callable[[int], StepDivision], layout: str) -> None:
@@ -404,6 +403,26 @@ class CompiledWays:
             comparison=comparison,
             compilation=self.compilation(is_chosen=True),
         )
+
+
+def next_share(peaks: Mapping[float, int], limit: float) -> float:
+    """The share of the activations to try next, given the peaks of some shares.
+
+    A larger share is faster, so it is the one between the largest that keeps the limit and the next
+    known one. If none does, it is one beside that with the smallest peak, in the larger gap,
+    because a smaller share may have a larger peak.
+
+    >>> next_share({0.5: 7, 1.0: 9}, limit=8)
+    0.75
+    >>> next_share({0.5: 7, 1.0: 9}, limit=6), next_share({0.25: 8, 0.5: 7, 1.0: 9}, limit=6)
+    (0.25, 0.75)
+    """
+    fitting = [share for share, peak in peaks.items() if peak <= limit]
+    best = max(fitting) if fitting else min(peaks, key=peaks.__getitem__)
+    below = max((share for share in peaks if share < best), default=0.0)
+    above = min((share for share in peaks if share > best), default=1.0)
+    is_above = bool(fitting) or above - best > best - below
+    return (best + (above if is_above else below)) / 2
 
 
 def _named(division: StepDivision, memory_format: str) -> str:
