@@ -549,6 +549,30 @@ def test_what_there_is_no_time_for_is_named_once():
     assert len(names) == len({*names})
 
 
+def wrong_at_half(graph, inputs):
+    """A compiler that has a bug at one share."""
+    is_half = functorch.activation_memory_budget == 0.5
+    return (wrong if is_half else aot_eager_decomp_partition)(graph, inputs)
+
+
+def test_another_share_is_tried_if_one_computes_something_else(monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", wrong_at_half)
+    plan = ucudnn.tune(network(), torch.randn(SHAPE), replace(AUTO, memory_budget="75%"))
+    assert "compiled, keeping 50 % of the activations" in dict(plan.compilation.left_out)
+    names = [one.name for one in plan.compilation.ways]
+    assert "compiled, keeping 75 % of the activations" in names
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+def test_a_model_without_images_is_compiled_in_one_layout():
+    model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 3))
+    plan = ucudnn.tune(model, torch.randn(8, 3, 200), replace(AUTO, layout="auto"))
+    found = plan.compilation
+    names = [one.name for one in found.ways] + [*dict(found.left_out)] + [*found.not_tried]
+    assert names
+    assert not [one for one in names if "channels_last" in one]
+
+
 @pytest.mark.usefixtures("_fast_compiler")
 def test_without_memory_for_compiling_the_plan_is_uncompiled(monkeypatch):
     def lacking(*_):

@@ -23,7 +23,8 @@ from ucudnn.benchmark.failures import free_after
 from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import Config
 from ucudnn.errors import first_line
-from ucudnn.execution.compiling import CompiledCall, is_compiled, replays_graphs
+from ucudnn.execution.channels_last import axes_of, why_not_channels_last
+from ucudnn.execution.compiling import CompiledCall, is_compiled, original_of, replays_graphs
 from ucudnn.execution.remembering import Remembered
 from ucudnn.kernels.deadline import Deadline
 from ucudnn.outcomes import Comparison, Compilation, Way
@@ -179,7 +180,7 @@ class CompiledWays:
         self._say = say
         self._is_training = config.ops != ("fprop",)
         self._model, self._inputs, self._backend = model, inputs, backend
-        self._layouts = ("keep", "channels_last") if config.layout == "auto" else ("keep",)
+        self._layouts = _layouts_of(original_of(model)) if config.layout == "auto" else ("keep",)
         self._held_bytes = held_bytes
         self._comparer = CompiledComparer(
             model, inputs, is_training=self._is_training, problems=problems, share=share
@@ -250,17 +251,12 @@ class CompiledWays:
         for one in sorted(filter(self.fits, self.ways), key=lambda way: way.time_ns)[:1]:
             self.attempt(one.division, one.memory_format)
         share = 1.0 if limit >= _NEARLY * torchs_bytes else 0.5
-        for layout in dict.fromkeys((first_layout, *self._layouts)):
-            self.attempt(StepDivision(compiled=share), layout)
-        found = self._of_shares()
-        layout = min(found, key=self._cost).memory_format if found else first_layout
-        if found and share == 1.0:
-            self.attempt(StepDivision(compiled=0.5), layout)
+        layout = self._layout_of(share, first_layout)
         divided = [one._replace(compiled=1.0) for one in divisions]
         for division in divided:
             if division.micro_batch is not None:
                 self.attempt(division, layout)
-        is_limited = bool(found) and limit < inf
+        is_limited = bool(self._of_shares()) and limit < inf
         if is_limited:
             self._bisect(layout, 1)
         if recomputed is not None and limit < torchs_bytes:
@@ -270,6 +266,19 @@ class CompiledWays:
         for division in divided:  # with graph breaks around segments, seldom the best
             self.attempt(division, layout)
         return None if self._best is None else self._best[0]
+
+    def _layout_of(self, share: float, first_layout: str) -> str:
+        """Try a share in each layout; the layout of the best way, or else the first one."""
+        for layout in dict.fromkeys((first_layout, *self._layouts)):
+            self.attempt(StepDivision(compiled=share), layout)
+        if not self._of_shares():  # by another share, steps may compute what torch does
+            self.attempt(StepDivision(compiled=0.75), first_layout)
+        best = min(self._of_shares(), key=self._cost, default=None)
+        if best is None:
+            return first_layout
+        if share == 1.0:
+            self.attempt(StepDivision(compiled=0.5), best.memory_format)
+        return best.memory_format
 
     def _of_shares(self) -> list[Way]:
         return [one for one in self.ways if one.division.is_whole]
@@ -403,6 +412,12 @@ class CompiledWays:
             comparison=comparison,
             compilation=self.compilation(is_chosen=True),
         )
+
+
+def _layouts_of(model: nn.Module) -> tuple[str, ...]:
+    """The layouts that steps of a model may be in."""
+    can_change = axes_of(model) and why_not_channels_last(model) is None
+    return ("keep", "channels_last") if can_change else ("keep",)
 
 
 def next_share(peaks: Mapping[float, int], limit: float) -> float:
