@@ -454,12 +454,12 @@ class _Fitting:
         limit = min(self.memory.budget_bytes, choice.most_bytes)
         memory = replace(self.memory, ways=told, budget_bytes=limit)
         step = DividedStep(self.foreseer, choice.way.division, self.config, memory, self._copy)
-        is_relaid = choice.way.memory_format != "keep"
         try:
             plan = self._checked(step, choice)
         except PlanError as error:
-            return None if is_relaid else error
-        if plan is not None and is_relaid:
+            return error if choice.way.memory_format == "keep" else None
+        # In channels_last alone, steps were not compared by a race of both layouts.
+        if plan is not None and plan.memory_format != "keep" and plan.layout_race is None:
             plan, _ = self.compare(plan, False)
             if plan.comparison is None or not plan.comparison.is_same:
                 return None

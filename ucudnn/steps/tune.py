@@ -390,12 +390,10 @@ class _Tuning:
         # A time budget that the user set is for both layouts together, a default one for each.
         try:
             own = self._tuned(traced["keep"], self._part(0.5), "keep", more)
-        except PlanError:
-            if self.step is None:
+        except PlanError as error:
+            if self.step is None or self.division != WHOLE:
                 raise
-            # Only in channels_last a step may keep a memory budget; it is compared with torch's.
-            last = self._tuned(traced["channels_last"], self._end_of_kernels(), "channels_last")
-            return self._judge.judge(last, "channels_last")
+            return self._relaid(traced["channels_last"], error)
         self.before = self.latest
         deadline = self._end_of_kernels(LAYOUT_RACE_STEPS)
         try:
@@ -408,6 +406,21 @@ class _Tuning:
             reason = f"it has no plan in channels_last ({error})"
             return replace(self._judge.judge(own), layout_race=LayoutRace(reason=reason))
         return self._judge.judge_in_layouts({"keep": own, "channels_last": last})
+
+    def _relaid(self, traced: Traced, error: PlanError) -> Plan:
+        """The plan of an undivided step that keeps a memory budget in channels_last, if any does.
+
+        It is not compared with torch's step yet. If there is none, the error for the model's own
+        layout is raised.
+        """
+        try:
+            plan = self._tuned(traced, self._end_of_kernels(), "channels_last")
+        except PlanError:
+            raise error from None
+        try:
+            return self._judge.judge(plan, "channels_last")
+        except TuningInterruptedError:
+            raise TuningInterruptedError(replace(plan, memory_format="keep")) from None
 
     def _end_of_kernels(self, race_steps: int = RACE_STEPS) -> Deadline | None:
         """When kernels must be tuned, to leave time for a race of whole steps."""
