@@ -25,12 +25,14 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.micro_batching import segment_
+from ucudnn.outcomes import Way
 from ucudnn.plan import Plan
 from ucudnn.reports.text import plan_title, plan_verdict
 from ucudnn.segment import UNCOMPILED, Segment, StepDivision
 from ucudnn.steps.comparing import CompiledComparer
 from ucudnn.steps.compiled import CompiledWays
 from ucudnn.steps.fit import _Fitting
+from ucudnn.steps.race import StepTimes
 from ucudnn.steps.run import Steps
 
 pytestmark = [
@@ -561,6 +563,57 @@ def test_another_share_is_tried_if_one_computes_something_else(monkeypatch):
     assert "compiled, keeping 50 % of the activations" in dict(plan.compilation.left_out)
     names = [one.name for one in plan.compilation.ways]
     assert "compiled, keeping 75 % of the activations" in names
+
+
+def ways_of(model, x, known=None, **settings):
+    config = Config(compile="auto", layout="auto", **settings)
+    return CompiledWays(model, x, config, open_backend("torch_cpu"), 0, [], known)
+
+
+def half(layout, peak, time):
+    division = StepDivision(compiled=0.5)
+    way = Way("compiled", "", division=division, memory_format=layout)
+    return {(division, layout): replace(way, peak_bytes=peak, time_ns=time)}
+
+
+@pytest.mark.parametrize(
+    ("keep", "last", "limit", "tried"),
+    [
+        # Without one that keeps the limit, smaller shares in the faster layout; then the other's.
+        ((590, 30), (597, 24), 480, ["channels_last"] * 3 + ["keep"] * 3),
+        ((590, 24), (580, 30), 480, ["keep"] * 3 + ["channels_last"] * 3),
+        ((590, 30), (597, 24), 592, ["keep"] * 3),
+    ],
+)
+def test_smaller_shares_are_tried_in_the_faster_layout(monkeypatch, keep, last, limit, tried):
+    known = {**half("keep", *keep), **half("channels_last", *last)}
+    ways, found = ways_of(network(), torch.randn(SHAPE), known), []
+
+    def attempt(division, layout):
+        key = division, layout
+        if key in known:
+            if ways.fits(known[key]):
+                ways._best = known[key], None, None
+            return known[key]
+        found.append(layout)
+        known[key] = replace(known[StepDivision(compiled=0.5), layout], division=division)
+        return known[key]
+
+    monkeypatch.setattr(ways, "attempt", attempt)
+    ways.within(limit, 1000)
+    assert found == tried
+
+
+@pytest.mark.usefixtures("_fast_compiler")
+@pytest.mark.parametrize("compiled_ns", [(90, 90, 140), (110, 110, 90)])
+@pytest.mark.parametrize("segments", [(), (Segment("1", None),)])
+def test_in_doubt_torchs_own_step_stays(monkeypatch, compiled_ns, segments):
+    ways = ways_of(network(), torch.randn(SHAPE))
+    assert ways.attempt(StepDivision(compiled=1.0), "keep") is not None
+    samples = [[StepTimes(one, {}) for one in times] for times in ((100, 100, 100), compiled_ns)]
+    monkeypatch.setattr("ucudnn.steps.compiled.StepMeter.race", lambda *_: samples)
+    is_shorter = bool(segments) and compiled_ns[0] < 100
+    assert ways.is_faster(planned(None, *segments)) is is_shorter
 
 
 @pytest.mark.usefixtures("_fast_compiler")

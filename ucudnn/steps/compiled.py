@@ -38,8 +38,6 @@ from ucudnn.verdict import CONFIDENCE, TOLERATED, is_faster
 
 # The default time for compiling, as a multiple of what the first way took.
 _TIMES = 3
-# The most rounds of a race against a plan that is not compiled.
-_ROUNDS = 4
 # A step without a share may keep a limit that is at least this part of the peak by torch.
 _NEARLY = 0.85
 # The most shares that are tried beside the first ones.
@@ -263,6 +261,9 @@ class CompiledWays:
             self._recomputing(recomputed, layout)
         if is_limited:
             self._bisect(layout, _MOST_SHARES - 1)
+            others = {one.memory_format for one in self._of_shares()} - {layout}
+            if others and not self.has_fitting:
+                self._bisect(*others, _MOST_SHARES)
         for division in divided:  # with graph breaks around segments, seldom the best
             self.attempt(division, layout)
         return None if self._best is None else self._best[0]
@@ -273,7 +274,9 @@ class CompiledWays:
             self.attempt(StepDivision(compiled=share), layout)
         if not self._of_shares():  # by another share, steps may compute what torch does
             self.attempt(StepDivision(compiled=0.75), first_layout)
-        best = min(self._of_shares(), key=self._cost, default=None)
+        # If none keeps the limit, smaller shares may, in the faster layout, too.
+        ways = self._of_shares()
+        best = min(ways, key=lambda one: (not self.fits(one), one.time_ns), default=None)
         if best is None:
             return first_layout
         if share == 1.0:
@@ -366,9 +369,12 @@ class CompiledWays:
         other = Steps(self._model, self._inputs, *how)
         meter = StepMeter(self._backend, [plan], Deadline.never())
         runs = [(other, plan), (self._best[1], None)]
-        samples = meter.race(runs, lambda times: tells(*steps_ns(times)), most_rounds=_ROUNDS)
+        samples = meter.race(runs, lambda times: tells(*steps_ns(times)))
         planned, compiled = steps_ns(samples)
-        return is_faster(ratio_interval(compiled, planned, CONFIDENCE), TOLERATED)
+        ratios = ratio_interval(compiled, planned, CONFIDENCE)
+        # In doubt, torch's own step stays. Of two other ways, it is the one that was faster.
+        is_shorter = not plan.division.is_whole and ratios[0] < 1 - TOLERATED
+        return is_shorter or is_faster(ratios, TOLERATED)
 
     def _measured(self, steps: Steps, name: str) -> Way:
         steps()  # gradients are None from now on
