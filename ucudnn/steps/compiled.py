@@ -261,9 +261,9 @@ class CompiledWays:
             self._recomputing(recomputed, layout)
         if is_limited:
             self._bisect(layout, _MOST_SHARES - 1)
-            others = {one.memory_format for one in self._of_shares()} - {layout}
-            if others and not self.has_fitting:
-                self._bisect(*others, _MOST_SHARES)
+            for other in {one.memory_format for one in self._of_shares()} - {layout}:
+                if not self.has_fitting:
+                    self._bisect(other, _MOST_SHARES)
         for division in divided:  # with graph breaks around segments, seldom the best
             self.attempt(division, layout)
         return None if self._best is None else self._best[0]
