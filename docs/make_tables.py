@@ -305,8 +305,8 @@ PLANS = {
 }
 
 
-def compiled() -> list[Row]:
-    """Plans that may compile, beside torch.compile at its best, from peers_compiled.json."""
+def compiled(name: str) -> list[Row]:
+    """Plans that may compile, beside torch.compile at its best, from a file of peers.py."""
     heading = [
         "network",
         "plan",
@@ -318,29 +318,29 @@ def compiled() -> list[Row]:
         "time over its (95 %)",
     ]
     rows = [heading]
-    for one in results("peers_compiled.json"):
+    for one in results(name):
         names, peaks = iter([FITTED[one["network"]]]), one["race"]
         eager = peaks["eager"]["peak_bytes"]
         for title, plan in one["plans"].items():
-            name = plan_within(title)
-            if name not in peaks:
+            racing = plan_within(title)
+            if racing not in peaks:
                 continue
             other = title if title in one["front"] else one["front"][0]
             rows.append(
                 [
                     *(next(names, ""), "within its peak" if title == other else PLANS[title]),
                     compiled_as_told(plan),
-                    f"{peaks[name]['peak_bytes'] / eager:.0%}",
-                    *(ratio(raced(one, name, "eager")), other),
+                    f"{peaks[racing]['peak_bytes'] / eager:.0%}",
+                    *(ratio(raced(one, racing, "eager")), other),
                     f"{peaks[other]['peak_bytes'] / eager:.0%}",
-                    ratio(raced(one, name, other)),
+                    ratio(raced(one, racing, other)),
                 ]
             )
     return rows
 
 
 def compiled_as_told(plan: dict[str, Any]) -> str:
-    """How a plan of peers_compiled.json has the model compiled, and what it divides."""
+    """How a plan has the model compiled, and what it divides."""
     share, count = plan["compiled"], len(plan["divided"])
     parts = ["no"] if share is None else [f"{share:.0%} of the activations" if share < 1 else "yes"]
     parts += [f"{count} segment{'s' * (count > 1)}"] * bool(count)
@@ -481,7 +481,8 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "ones": lambda: fitted("fit_one.json", FITTED_ONE),
     "avx2": lambda: fitted("fit_one_avx2.json", FITTED_ONE),
     "peer": rivals,
-    "comp": compiled,
+    "comp": lambda: compiled("peers_compiled.json"),
+    "xeon": lambda: compiled("peers_compiled_xeon.json"),
     "link": linked,
     "half": halved,
     "algo": special,
@@ -498,6 +499,7 @@ FILES = {
     "avx2": "fit_one_avx2.json",
     "peer": "peers.json",
     "comp": "peers_compiled.json",
+    "xeon": "peers_compiled_xeon.json",
     "link": "communication.json",
 }
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.

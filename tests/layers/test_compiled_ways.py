@@ -582,7 +582,9 @@ def half(layout, peak, time):
         # Without one that keeps the limit, smaller shares in the faster layout; then the other's.
         ((590, 30), (597, 24), 480, ["channels_last"] * 3 + ["keep"] * 3),
         ((590, 24), (580, 30), 480, ["keep"] * 3 + ["channels_last"] * 3),
-        ((590, 30), (597, 24), 592, ["keep"] * 3),
+        # The layout that keeps it, unless the other one is clearly faster.
+        ((590, 30), (597, 24), 592, ["channels_last"] * 3),
+        ((590, 25), (597, 24), 592, ["keep"] * 3),
     ],
 )
 def test_smaller_shares_are_tried_in_the_faster_layout(monkeypatch, keep, last, limit, tried):

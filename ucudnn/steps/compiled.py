@@ -34,7 +34,7 @@ from ucudnn.segment import WHOLE, StepDivision, compiled_as_told
 from ucudnn.steps.comparing import CompiledComparer
 from ucudnn.steps.race import StepMeter, steps_ns, tells
 from ucudnn.steps.run import STEP_ERRORS, Steps
-from ucudnn.verdict import CONFIDENCE, TOLERATED, is_faster
+from ucudnn.verdict import CLEARLY, CONFIDENCE, TOLERATED, is_faster
 
 # The default time for compiling, as a multiple of what the first way took.
 _TIMES = 3
@@ -274,9 +274,13 @@ class CompiledWays:
             self.attempt(StepDivision(compiled=share), layout)
         if not self._of_shares():  # by another share, steps may compute what torch does
             self.attempt(StepDivision(compiled=0.75), first_layout)
-        # If none keeps the limit, smaller shares may, in the faster layout, too.
-        ways = self._of_shares()
-        best = min(ways, key=lambda one: (not self.fits(one), one.time_ns), default=None)
+        # In a clearly faster layout that does not keep the limit yet, smaller shares may.
+        clearly = CLEARLY[self._backend.device().type]
+        best = min(
+            self._of_shares(),
+            key=lambda one: one.time_ns / (1 if self.fits(one) else clearly),
+            default=None,
+        )
         if best is None:
             return first_layout
         if share == 1.0:
