@@ -124,7 +124,7 @@ def test_pictures_are_what_their_scripts_draw(repository, python, tmp_path, name
 
 
 TABLES = {
-    "docs/results.md": 13,
+    "docs/results.md": 14,
     "docs/memory.md": 0,
     "docs/communication.md": 1,
     "docs/reference.md": 1,
