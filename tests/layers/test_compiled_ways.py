@@ -529,6 +529,24 @@ def _fast_compiler(monkeypatch):
 
 
 @pytest.mark.usefixtures("_fast_compiler")
+@pytest.mark.parametrize("compiled_by", [lambda model, _: model, wrapped])
+def test_a_refusal_names_the_smallest_peak_of_compiled_steps(compiled_by):
+    x = torch.randn(SHAPE)
+    model = compiled_by(network(), aot_eager_decomp_partition)
+    with pytest.raises(PlanError, match=r"\(compiled, .*\); raise the budget") as caught:
+        ucudnn.tune(model, x, replace(AUTO, memory_budget="40%"))
+    budget = caught.value.smallest_bytes
+    plan = ucudnn.tune(model, x, replace(AUTO, memory_budget=budget))
+    assert plan.compiles
+    ucudnn.convert_(model, plan)
+    gradients(model, x)
+    model.zero_grad()
+    backend = open_backend("torch_cpu")
+    span = backend.span(lambda: model(x).square().mean().backward())
+    assert plan.memory.held_bytes + span.peak_bytes <= budget
+
+
+@pytest.mark.usefixtures("_fast_compiler")
 def test_kernels_take_none_of_the_time_for_compiling(monkeypatch):
     late = [0.0]
     monkeypatch.setattr("ucudnn.steps.compiled.monotonic", lambda: time.monotonic() + late[0])

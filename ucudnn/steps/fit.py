@@ -342,7 +342,7 @@ class _Fitting:
         if found is not None:
             return found
         if error is not None:
-            raise error
+            raise self._smaller(error, ways)
         assert plan is not None
         return self._final(replace(plan, compilation=compilation))
 
@@ -365,13 +365,31 @@ class _Fitting:
         The step is divided as one that is not compiled. Parts of it are compiled, if it then keeps
         the budget, too.
         """
-        plan = self._candidate()
+        try:
+            plan = self._candidate()
+        except PlanError as error:
+            raise self._smaller(error, ways) from None
         if not plan.division.is_whole:
             way = ways.attempt(plan.division._replace(compiled=1.0), plan.memory_format)
             if way is not None and ways.fits(way):
                 return self._noted_compiled(ways)
         compilation = ways.compilation(is_chosen=False)
         return self._final(replace(plan, compiled=UNCOMPILED, compilation=compilation))
+
+    def _smaller(self, error: PlanError, ways: CompiledWays) -> PlanError:
+        """The error, which names the smallest peak of a compiled way if that is less."""
+        other = error.smallest_bytes
+        best = min(ways.ways, key=lambda one: one.peak_bytes, default=None)
+        if best is None or other is None or _MARGIN * best.peak_bytes >= other:
+            return error
+        enough = ceil(_MARGIN * best.peak_bytes)
+        limit, least, _ = format_sizes(self.memory.budget_bytes, enough, other)
+        return PlanError(
+            f"memory_budget={limit} is too small: the smallest peak of a step that was found is "
+            f"{least} ({best.name}); raise the budget to it. For steps that are not compiled, "
+            f"{error}",
+            enough,
+        )
 
     def _final(self, plan: Plan) -> Plan:
         """The plan, which is known for smaller budgets from now on."""
